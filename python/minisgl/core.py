@@ -1,0 +1,224 @@
+"""The words of the engine: what a request asks, what it is, and what one step computes.
+
+Owns no tensors beyond those of a `Batch`, and knows nothing of pages, processes or models. Imports nothing
+of the package but the errors. Next to read: `errors.py`, then `llm/llm.py`.
+
+    Req        tokens of one request on the host, and how far it has come
+    ReqSlice   the positions [start, end) of one request
+    BatchPlan  what one step computes, decided on the host: slices of prompts and of answers, mixed
+    Batch      the same, as tensors on the device
+    Context    what the layers of a model reach besides their weights
+"""
+
+# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.errors import InvalidRequest
+
+if TYPE_CHECKING:  # names for the type checker; at run time core imports nothing from above
+    from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
+    from minisgl.kvcache.base import BaseKVCachePool
+    from minisgl.moe.base import BaseMoeBackend
+
+__all__ = ["Batch", "BatchPlan", "Context", "FinishReason", "IntArray", "Req", "ReqSlice", "SamplingParams"]
+
+IntArray = NDArray[np.int32]
+FinishReason = Literal["stop", "length", "abort"]
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token of a request.
+
+    The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept.
+
+    Attributes:
+        max_tokens: tokens to generate at most, >= 1; None means up to the end of the context.
+        temperature: 0 is greedy; else logits are divided by it. In [0, 100].
+        top_k: keep the k most likely tokens, >= 1; None keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
+        seed: the token at a position depends on its logits, the seed and the position only; None draws one.
+        ignore_eos: go on past an end-of-sequence token.
+
+    Raises:
+        InvalidRequest: a value is outside its bounds.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, ">= 1")
+        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "in [0, 100]")
+        _require("top_k", self.top_k, self.top_k is None or self.top_k >= 1, ">= 1, or absent for all")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _require("seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _require(name: str, value: float | None, holds: bool, bound: str) -> None:
+    if not holds or (isinstance(value, float) and not math.isfinite(value)):
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", param=name)
+
+
+class Req:
+    """One request: its tokens on the host and how far it has come.
+
+        0 ............ num_computed ......... num_known ......... num_tokens
+        KV is written, or    to be computed    on the host        sampled by a launched
+        a launched batch                                          batch, still on the device
+        will write it
+
+    A step computes [num_computed, end); if end reaches num_tokens it also samples one token. A prompt and an
+    answer are therefore the same thing, and so is a request that lost its pages and starts over.
+
+    Attributes:
+        tokens: int32, capacity for prompt and answer; valid up to num_known.
+        num_cached: leading tokens that the prefix cache supplied at the first admission.
+        row: row of the page table and token pool while admitted, else None.
+        num_in_flight: launched and unfinished batches that refer to this request; its row and pages may be
+            released only at zero.
+        finish: why it ended, None while it runs. Set once.
+    """
+
+    __slots__ = (
+        "finish",
+        "num_cached",
+        "num_computed",
+        "num_in_flight",
+        "num_known",
+        "num_prompt",
+        "num_tokens",
+        "params",
+        "row",
+        "seed",
+        "tokens",
+        "uid",
+    )
+
+    def __init__(self, uid: int, prompt: IntArray, params: SamplingParams, max_length: int, seed: int) -> None:
+        self.uid = uid
+        self.params = params
+        self.seed = seed
+        self.tokens: IntArray = np.empty(max_length, dtype=np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.num_prompt = self.num_known = self.num_tokens = len(prompt)
+        self.num_computed = 0
+        self.num_cached: int | None = None
+        self.row: int | None = None
+        self.num_in_flight = 0
+        self.finish: FinishReason | None = None
+
+    @property
+    def max_length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every token it may have is known or being computed."""
+        return self.num_tokens >= self.max_length
+
+    @property
+    def num_output(self) -> int:
+        return self.num_known - self.num_prompt
+
+    def append(self, token: int) -> None:
+        """Take the oldest token that a launched batch sampled; it is on the host now."""
+        assert self.num_known < self.num_tokens
+        self.tokens[self.num_known] = token
+        self.num_known += 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Req(uid={self.uid}, computed={self.num_computed}, known={self.num_known}, "
+            f"tokens={self.num_tokens}/{self.max_length}, row={self.row}, finish={self.finish})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReqSlice:
+    """Positions [start, end) of a request; `samples` if they reach its last token."""
+
+    req: Req
+    start: int
+    end: int
+    samples: bool
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What one step computes. A request stands in it at most once."""
+
+    slices: list[ReqSlice]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.slices))
+
+    @property
+    def sampling(self) -> list[ReqSlice]:
+        return [s for s in self.slices if s.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, ready for the device.
+
+    Attributes:
+        plan: the slices in the order of the tensors.
+        input_ids_T, position_T: int64.
+        slot_T: int64, where the KV of each token goes.
+        last_B: int64, index into T of the last token of each slice that samples.
+        attn_metadata: made by the attention backend from the plan.
+    """
+
+    plan: BatchPlan
+    input_ids_T: Tensor
+    position_T: Tensor
+    slot_T: Tensor
+    last_B: Tensor
+    attn_metadata: BaseAttnMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the layers of one rank share besides their weights.
+
+    Attributes:
+        page_table_RP: int32, page that holds positions [p * page_size, (p + 1) * page_size) of a row.
+        token_pool_RL: int32, the tokens of a row; where a step finds what the step before it sampled.
+    """
+
+    page_table_RP: Tensor
+    token_pool_RL: Tensor
+    kv_pool: BaseKVCachePool
+    attn_backend: BaseAttnBackend
+    moe_backend: BaseMoeBackend

@@ -1,0 +1,15 @@
+"""Runs a batch: weights, KV pool, attention and sampling of one tensor-parallel rank.
+
+    engine.py   `Engine`: makes everything once, then launches plans
+    sample.py   logits to tokens
+    memory.py   how many pages fit
+    config.py   its options
+
+Does not know which requests there are; that is the scheduler's. Read `engine.py`.
+"""
+
+from minisgl.engine.config import EngineConfig
+from minisgl.engine.engine import Engine, EngineLimits, ForwardOutput
+from minisgl.engine.sample import BatchSamplingArgs, sample
+
+__all__ = ["BatchSamplingArgs", "Engine", "EngineConfig", "EngineLimits", "ForwardOutput", "sample"]

@@ -1,0 +1,92 @@
+"""Options of the engine, and how an option is declared.
+
+All options of the program stand in one frozen tree of dataclasses, EngineConfig ← SchedulerConfig ← ServerConfig.
+A field made by `option` carries its help and choices; the command line and docs/features.md come from the fields.
+None means "auto" and is replaced once, by `resolve`, with what fits the hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from minisgl.attention import ATTENTION_BACKENDS
+from minisgl.errors import ConfigError
+from minisgl.models.fetch import MODEL_SOURCES
+from minisgl.utils import Hardware
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    """A field of the config tree that is also a flag."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What one rank's engine needs to know.
+
+    Raises:
+        ConfigError: a value is outside its bounds; names the flag.
+    """
+
+    model: str | None = option(None, "folder, .gguf file or hub id; auto: a small model that is fetched with pip")
+    model_source: str = option("huggingface", "the hub that ids belong to", MODEL_SOURCES)
+    device: str | None = option(None, "where to compute; auto: cuda if there is a GPU", ("cpu", "cuda"))
+    dtype: str | None = option(None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES)
+    tp: int = option(1, "tensor-parallel ranks, one process each")
+    attn: str | None = option(None, "attention backend; auto: the fastest there is", ATTENTION_BACKENDS.names)
+    page_size: int = option(16, "tokens in one page of the KV cache")
+    num_pages: int | None = option(None, "pages of the KV cache; auto: as many as --memory-ratio allows")
+    memory_ratio: float | None = option(
+        None,
+        "share of the memory left beside the weights to give to the KV cache; auto: 0.9 on a GPU, 0.5 on a CPU",
+    )
+    max_seq_len: int | None = option(None, "longest prompt and answer together, in tokens; auto: the model's context")
+    max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
+    pack_weights: bool | None = option(
+        None, "on a CPU, keep a second copy of the weights, packed for batches; auto: if memory is ample"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "page_size", "num_pages", "max_seq_len", "max_running_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
+        if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
+            raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
+        for name, choices in (
+            ("device", ("cpu", "cuda")),
+            ("dtype", DTYPES),
+            ("model_source", MODEL_SOURCES),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+        if self.attn is not None:
+            ATTENTION_BACKENDS[self.attn]
+
+    def resolve(self, hardware: Hardware) -> Self:
+        """Replace what is auto and depends on the machine alone.
+
+        Raises:
+            ConfigError: the machine lacks what is asked for.
+        """
+        device = self.device or hardware.device
+        if device == "cuda" and hardware.num_devices < self.tp:
+            raise ConfigError(f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there")
+        half = "float16" if device == "cuda" else "float32"
+        return replace(
+            self,
+            device=device,
+            dtype=self.dtype or ("bfloat16" if hardware.has_bf16 else half),
+            attn=self.attn or "torch",
+            memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
+        )
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a field's name."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,204 @@
+"""One rank's engine: made once, then launched with one plan after another.
+
+Owns weights, KV pool, the device's page table and token pool, and the communicator. Tokens stay on the device
+between steps: a step reads its inputs from the token pool, where the step before it wrote what it sampled, so the
+host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
+"""
+
+# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention import create_attention_backend
+from minisgl.core import Batch, BatchPlan, Context
+from minisgl.distributed import DistributedInfo, create_communicator
+from minisgl.engine.config import EngineConfig
+from minisgl.engine.memory import may_pack, num_pages
+from minisgl.engine.sample import BatchSamplingArgs, sample
+from minisgl.errors import ConfigError
+from minisgl.kvcache import MHAKVCache, create_kvcache_pool
+from minisgl.layers import set_rope_device
+from minisgl.layers.linear import LinearBase
+from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
+from minisgl.moe import create_moe_backend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the engine can hold; the scheduler plans within it.
+
+    Attributes:
+        max_seq_len: tokens of a prompt and its answer together: the model's context, or less where the pool is
+            smaller than that.
+    """
+
+    num_pages: int
+    page_size: int
+    max_seq_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+
+
+class ForwardOutput:
+    """The tokens of a launched plan, in the order of its sampling slices."""
+
+    def __init__(self, token_B: Tensor) -> None:
+        if token_B.is_cuda:
+            self._token_B = token_B.to("cpu", non_blocking=True)
+            self._copied: torch.cuda.Event | None = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._token_B, self._copied = token_B, None
+
+    def wait(self) -> list[int]:
+        """The tokens, on the host; waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._token_B.tolist()
+
+
+class Engine:
+    """Computes plans for one rank.
+
+    Args:
+        config: resolved; `model` is a local folder.
+        meeting: where the ranks of the group find each other; see `create_communicator`.
+
+    Raises:
+        ConfigError, CheckpointError: the options do not fit the model, or its files are unusable.
+    """
+
+    def __init__(self, config: EngineConfig, info: DistributedInfo, meeting: Path | None = None) -> None:
+        assert config.model and config.device and config.dtype and config.attn
+        started = time.monotonic()
+        self._device = torch.device(f"cuda:{info.rank}" if config.device == "cuda" else "cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
+        self._dtype = getattr(torch, config.dtype)
+        self._model_config = ModelConfig.from_folder(Path(config.model))
+        self._comm = create_communicator(info, self._device, meeting)
+        max_seq_len = _context_length(config, self._model_config)
+        self._model = self._load_model(config, max_seq_len)
+        self.context, self.limits = self._make_context(config, max_seq_len)
+        logger.info(
+            "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",
+            self._model_config.architecture,
+            self._device,
+            config.dtype,
+            self.limits.num_pages,
+            self.limits.page_size,
+            self.limits.max_seq_len,
+            time.monotonic() - started,
+        )
+
+    @torch.inference_mode()
+    def _load_model(self, config: EngineConfig, max_seq_len: int) -> BaseLLMModel:
+        assert config.model
+        model_class = get_model_class(self._model_config.architecture)
+        model = model_class(self._model_config, self._comm, max_seq_len, self._dtype)
+        load_weight(model, Path(config.model), self._dtype, self._device)
+        set_rope_device(model, self._device)
+        linears = [op for op in model.walk() if isinstance(op, LinearBase)]
+        pack = may_pack(config, sum(linear.num_bytes for linear in linears), self._device)
+        for linear in linears:
+            linear.prepare(pack=pack)
+        return model
+
+    def _make_context(self, config: EngineConfig, max_seq_len: int) -> tuple[Context, EngineLimits]:
+        model, page_size = self._model_config, config.page_size
+        num_kv_heads = len(self._comm.info.share_kv_heads(model.num_kv_heads))
+        shape = (model.num_layers, num_kv_heads, model.head_dim)
+        page_bytes = MHAKVCache.page_bytes(*shape, page_size, self._dtype.itemsize)
+        pages = num_pages(config, page_bytes, max_seq_len, self._device, self._comm)
+        max_seq_len = min(max_seq_len, pages * page_size)
+        pool = create_kvcache_pool(*shape, pages, page_size, self._dtype, self._device)
+        rows = config.max_running_requests
+        page_table_RP = self._zeros(rows, -(-max_seq_len // page_size))
+        assert config.attn
+        context = Context(
+            page_table_RP=page_table_RP,
+            token_pool_RL=self._zeros(rows, max_seq_len),
+            kv_pool=pool,
+            attn_backend=create_attention_backend(config.attn, pool, page_table_RP),
+            moe_backend=create_moe_backend("torch"),
+        )
+        limits = EngineLimits(pages, page_size, max_seq_len, model.vocab_size, model.eos_ids)
+        return context, limits
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    @torch.inference_mode()
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        """Start computing a plan. Its tokens are in the token pool for every plan launched after it."""
+        batch = self._prepare(plan)
+        logits_BV = self._model.forward(batch, self.context)
+        parts = plan.sampling
+        if not parts:
+            return ForwardOutput(torch.empty(0, dtype=torch.int64))
+        token_B = self._choose(plan, logits_BV)
+        row_B = self._indices([part.req.row for part in parts])
+        self.context.token_pool_RL[row_B, self._indices([part.end for part in parts])] = token_B.int()
+        return ForwardOutput(token_B)
+
+    def _choose(self, plan: BatchPlan, logits_BV: Tensor | None) -> Tensor:
+        """Rank 0 samples; the others are told, so that all ranks go on with the same tokens."""
+        if logits_BV is None:
+            return self._comm.broadcast(self._indices([0] * len(plan.sampling)))
+        args = BatchSamplingArgs.of(plan.sampling, logits_BV.shape[1], self._device)
+        return self._comm.broadcast(sample(logits_BV, args))
+
+    def _prepare(self, plan: BatchPlan) -> Batch:
+        lengths = np.array([len(part) for part in plan.slices])
+        rows = np.repeat([part.req.row for part in plan.slices], lengths)
+        ends = np.cumsum(lengths)
+        starts = np.array([part.start for part in plan.slices])
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        row_T, position_T = self._indices(rows), self._indices(positions)
+        page_size = self.context.kv_pool.page_size
+        page_T = self.context.page_table_RP[row_T, position_T // page_size].long()
+        return Batch(
+            plan=plan,
+            input_ids_T=self.context.token_pool_RL[row_T, position_T].long(),
+            position_T=position_T,
+            slot_T=page_T * page_size + position_T % page_size,
+            last_B=self._indices([end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples]),
+            attn_metadata=self.context.attn_backend.prepare(plan),
+        )
+
+    def _indices(self, values: list[int | None] | list[int] | np.typing.NDArray[np.int64]) -> Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        """Leave the tensor-parallel group."""
+        self._comm.close()
+
+
+def _context_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Positions that the model can tell apart and see.
+
+    Behind a sliding window the model would attend to less than everything; no layer here does that, so the context
+    ends with the window.
+    """
+    limit, reason = model.max_position, "the model's context"
+    if model.sliding_window is not None and model.sliding_window < limit:
+        limit, reason = model.sliding_window, "the model's sliding window, beyond which it is not supported"
+    if config.max_seq_len is not None and config.max_seq_len > limit:
+        raise ConfigError(f"--max-seq-len must be <= {limit} ({reason}), got {config.max_seq_len}")
+    if limit < model.max_position:
+        logger.warning("the context is limited to %d tokens: %s", limit, reason)
+    return config.max_seq_len or limit

@@ -1,0 +1,112 @@
+"""The error tree.
+
+    MiniSGLError
+    ├─ ConfigError            before start: names the option, the value, what is allowed
+    │   └─ CheckpointError    a model's files are missing, damaged, or of an architecture unknown here
+    ├─ RequestError           the caller can fix it; carries `status`, `code` and `param`
+    │   ├─ InvalidRequest     400: a field's value; names the bound
+    │   ├─ PromptTooLong      400: prompt and answer do not fit the context
+    │   ├─ UnknownModel       404
+    │   └─ QueueFull          429
+    ├─ CapacityError          our pages are exhausted; the scheduler decides (wait, evict, retract)
+    ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
+    └─ EngineFailed           unrecoverable here: every open request is told, then the supervisor acts
+
+Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for our own
+bugs only. Next to read: `llm/llm.py`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineFailed",
+    "InvalidRequest",
+    "KernelInputError",
+    "MiniSGLError",
+    "PromptTooLong",
+    "QueueFull",
+    "RequestError",
+    "UnknownModel",
+]
+
+
+class MiniSGLError(Exception):
+    """Root of everything that this package raises on purpose."""
+
+
+class ConfigError(MiniSGLError):
+    """An option or a model folder cannot work; said before anything starts."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is missing, truncated, corrupt, wrongly shaped, or of an unknown architecture."""
+
+
+class RequestError(MiniSGLError):
+    """A request that its sender can mend.
+
+    `status` is the HTTP status, `code` the OpenAI error code, `param` the offending field.
+    """
+
+    status: int = 400
+    code: str = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or type(self).code
+
+
+class InvalidRequest(RequestError):
+    """A field has a value outside its bounds, or is not supported."""
+
+
+class PromptTooLong(RequestError):
+    """Prompt plus requested tokens exceed what the engine can hold."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, num_prompt: int, max_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}: "
+            f"together {num_prompt + max_tokens}, the limit is {limit}",
+            param="messages",
+        )
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(f"the model {name!r} does not exist; this server has {served!r}", param="model")
+
+
+class QueueFull(RequestError):
+    """Too many requests are open."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, open_requests: int) -> None:
+        super().__init__(f"{open_requests} requests are open, which is the limit; try again later")
+
+
+class CapacityError(MiniSGLError):
+    """Fewer pages are free or evictable than were asked for."""
+
+    def __init__(self, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} pages wanted, {available} free or evictable")
+
+
+class KernelInputError(MiniSGLError):
+    """A kernel was called with tensors that break its contract."""
+
+
+class EngineFailed(MiniSGLError):
+    """The engine is gone; requests that were open have no answer."""

@@ -1,0 +1,51 @@
+"""Counter-based noise for sampling: a pure function of seed, position and token id.
+
+A 32-bit integer hash in place of a generator with state, so that a request's noise does not depend on its
+batch, on the step in which it is drawn, or on the device. The mixer is `lowbias32` of C. Wellons' hash
+prospector; two rounds with the key folded in between, after the counter-based construction of Salmon et al.
+2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
+"""
+
+# Dimension key: B requests, V vocab.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
+
+
+def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
+    """Independent standard Gumbel noise for each request and token.
+
+    Adding it to logits and taking the argmax samples from their softmax.
+
+    Args:
+        seed_B, position_B: int64.
+
+    Returns:
+        float32 [B, V], finite.
+    """
+    key_B1 = _mix(_low_bits(seed_B) ^ _mix(_low_bits(seed_B >> 32) ^ _mix(_low_bits(position_B))))[:, None]
+    bits_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) ^ key_B1
+    _mix(bits_BV).bitwise_xor_(key_B1)
+    _mix(bits_BV)
+    uniform_BV = ((bits_BV >> 8) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)  # in (0, 1), both ends excluded
+    return uniform_BV.log_().neg_().log_().neg_()
+
+
+def _low_bits(x: Tensor) -> Tensor:
+    """The low 32 bits as int32, without overflow in the cast."""
+    low = x & 0xFFFFFFFF
+    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """lowbias32 in place; int32 arithmetic wraps, and the masks make its shifts logical."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MULTIPLIERS[0]
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _MULTIPLIERS[1]
+    x ^= (x >> 16) & 0xFFFF
+    return x

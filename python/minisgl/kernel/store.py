@@ -1,0 +1,28 @@
+"""KV store: put the keys and values of a step where the page table says."""
+
+# Dimension key: T tokens in the batch, K kv heads, H head dim, S kv slots.
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minisgl.errors import KernelInputError
+
+
+def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_pool_SKH: Tensor, v_pool_SKH: Tensor, slot_T: Tensor) -> None:
+    """Write row t of k and v to row slot_T[t] of each pool, in place.
+
+    Args:
+        slot_T: int64, unique, in [0, S). Not range-checked on CUDA (it would sync).
+
+    Raises:
+        KernelInputError: shapes or dtypes disagree.
+    """
+    for name, x_TKH, pool_SKH in (("k", k_TKH, k_pool_SKH), ("v", v_TKH, v_pool_SKH)):
+        expected = (slot_T.shape[0], *pool_SKH.shape[1:])
+        if x_TKH.shape != expected or x_TKH.dtype != pool_SKH.dtype:
+            raise KernelInputError(
+                f"{name}: expected {expected} of {pool_SKH.dtype}, got {tuple(x_TKH.shape)} of {x_TKH.dtype}"
+            )
+    k_pool_SKH.index_copy_(0, slot_T, k_TKH)
+    v_pool_SKH.index_copy_(0, slot_T, v_TKH)

@@ -1,0 +1,37 @@
+"""The KV cache: the bytes, and which pages can be shared by prompts that begin alike.
+
+    BaseKVCachePool   tensors that hold keys and values by slot; `MHAKVCache`
+    BasePrefixCache   which pages hold the KV of which token sequence; `RadixPrefixCache`, `NaivePrefixCache`
+
+A `page` is the unit of allocation, `page_size` tokens; a `slot` is one token's place, page * page_size + offset.
+Neither part decides who gets a page: that is `scheduler/cache.py`. Read `base.py`, then `radix_cache.py`.
+"""
+
+from minisgl.kvcache.base import BaseCacheHandle, BaseKVCachePool, BasePrefixCache, InsertResult
+from minisgl.kvcache.mha_pool import MHAKVCache, create_kvcache_pool
+from minisgl.kvcache.naive_cache import NaivePrefixCache
+from minisgl.kvcache.radix_cache import RadixPrefixCache
+from minisgl.utils import Registry
+
+PREFIX_CACHES: Registry[type[BasePrefixCache]] = Registry("prefix cache")
+PREFIX_CACHES.register("radix")(RadixPrefixCache)
+PREFIX_CACHES.register("naive")(NaivePrefixCache)
+
+
+def create_prefix_cache(kind: str, page_size: int) -> BasePrefixCache:
+    """Make an empty prefix cache of a registered kind."""
+    return PREFIX_CACHES[kind](page_size)
+
+
+__all__ = [
+    "PREFIX_CACHES",
+    "BaseCacheHandle",
+    "BaseKVCachePool",
+    "BasePrefixCache",
+    "InsertResult",
+    "MHAKVCache",
+    "NaivePrefixCache",
+    "RadixPrefixCache",
+    "create_kvcache_pool",
+    "create_prefix_cache",
+]

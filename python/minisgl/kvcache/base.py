@@ -1,0 +1,110 @@
+"""Contracts of the KV pool and of the prefix cache.
+
+Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves pages from
+the caller into the cache, `evict` moves them back; the cache never takes or gives a page otherwise. A handle
+that is locked keeps the pages of its prefix in the cache. Next to read: `radix_cache.py`.
+"""
+
+# Dimension key: S kv slots, K kv heads, H head dim.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minisgl.core import IntArray
+
+
+class BaseKVCachePool(ABC):
+    """Keys and values of all layers, by slot. Owns its dtype and layout."""
+
+    num_pages: int
+    page_size: int
+
+    @abstractmethod
+    def k_cache(self, layer: int) -> Tensor:
+        """k_SKH of a layer; a view, its strides are the pool's own affair."""
+
+    @abstractmethod
+    def v_cache(self, layer: int) -> Tensor:
+        """v_SKH of a layer."""
+
+    @abstractmethod
+    def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:
+        """Write the KV of a step to its slots, in place."""
+
+
+@dataclass(frozen=True, eq=False)
+class BaseCacheHandle:
+    """A prefix that the cache holds.
+
+    Attributes:
+        num_tokens: its length, a multiple of the page size.
+    """
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InsertResult:
+    """What became of the pages given to `insert`.
+
+    Attributes:
+        handle: the inserted prefix.
+        num_existing: leading tokens that the cache held already, in pages of its own. The caller keeps its
+            pages for them; those from there to the end of the handle belong to the cache now.
+    """
+
+    handle: BaseCacheHandle
+    num_existing: int
+
+
+class BasePrefixCache(ABC):
+    """Which pages hold the KV of which token sequence. Counts in pages, compares tokens."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+
+    @abstractmethod
+    def match(self, tokens: IntArray) -> BaseCacheHandle:
+        """Find the longest cached prefix, in whole pages. The handle is valid until the next evict or lock."""
+
+    @abstractmethod
+    def pages(self, handle: BaseCacheHandle) -> IntArray:
+        """The pages of a handle's prefix, in order."""
+
+    @abstractmethod
+    def insert(self, tokens: IntArray, pages: IntArray) -> InsertResult:
+        """Take in the whole pages of a sequence; len(pages) == len(tokens) // page_size."""
+
+    @abstractmethod
+    def lock(self, handle: BaseCacheHandle) -> None:
+        """Protect a prefix from eviction; counted, every lock needs its unlock."""
+
+    @abstractmethod
+    def unlock(self, handle: BaseCacheHandle) -> None:
+        """Undo one lock."""
+
+    @abstractmethod
+    def evict(self, num_pages: int) -> IntArray:
+        """Give back at least num_pages unlocked pages, least recently used first.
+
+        Raises:
+            CapacityError: fewer are unlocked; nothing was evicted.
+        """
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Unlocked pages."""
+
+    @property
+    @abstractmethod
+    def num_pages(self) -> int:
+        """All pages in the cache."""
+
+    @abstractmethod
+    def check_integrity(self) -> IntArray:
+        """Assert the cache's invariants; returns all pages that it holds."""

@@ -1,0 +1,73 @@
+"""The KV bytes of multi-head (or grouped-query) attention.
+
+Laid out head first, [layer, K, S, H]: the pages of one head lie side by side, so that gathering the context of
+a request yields, without another copy, the dense matrices that a CPU multiplies fastest.
+"""
+
+# Dimension key: S kv slots, K kv heads, H head dim, T tokens in the batch.
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.kernel import store_kv
+from minisgl.kvcache.base import BaseKVCachePool
+
+
+class MHAKVCache(BaseKVCachePool):
+    """Keys and values of every layer for num_pages * page_size slots."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
+        self._k = _zeros(shape, dtype, device)
+        self._v = _zeros(shape, dtype, device)
+
+    @staticmethod
+    def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int) -> int:
+        """Bytes that one page takes over all layers, keys and values."""
+        return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
+
+    def k_cache(self, layer: int) -> Tensor:
+        return self._k[layer].transpose(0, 1)
+
+    def v_cache(self, layer: int) -> Tensor:
+        return self._v[layer].transpose(0, 1)
+
+    def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:
+        store_kv(k_TKH, v_TKH, self.k_cache(layer), self.v_cache(layer), slot_T)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU as pages that the system fills in when first touched, so a large pool costs nothing yet."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def create_kvcache_pool(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> BaseKVCachePool:
+    """Make the pool for a model's kind of attention; so far all have heads of one size."""
+    return MHAKVCache(num_layers, num_kv_heads, head_dim, num_pages, page_size, dtype, device)

@@ -1,0 +1,209 @@
+"""Prefix reuse through a radix tree (Zheng et al. 2023, arXiv:2312.07104).
+
+    root ── [system prompt] ─┬─ [question A] ── [answer]
+                             └─ [question B]
+
+An edge carries a run of whole pages: their tokens and their page ids. Children are told apart by the tokens of
+their first page. Locking a node locks the way to it, so locked nodes form a tree at the root and the unlocked
+ones hang below.
+
+Eviction takes the least recently used unlocked leaf from a heap. Entries are never searched: a node that is
+used, locked or given a child leaves its entry behind, and the pop recognises it as stale. Each change of a node
+pushes at most one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all
+tensor-parallel ranks evict alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl.core import IntArray
+from minisgl.errors import CapacityError
+from minisgl.kernel import common_prefix_length
+from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult
+
+_EMPTY: IntArray = np.empty(0, dtype=np.int32)
+
+
+class _Node:
+    """One edge of the tree and the node at its end. `parent` is None for the root, and for a node that was evicted."""
+
+    __slots__ = ("children", "last_used", "num_locks", "pages", "parent", "tokens")
+
+    def __init__(self, tokens: IntArray, pages: IntArray, parent: _Node | None) -> None:
+        self.tokens = tokens
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, _Node] = {}
+        self.num_locks = 0
+        self.last_used = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.num_locks == 0 and not self.children and self.parent is not None
+
+    def path(self) -> Iterator[_Node]:
+        """From here up to the root, without it."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(frozen=True, eq=False)
+class _RadixHandle(BaseCacheHandle):
+    node: _Node
+
+
+class RadixPrefixCache(BasePrefixCache):
+    """A radix tree over pages of tokens. Two siblings never begin with the same page."""
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size)
+        self._root = _Node(_EMPTY, _EMPTY, None)
+        self._clock = 0
+        self._num_pages = 0
+        self._num_evictable = 0
+        self._heap: list[tuple[int, int, _Node]] = []
+        self._num_pushed = 0
+
+    def match(self, tokens: IntArray) -> BaseCacheHandle:
+        node, length = self._walk(tokens)
+        return _RadixHandle(length, node)
+
+    def pages(self, handle: BaseCacheHandle) -> IntArray:
+        runs = [node.pages for node in _node_of(handle).path()]
+        return np.concatenate(runs[::-1]) if runs else _EMPTY
+
+    def insert(self, tokens: IntArray, pages: IntArray) -> InsertResult:
+        num_tokens = len(pages) * self.page_size
+        node, existing = self._walk(tokens[:num_tokens])
+        if existing < num_tokens:
+            node = self._add_leaf(node, tokens[existing:num_tokens], pages[existing // self.page_size :])
+        return InsertResult(_RadixHandle(num_tokens, node), existing)
+
+    def lock(self, handle: BaseCacheHandle) -> None:
+        for node in _node_of(handle).path():
+            if node.num_locks == 0:
+                self._num_evictable -= len(node.pages)
+            node.num_locks += 1
+
+    def unlock(self, handle: BaseCacheHandle) -> None:
+        for node in _node_of(handle).path():
+            assert node.num_locks > 0
+            node.num_locks -= 1
+            if node.num_locks == 0:
+                self._num_evictable += len(node.pages)
+                self._offer(node)
+
+    def evict(self, num_pages: int) -> IntArray:
+        if num_pages > self._num_evictable:
+            raise CapacityError(num_pages, self._num_evictable)
+        runs = []
+        while num_pages > 0:
+            last_used, _, node = heapq.heappop(self._heap)
+            if node.is_evictable and node.last_used == last_used:
+                runs.append(self._remove_leaf(node))
+                num_pages -= len(runs[-1])
+        return np.concatenate(runs) if runs else _EMPTY
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    def _walk(self, tokens: IntArray) -> tuple[_Node, int]:
+        """Follow tokens down as far as whole pages agree, splitting the last edge where they part."""
+        self._clock += 1
+        node, length = self._root, 0
+        while child := node.children.get(self._key(tokens[length:])):
+            shared = common_prefix_length(child.tokens, tokens[length:])
+            shared -= shared % self.page_size
+            node = child if shared == len(child.tokens) else self._split(child, shared)
+            length += shared
+            self._touch(node)
+            if node is not child:
+                break
+        return node, length
+
+    def _key(self, tokens: IntArray) -> bytes:
+        """The first page; of a shorter sequence, a key that no node has."""
+        return tokens[: self.page_size].tobytes() if len(tokens) >= self.page_size else b""
+
+    def _split(self, node: _Node, num_tokens: int) -> _Node:
+        """Cut an edge after num_tokens; returns the new upper node. Handles to the lower one stay valid."""
+        assert node.parent is not None
+        num_pages = num_tokens // self.page_size
+        upper = _Node(node.tokens[:num_tokens], node.pages[:num_pages], node.parent)
+        upper.num_locks, upper.last_used = node.num_locks, node.last_used
+        node.parent.children[self._key(node.tokens)] = upper
+        node.tokens, node.pages, node.parent = node.tokens[num_tokens:], node.pages[num_pages:], upper
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _add_leaf(self, parent: _Node, tokens: IntArray, pages: IntArray) -> _Node:
+        leaf = _Node(tokens.copy(), pages.copy(), parent)
+        parent.children[self._key(tokens)] = leaf
+        self._num_pages += len(pages)
+        self._num_evictable += len(pages)
+        self._touch(leaf)
+        return leaf
+
+    def _remove_leaf(self, leaf: _Node) -> IntArray:
+        assert leaf.parent is not None
+        parent, leaf.parent = leaf.parent, None
+        del parent.children[self._key(leaf.tokens)]
+        self._num_pages -= len(leaf.pages)
+        self._num_evictable -= len(leaf.pages)
+        self._offer(parent)
+        return leaf.pages
+
+    def _touch(self, node: _Node) -> None:
+        node.last_used = self._clock
+        self._offer(node)
+
+    def _offer(self, node: _Node) -> None:
+        """Put a node up for eviction if it can go; drop stale entries when they outnumber the pages."""
+        if not node.is_evictable:
+            return
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
+        if len(self._heap) > 64 + 4 * self._num_pages:
+            self._heap = [entry for entry in self._heap if _is_live(entry)]
+            heapq.heapify(self._heap)
+
+    def check_integrity(self) -> IntArray:
+        runs, num_evictable = [_EMPTY], 0
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for key, child in node.children.items():
+                assert child.parent is node and key == self._key(child.tokens)
+                assert len(child.tokens) == len(child.pages) * self.page_size > 0
+                assert child.num_locks <= node.num_locks or node is self._root
+                assert child.last_used <= node.last_used or node is self._root
+            if node is not self._root:
+                runs.append(node.pages)
+                num_evictable += 0 if node.num_locks else len(node.pages)
+            if node.is_evictable:
+                assert any(entry[2] is node and _is_live(entry) for entry in self._heap)
+            stack.extend(node.children.values())
+        assert num_evictable == self._num_evictable
+        assert sum(map(len, runs)) == self._num_pages
+        return np.concatenate(runs)
+
+
+def _node_of(handle: BaseCacheHandle) -> _Node:
+    assert isinstance(handle, _RadixHandle)
+    return handle.node
+
+
+def _is_live(entry: tuple[int, int, _Node]) -> bool:
+    return entry[2].is_evictable and entry[2].last_used == entry[0]

@@ -1,0 +1,153 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the ways to stretch it.
+
+default   angle(position, i) = position * theta^(-2i / H)
+linear    positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)
+llama3    low frequencies divided, high ones kept, a ramp between (Llama 3.1)
+yarn      the same idea by number of rotations, and attention scaled (Peng et al. 2023, arXiv:2309.00071)
+divided   each frequency by a number of its own: how GGUF files write down any of the above
+"""
+
+# Dimension key: T tokens in the batch, N heads, H head dim, L positions.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.errors import CheckpointError
+from minisgl.layers.base import BaseOP, StateLessOP
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """How a model's positions turn.
+
+    Attributes:
+        kind: one of those above.
+        scaling: the checkpoint's further parameters, by their Hugging Face names.
+    """
+
+    head_dim: int
+    theta: float
+    max_position: int
+    kind: str = "default"
+    scaling: dict[str, Any] = field(default_factory=dict)
+
+
+class RotaryEmbedding(StateLessOP):
+    """Turns pairs (i, i + H/2) of each head by the angle of its position, from a table.
+
+    The table holds [cos, cos] and [-sin, sin], so that a rotation is x * cos + x.roll(H/2) * sin.
+    """
+
+    def __init__(self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype) -> None:
+        angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        self._cos_LH = torch.cat((cos, cos), dim=-1).to(dtype)
+        self._sin_LH = torch.cat((-sin, sin), dim=-1).to(dtype)
+
+    def to(self, device: torch.device) -> None:
+        self._cos_LH, self._sin_LH = self._cos_LH.to(device), self._sin_LH.to(device)
+
+    def forward(self, x_TNH: Tensor, position_T: Tensor) -> Tensor:
+        """
+        Args:
+            position_T: int64, below the table's length.
+
+        Returns:
+            a new tensor of x's shape and dtype.
+        """
+        cos_T1H = self._cos_LH[position_T].unsqueeze(1)
+        sin_T1H = self._sin_LH[position_T].unsqueeze(1)
+        return torch.addcmul(x_TNH * cos_T1H, x_TNH.roll(x_TNH.shape[-1] // 2, -1), sin_T1H)
+
+
+def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> RotaryEmbedding:
+    """Make the table for positions below num_positions; on the CPU, in float32 until the last rounding.
+
+    Raises:
+        CheckpointError: an unknown kind, or one of its parameters is missing.
+    """
+    if config.kind not in _KINDS:
+        raise CheckpointError(f"rope type {config.kind!r} is not supported; there is {', '.join(_KINDS)}")
+    try:
+        inverse_frequency, scale = _KINDS[config.kind](config)
+    except KeyError as missing:
+        raise CheckpointError(f"rope type {config.kind!r} needs {missing} in the model's config") from None
+    return RotaryEmbedding(inverse_frequency, scale, num_positions, dtype)
+
+
+def set_rope_device(model: BaseOP, device: torch.device) -> None:
+    """Move the tables of all rotary embeddings of a model."""
+    for op in model.walk():
+        if isinstance(op, RotaryEmbedding):
+            op.to(device)
+
+
+def _default(config: RotaryConfig) -> tuple[Tensor, float]:
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    return 1.0 / (config.theta**exponent), 1.0
+
+
+def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
+    return _default(config)[0] / config.scaling["factor"], 1.0
+
+
+def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
+    frequency, _ = _default(config)
+    s = config.scaling
+    rotations = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    keep = ((rotations - low) / (high - low)).clamp(0, 1)
+    return frequency * keep + frequency / s["factor"] * (1 - keep), 1.0
+
+
+def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
+    frequency, _ = _default(config)
+    s, half = config.scaling, config.head_dim // 2
+    original = s.get("original_max_position_embeddings") or config.max_position
+    factor = s["factor"]
+
+    def dimension(rotations: float) -> float:
+        """The (fractional) dimension that turns this often over the original context."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return config.head_dim * turns / (2 * math.log(config.theta))
+
+    low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
+    if s.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    ramp = (torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)
+    interpolate = ramp.clamp(0, 1)
+    return frequency / factor * interpolate + frequency * (1 - interpolate), _yarn_scale(s, factor)
+
+
+def _yarn_scale(scaling: dict[str, Any], factor: float) -> float:
+    """What cos and sin are multiplied with: the "attention factor"."""
+
+    def temperature(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    return temperature(1.0)
+
+
+def _divided(config: RotaryConfig) -> tuple[Tensor, float]:
+    return _default(config)[0] / torch.tensor(config.scaling["divisors"], dtype=torch.float32), 1.0
+
+
+_KINDS: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "divided": _divided,
+}

@@ -1,0 +1,39 @@
+"""What schedulers receive."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from minisgl.core import SamplingParams
+from minisgl.message.base import BaseMsg
+
+
+class BaseBackendMsg(BaseMsg, frozen=True):
+    """Sent to a scheduler."""
+
+
+class UserMsg(BaseBackendMsg, frozen=True):
+    """Tokenizer → scheduler 0: a tokenized request. `input_ids` is packed by `pack_ids`, never empty."""
+
+    uid: int
+    input_ids: bytes
+    sampling: SamplingParams
+
+
+class AbortBackendMsg(BaseBackendMsg, frozen=True):
+    """Tokenizer → scheduler 0: end this request. Unknown or finished uids are ignored."""
+
+    uid: int
+
+
+class ExitMsg(BaseBackendMsg, frozen=True):
+    """Tokenizer → scheduler 0 → ranks: end the loop."""
+
+
+class BatchBackendMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → every other rank, once a step: all that scheduler 0 takes in before this step."""
+
+    msgs: list[UserMsg | AbortBackendMsg | ExitMsg]
+
+
+BackendMsg: TypeAlias = UserMsg | AbortBackendMsg | ExitMsg

@@ -1,0 +1,57 @@
+"""What the API server receives."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from minisgl.core import FinishReason
+from minisgl.errors import RequestError
+from minisgl.message.base import BaseMsg
+
+
+class BaseFrontendMsg(BaseMsg, frozen=True):
+    """Sent to the API server."""
+
+
+class ReplyError(BaseMsg, frozen=True):
+    """An error that crosses a process border; the fields of an OpenAI error object and its HTTP status."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: RequestError) -> ReplyError:
+        return cls(error.status, error.code, str(error), error.param)
+
+
+class UserReply(BaseFrontendMsg, frozen=True):
+    """(De)tokenizer → API server: more text of a request, or its end.
+
+    Attributes:
+        text: what is new; may be empty while part of a character is held back.
+        finish, error: either marks the last reply of the uid.
+        num_prompt, num_cached, num_output: tokens so far, for usage.
+    """
+
+    uid: int
+    text: str = ""
+    finish: FinishReason | None = None
+    error: ReplyError | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
+    """Detokenizer → API server: all news of one step."""
+
+    replies: list[UserReply]
+
+
+FrontendMsg: TypeAlias = UserReply | BatchFrontendMsg

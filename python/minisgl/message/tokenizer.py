@@ -1,0 +1,58 @@
+"""What tokenizer and detokenizer workers receive."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.message.base import BaseMsg
+from minisgl.message.frontend import ReplyError
+
+ChatMessage: TypeAlias = dict[str, Any]
+Prompt: TypeAlias = str | list[ChatMessage] | bytes  # text, a conversation, or packed token ids
+
+
+class BaseTokenizerMsg(BaseMsg, frozen=True):
+    """Sent to a tokenizer or the detokenizer."""
+
+
+class TokenizeMsg(BaseTokenizerMsg, frozen=True):
+    """API server → tokenizer: a new request."""
+
+    uid: int
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+class AbortMsg(BaseTokenizerMsg, frozen=True):
+    """API server → the tokenizer that took the request, so that it cannot overtake it."""
+
+    uid: int
+
+
+class ShutdownMsg(BaseTokenizerMsg, frozen=True):
+    """API server → tokenizer, scheduler → detokenizer: no more messages will come; pass it on and end."""
+
+
+class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
+    """Scheduler → detokenizer: the news of one request after one step.
+
+    token is None where none was made: an abort or an error. The message with `finish` or `error` is the
+    request's last.
+    """
+
+    uid: int
+    token: int | None = None
+    finish: FinishReason | None = None
+    error: ReplyError | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+
+
+class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
+    """Scheduler → detokenizer: all news of one step."""
+
+    msgs: list[DetokenizeMsg]
+
+
+TokenizerMsg: TypeAlias = TokenizeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg

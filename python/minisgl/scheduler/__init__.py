@@ -1,0 +1,35 @@
+"""Chooses what runs next. One `Scheduler` a rank, each with its engine.
+
+    scheduler.py   the step: admit, plan, launch, finish
+    prefill.py     requests that wait for admission or whose prompt is not computed yet
+    decode.py      requests that make one token a step
+    cache.py       pages: who holds which
+    table.py       rows of the page table and the token pool
+    io.py          where messages come from and go to; how ranks see the same ones
+
+Read `scheduler.py` first.
+"""
+
+from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
+from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.scheduler import Executor, Scheduler
+from minisgl.scheduler.table import TableManager
+
+__all__ = [
+    "CacheManager",
+    "DecodeManager",
+    "Executor",
+    "FollowerInbox",
+    "Inbox",
+    "LeaderInbox",
+    "Outbox",
+    "PrefillManager",
+    "Scheduler",
+    "SchedulerConfig",
+    "TableManager",
+    "ZmqInbox",
+    "ZmqOutbox",
+]

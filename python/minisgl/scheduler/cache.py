@@ -1,0 +1,143 @@
+"""Pages: free, held by a request, or in the prefix cache. Nothing else, never two of them.
+
+    page-table row of a request     │ shared prefix │ duplicates │ own prefix │ tail │
+    whose pages                     │ cache         │ request    │ cache      │ request │
+
+The row only grows. After `share` the pages of "own prefix" belong to the cache; where the cache already had
+pages for the same tokens (another request was faster) the request keeps its own as duplicates, because launched
+batches may read them, and gives them back when it ends.
+
+Owns the free pages, the prefix cache, and the record of what each request holds. Counting is in `num_pages_for`
+alone, so admission and allocation agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minisgl.core import IntArray, Req
+from minisgl.kvcache import BaseCacheHandle, BasePrefixCache
+from minisgl.scheduler.table import TableManager
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one admitted request holds: a locked prefix, and pages of its own."""
+
+    handle: BaseCacheHandle
+    pages: list[int]  # the row of the page table, from its start
+    duplicates: list[int] = field(default_factory=list)
+
+    def own_pages(self, page_size: int) -> list[int]:
+        return self.duplicates + self.pages[self.handle.num_tokens // page_size :]
+
+
+class CacheManager:
+    """Gives pages to requests and takes them back, evicting from the prefix cache when none are free."""
+
+    def __init__(self, num_pages: int, prefix_cache: BasePrefixCache, table: TableManager) -> None:
+        self.page_size = prefix_cache.page_size
+        self.num_pages = num_pages
+        self._cache = prefix_cache
+        self._table = table
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack: [:_num_free] are free
+        self._num_free = num_pages
+        self._held: dict[int, _Holding] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be evicted."""
+        return self._num_free + self._cache.num_evictable
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that a sequence of this length fills, the last one perhaps in part."""
+        return -(-num_tokens // self.page_size)
+
+    def try_admit(self, req: Req, reserve: int) -> bool:
+        """Give a request a row, its cached prefix, and pages for all its tokens.
+
+        Args:
+            reserve: pages that must be left over, for the requests already running.
+
+        Returns:
+            False, and nothing has changed, if the pages do not suffice.
+        """
+        tokens = req.tokens[: req.num_known]
+        handle = self._cache.match(tokens[:-1])  # the last token must be computed: its logits are wanted
+        self._cache.lock(handle)
+        wanted = self.num_pages_for(req.num_tokens) - handle.num_tokens // self.page_size
+        if wanted + reserve > self.num_available:
+            self._cache.unlock(handle)
+            return False
+        req.row = self._table.allocate(tokens)
+        self._held[req.uid] = _Holding(handle, [])
+        self._append(req, self._cache.pages(handle))
+        self._append(req, self._allocate(wanted))
+        req.num_computed = handle.num_tokens
+        if req.num_cached is None:
+            req.num_cached = handle.num_tokens
+        return True
+
+    def try_extend(self, req: Req) -> bool:
+        """Make room for all tokens of a running request; False if no page is to be had."""
+        wanted = self.num_pages_for(req.num_tokens) - len(self._held[req.uid].pages)
+        if wanted > self.num_available:
+            return False
+        if wanted > 0:
+            self._append(req, self._allocate(wanted))
+        return True
+
+    def share(self, req: Req) -> None:
+        """Put what is computed of a request into the prefix cache, for others to find."""
+        holding = self._held[req.uid]
+        num_pages = min(req.num_computed, req.num_known) // self.page_size
+        tokens = req.tokens[: num_pages * self.page_size]
+        result = self._cache.insert(tokens, np.array(holding.pages[:num_pages], dtype=np.int32))
+        first_own = holding.handle.num_tokens // self.page_size
+        holding.duplicates += holding.pages[first_own : result.num_existing // self.page_size]
+        self._cache.lock(result.handle)
+        self._cache.unlock(holding.handle)
+        holding.handle = result.handle
+
+    def release(self, req: Req) -> None:
+        """Take back all that a request holds. No launched batch may refer to it."""
+        assert req.num_in_flight == 0 and req.row is not None
+        self.share(req)
+        holding = self._held.pop(req.uid)
+        self._cache.unlock(holding.handle)
+        self._give_back(np.array(holding.own_pages(self.page_size), dtype=np.int32))
+        self._table.release(req.row)
+        req.row = None
+        req.num_computed = 0
+
+    def _append(self, req: Req, pages: IntArray) -> None:
+        assert req.row is not None
+        held = self._held[req.uid].pages
+        self._table.append_pages(req.row, len(held), pages)
+        held += pages.tolist()
+
+    def _allocate(self, num_pages: int) -> IntArray:
+        if num_pages > self._num_free:
+            self._give_back(self._cache.evict(num_pages - self._num_free))
+        self._num_free -= num_pages
+        return self._free[self._num_free : self._num_free + num_pages][::-1].copy()
+
+    def _give_back(self, pages: IntArray) -> None:
+        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def check_integrity(self, admitted: list[Req]) -> None:
+        """Assert that every page has exactly one owner and every row names pages that it may read."""
+        own = [page for held in self._held.values() for page in held.own_pages(self.page_size)]
+        cached = self._cache.check_integrity()
+        everything = np.concatenate([self._free[: self._num_free], cached, np.array(own, dtype=np.int32)])
+        assert np.array_equal(np.sort(everything), np.arange(self.num_pages))
+        assert {req.uid for req in admitted} == self._held.keys()
+        for req in admitted:
+            holding = self._held[req.uid]
+            num_shared = holding.handle.num_tokens // self.page_size
+            foreign = set(holding.pages[:num_shared]) - set(holding.duplicates)
+            assert foreign <= set(cached.tolist())
+            assert len(holding.pages) >= self.num_pages_for(req.num_computed)

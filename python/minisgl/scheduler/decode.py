@@ -1,0 +1,52 @@
+"""Requests that make one token a step, oldest first.
+
+Pages are given as tokens come, not for all of `max_tokens` at the start, so more requests run than would fit if
+all went on to the end. When pages run short the youngest request is retracted: it gives its pages back as soon
+as no launched batch refers to it, and is computed again from its tokens later.
+
+Owns the set of running requests. Knows nothing of prompts.
+"""
+
+from __future__ import annotations
+
+from minisgl.core import Req, ReqSlice
+from minisgl.scheduler.cache import CacheManager
+
+
+class DecodeManager:
+    """The running requests, in order of admission."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._running: dict[int, Req] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, req: Req) -> bool:
+        return req.uid in self._running
+
+    @property
+    def running(self) -> list[Req]:
+        return list(self._running.values())
+
+    def add(self, req: Req) -> None:
+        self._running[req.uid] = req
+
+    def remove(self, req: Req) -> None:
+        self._running.pop(req.uid, None)
+
+    def plan(self, *, may_retract: bool) -> tuple[list[ReqSlice], Req | None]:
+        """One token for each running request that has one to make and a page to put it on.
+
+        Returns:
+            the slices, and the request that was retracted because another found no page; it runs no more. One
+            at a time: the starved requests wait for its pages, at the latest until the next step.
+        """
+        ready = [req for req in self._running.values() if not req.is_full]
+        fed = [req for req in ready if self._cache.try_extend(req)]
+        victim = None
+        if len(fed) < len(ready) and may_retract:
+            _, victim = self._running.popitem()
+        slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in fed if req is not victim]
+        return slices, victim

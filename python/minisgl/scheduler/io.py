@@ -1,0 +1,76 @@
+"""Where a scheduler's messages come from and where its answers go.
+
+`Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a `LeaderInbox`:
+it passes on, once a step, exactly what it hands to its own scheduler, and a `FollowerInbox` takes exactly one
+such parcel a step. Equal inputs before each step and no clock in any decision keep the ranks in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from minisgl.message import BackendMsg, BatchBackendMsg, BatchTokenizerMsg, DetokenizeMsg
+from minisgl.utils.mp import PullQueue, PushQueue
+
+
+class Inbox(Protocol):
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        """What has come since the last call; with `block`, wait until there is something."""
+
+
+class Outbox(Protocol):
+    def send(self, msgs: list[DetokenizeMsg]) -> None:
+        """Pass on the news of one step."""
+
+
+class ZmqInbox:
+    """The tokenizers' queue."""
+
+    def __init__(self, queue: PullQueue[BackendMsg]) -> None:
+        self._queue = queue
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        return self._queue.drain(block=block)
+
+
+class LeaderInbox:
+    """Another inbox, whose every parcel the followers get too."""
+
+    def __init__(self, source: Inbox, followers: list[PushQueue[BatchBackendMsg]]) -> None:
+        self._source = source
+        self._followers = followers
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        msgs = self._source.receive(block=block)
+        parcel = BatchBackendMsg(list(msgs))
+        for queue in self._followers:
+            queue.put(parcel)
+        return msgs
+
+
+class FollowerInbox:
+    """The leader's parcels, one a step; it always waits for the next, for the leader steps first."""
+
+    def __init__(self, queue: PullQueue[BatchBackendMsg]) -> None:
+        self._queue = queue
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:  # noqa: ARG002 - the leader decides
+        return self._queue.get().msgs
+
+
+class ZmqOutbox:
+    """The detokenizer's queue."""
+
+    def __init__(self, queue: PushQueue[BatchTokenizerMsg]) -> None:
+        self._queue = queue
+
+    def send(self, msgs: list[DetokenizeMsg]) -> None:
+        self._queue.put(BatchTokenizerMsg(msgs))
+
+
+class DiscardOutbox:
+    """For ranks that do not answer."""
+
+    def send(self, msgs: list[DetokenizeMsg]) -> None:
+        pass

@@ -1,0 +1,71 @@
+"""Requests whose prompt is not computed yet: admission in order of arrival, and chunked prefill.
+
+Chunking follows Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310): a prompt is computed in pieces that fit
+the step's token budget, beside the decodes of the same step, so that a long prompt delays nobody by more than
+one step. Only the request at the head can be half computed.
+
+Owns the queue. Knows nothing of decoding; pages come from the cache manager.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from minisgl.core import Req, ReqSlice
+from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.table import TableManager
+
+
+class PrefillManager:
+    """First come, first served. A request that lost its pages goes back to the head."""
+
+    def __init__(self, cache: CacheManager, table: TableManager) -> None:
+        self._cache = cache
+        self._table = table
+        self._queue: deque[Req] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def admitted(self) -> list[Req]:
+        return [req for req in self._queue if req.row is not None]
+
+    def add(self, req: Req) -> None:
+        self._queue.append(req)
+
+    def put_back(self, req: Req) -> None:
+        """Requeue a retracted request; its answer so far has become part of its prompt.
+
+        It comes before all others but one that holds pages already: that one must go on, or none ever would.
+        """
+        assert req.row is None
+        self._queue.insert(len(self.admitted), req)
+
+    def remove(self, req: Req) -> None:
+        if req in self._queue:
+            self._queue.remove(req)
+
+    def plan(self, budget: int, num_running: int) -> list[ReqSlice]:
+        """Take prompts, or the first part of one, up to `budget` tokens.
+
+        A request whose last chunk is planned leaves the queue.
+
+        Args:
+            num_running: requests that may each want another page soon; so many are left for them.
+        """
+        slices: list[ReqSlice] = []
+        while budget > 0 and self._queue:
+            req = self._queue[0]
+            if req.row is None and not self._try_admit(req, num_running + len(slices)):
+                break
+            end = min(req.num_tokens, req.num_computed + budget)
+            slices.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
+            budget -= len(slices[-1])
+            if end < req.num_tokens:
+                break
+            self._queue.popleft()
+        return slices
+
+    def _try_admit(self, req: Req, num_running: int) -> bool:
+        return self._table.has_free and self._cache.try_admit(req, reserve=num_running)

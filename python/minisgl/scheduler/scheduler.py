@@ -1,0 +1,224 @@
+"""The step: admit, plan, launch, finish.
+
+Owns the order of a step and the life of a request from its message to its release. Which prompts and decodes
+run is the planners' affair, pages are the cache manager's, tensors the executor's.
+
+A request ends (`stop`, `length`, `abort`) or is retracted at any moment; what it holds is released in one place,
+`_release`, and only when no launched batch refers to it. Next to read: `prefill.py`, `decode.py`, `cache.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from minisgl.core import MAX_SEED, BatchPlan, Context, FinishReason, IntArray, Req, ReqSlice
+from minisgl.engine import EngineLimits, ForwardOutput
+from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
+from minisgl.kvcache import create_prefix_cache
+from minisgl.message import (
+    AbortBackendMsg,
+    BackendMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    ReplyError,
+    UserMsg,
+    unpack_ids,
+)
+from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.io import Inbox, Outbox
+from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.table import TableManager
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What runs a plan: the `Engine`."""
+
+    @property
+    def context(self) -> Context: ...
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def launch(self, plan: BatchPlan) -> ForwardOutput:
+        """Start computing; the tokens of launched plans are in the token pool for the plans after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: BatchPlan
+    output: ForwardOutput
+
+
+class Scheduler:
+    """Chooses what runs next and keeps at most one batch in flight between steps.
+
+    With overlap, step n launches batch n and then finishes batch n-1 while the device computes n (NanoFlow, Zhu
+    et al. 2024, arXiv:2408.12757). Without, it finishes the batch that it launched. The tokens are the same.
+    """
+
+    def __init__(self, config: SchedulerConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+        limits, context = executor.limits, executor.context
+        self.is_running = True
+        self.table = TableManager(context.page_table_RP, context.token_pool_RL)
+        prefix_cache = create_prefix_cache(config.cache, limits.page_size)
+        self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
+        self.prefill = PrefillManager(self.cache, self.table)
+        self.decode = DecodeManager(self.cache)
+        self._executor = executor
+        self._limits = limits
+        self._inbox = inbox
+        self._outbox = outbox
+        self._prefill_budget = config.max_prefill_length
+        self._overlap = config.overlap
+        self._seeds = random.Random(config.seed)
+        self._live: dict[int, Req] = {}
+        self._retiring: dict[int, Req] = {}  # ended or retracted, but a launched batch refers to them
+        self._in_flight: _InFlight | None = None
+        self._news: list[DetokenizeMsg] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing can happen before the next message."""
+        return not (self._live or self._in_flight)
+
+    def run(self) -> None:
+        """Step until an ExitMsg comes."""
+        while self.is_running:
+            self.step()
+
+    def step(self) -> None:
+        """Launch batch n, then finish batch n-1 (with overlap) or n (without)."""
+        self._take_in(self._inbox.receive(block=self.is_idle))
+        plan = self._plan()
+        launched = self._launch(plan) if plan.slices else None
+        previous, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
+        if previous:
+            self._finish(previous)
+        if self._news:
+            self._outbox.send(self._news)
+            self._news = []
+
+    def _take_in(self, msgs: Sequence[BackendMsg]) -> None:
+        for msg in msgs:
+            match msg:
+                case UserMsg():
+                    self._accept(msg)
+                case AbortBackendMsg(uid):
+                    if uid in self._live:
+                        self._tell(self._live[uid], finish="abort")
+                        self._end(self._live[uid], "abort")
+                case ExitMsg():
+                    self.is_running = False
+
+    def _accept(self, msg: UserMsg) -> None:
+        """Queue a request, or answer at once that it cannot be served."""
+        assert msg.uid not in self._live
+        prompt, params = unpack_ids(msg.input_ids), msg.sampling
+        drawn = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
+        try:
+            max_length = self._max_length(prompt, params.max_tokens)
+        except RequestError as error:
+            self._news.append(DetokenizeMsg(msg.uid, error=ReplyError.of(error), num_prompt=len(prompt)))
+            return
+        req = Req(msg.uid, prompt, params, max_length, drawn if params.seed is None else params.seed)
+        self._live[req.uid] = req
+        self.prefill.add(req)
+
+    def _max_length(self, prompt: IntArray, max_tokens: int | None) -> int:
+        limit, vocab_size = self._limits.max_seq_len, self._limits.vocab_size
+        if len(prompt) == 0:
+            raise InvalidRequest("the prompt is empty: it must have at least 1 token", param="prompt")
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            bad = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
+            raise InvalidRequest(f"token id {bad} is outside [0, {vocab_size})", param="prompt")
+        if len(prompt) + (max_tokens or 1) > limit:
+            raise PromptTooLong(len(prompt), max_tokens or 1, limit)
+        return limit if max_tokens is None else len(prompt) + max_tokens
+
+    def _plan(self) -> BatchPlan:
+        """All decodes that have pages, and beside them prompts up to the prefill budget."""
+        decodes, retracted = self.decode.plan(may_retract=not self._retiring)
+        if retracted:
+            logger.debug("request %d is retracted at %d tokens", retracted.uid, retracted.num_known)
+            self._retire(retracted)
+        prefills = self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
+        return BatchPlan(decodes + prefills)
+
+    def _launch(self, plan: BatchPlan) -> _InFlight:
+        output = self._executor.launch(plan)
+        for part in plan.slices:
+            self._advance(part)
+        return _InFlight(plan, output)
+
+    def _advance(self, part: ReqSlice) -> None:
+        """Account for a launched slice. A prompt is shared now, before the next plan is made."""
+        req = part.req
+        req.num_in_flight += 1
+        req.num_computed = part.end
+        if part.samples:
+            req.num_tokens += 1
+            if req not in self.decode:
+                self.cache.share(req)
+                self.decode.add(req)
+
+    def _finish(self, batch: _InFlight) -> None:
+        """Take the tokens of a computed batch; release what nobody needs any more."""
+        for part, token in zip(batch.plan.sampling, batch.output.wait(), strict=True):
+            if part.req.finish is None:
+                self._take_token(part.req, token)
+        for part in batch.plan.slices:
+            part.req.num_in_flight -= 1
+            if part.req.uid in self._retiring and part.req.num_in_flight == 0:
+                self._release(self._retiring.pop(part.req.uid))
+
+    def _take_token(self, req: Req, token: int) -> None:
+        req.append(token)
+        finish: FinishReason | None = None
+        if token in self._limits.eos_ids and not req.params.ignore_eos:
+            finish = "stop"
+        elif req.num_known == req.max_length:
+            finish = "length"
+        self._tell(req, token=token, finish=finish)
+        if finish:
+            self._end(req, finish)
+
+    def _tell(self, req: Req, *, token: int | None = None, finish: FinishReason | None = None) -> None:
+        self._news.append(
+            DetokenizeMsg(req.uid, token, finish=finish, num_prompt=req.num_prompt, num_cached=req.num_cached or 0)
+        )
+
+    def _end(self, req: Req, finish: FinishReason) -> None:
+        """A request has its final reply. Nothing plans it any more."""
+        req.finish = finish
+        del self._live[req.uid]
+        self.prefill.remove(req)
+        self.decode.remove(req)
+        self._retire(req)
+
+    def _retire(self, req: Req) -> None:
+        if req.num_in_flight:
+            self._retiring[req.uid] = req
+        else:
+            self._release(req)
+
+    def _release(self, req: Req) -> None:
+        """The one place where rows and pages come back. A retracted request waits for its next turn."""
+        if req.row is not None:
+            self.cache.release(req)
+        if req.finish is None:
+            self.prefill.put_back(req)
+
+    def check_integrity(self) -> None:
+        """Assert that every page and every row has exactly one owner. For tests; walks everything."""
+        admitted = {req.uid: req for req in (*self.prefill.admitted, *self.decode.running, *self._retiring.values())}
+        admitted = {uid: req for uid, req in admitted.items() if req.row is not None}
+        self.cache.check_integrity(list(admitted.values()))
+        self.table.check_integrity([req.row for req in admitted.values() if req.row is not None])

@@ -1,0 +1,54 @@
+"""What the machine is: processor, memory, and how a child process is tied to its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The device that "auto" means here, and what it can do."""
+
+    device: str
+    has_bf16: bool
+    num_devices: int
+
+
+def detect_hardware() -> Hardware:
+    if torch.cuda.is_available():
+        return Hardware("cuda", torch.cuda.is_bf16_supported(), torch.cuda.device_count())
+    return Hardware("cpu", _cpu_has_bf16(), 0)
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 in hardware; without, bf16 is slower than float32."""
+    flags = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be taken without swapping, within this process's control group."""
+    with open("/proc/meminfo") as info:
+        fields = dict(line.split(":", 1) for line in info)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, however that happens (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)

@@ -1,0 +1,99 @@
+"""Queues between processes: ZMQ push and pull over a private folder, one message a frame.
+
+Lossless by construction: no high-water mark, no PUB/SUB. A queue has one reader, which binds; writers connect
+and may start first. What one writer sends is read in its order. Knows no message: it is given how to encode
+and decode.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from minisgl.errors import ConfigError
+
+M = TypeVar("M")
+_LINGER_MS = 1000
+_MAX_UNIX_PATH = 107
+
+
+class IpcFolder:
+    """A folder that only this user can enter (0700), holding the sockets of one server. Removed by `close`."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="minisgl-"))
+        if len(self.address("tokenizer-00")) > _MAX_UNIX_PATH:
+            self.close()
+            raise ConfigError(f"the temporary folder {self.path} is too long for a socket name; set TMPDIR")
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self.path / name}"
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class PushQueue(Generic[M]):
+    """The writing end. `put` returns at once; a message waits here until the reader has come."""
+
+    def __init__(self, address: str, encode: Callable[[M], bytes]) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.connect(address)
+        self._encode = encode
+
+    def put(self, msg: M) -> None:
+        self._socket.send(self._encode(msg))
+
+    def close(self) -> None:
+        """Give what was put a second to leave, then drop it."""
+        self._context.destroy(linger=_LINGER_MS)
+
+
+class PullQueue(Generic[M]):
+    """The reading end."""
+
+    def __init__(self, address: str, decode: Callable[[bytes], M]) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._decode = decode
+
+    def get(self) -> M:
+        """Wait for the next message."""
+        return self._decode(self._socket.recv())
+
+    def drain(self, *, block: bool = False) -> list[M]:
+        """Everything that has come; with `block`, wait for at least one message."""
+        msgs = [self.get()] if block else []
+        while self._socket.poll(0):
+            msgs.append(self.get())
+        return msgs
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class AsyncPullQueue(Generic[M]):
+    """The reading end inside an event loop."""
+
+    def __init__(self, address: str, decode: Callable[[bytes], M]) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._decode = decode
+
+    async def get(self) -> M:
+        return self._decode(await self._socket.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
