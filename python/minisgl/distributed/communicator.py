@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, FileStore
+from torch._C._distributed_c10d import FileStore
 
 from minisgl.distributed.info import DistributedInfo
 
@@ -81,7 +82,7 @@ class TorchCommunicator(DistributedCommunicator):
         super().__init__(info)
         store = FileStore(str(meeting), info.size)
         timeout = timedelta(seconds=timeout_s)
-        self._group: Backend
+        self._group: Any  # torch's stubs give backends no methods
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
