@@ -93,8 +93,8 @@ class QueueFull(RequestError):
     status = 429
     code = "queue_full"
 
-    def __init__(self, open_requests: int) -> None:
-        super().__init__(f"{open_requests} requests are open, which is the limit; try again later")
+    def __init__(self, num_open: int, limit: int) -> None:
+        super().__init__(f"{num_open} requests are open and the limit is {limit}; try again later")
 
 
 class CapacityError(MiniSGLError):

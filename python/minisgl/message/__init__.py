@@ -32,6 +32,7 @@ from minisgl.message.tokenizer import (
     DetokenizeMsg,
     Prompt,
     ShutdownMsg,
+    TokenIds,
     TokenizeMsg,
     TokenizerMsg,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Prompt",
     "ReplyError",
     "ShutdownMsg",
+    "TokenIds",
     "TokenizeMsg",
     "TokenizerMsg",
     "UserMsg",

@@ -9,7 +9,15 @@ from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import ReplyError
 
 ChatMessage: TypeAlias = dict[str, Any]
-Prompt: TypeAlias = str | list[ChatMessage] | bytes  # text, a conversation, or packed token ids
+
+
+class TokenIds(BaseMsg, frozen=True):
+    """A prompt that is tokenized already; `raw` is packed by `pack_ids`."""
+
+    raw: bytes
+
+
+Prompt: TypeAlias = str | list[ChatMessage] | TokenIds
 
 
 class BaseTokenizerMsg(BaseMsg, frozen=True):
@@ -31,7 +39,12 @@ class AbortMsg(BaseTokenizerMsg, frozen=True):
 
 
 class ShutdownMsg(BaseTokenizerMsg, frozen=True):
-    """API server → tokenizer, scheduler → detokenizer: no more messages will come; pass it on and end."""
+    """API server → tokenizer, scheduler → detokenizer: no more messages will come.
+
+    pass_on: tell the scheduler too; set for one tokenizer.
+    """
+
+    pass_on: bool = False
 
 
 class DetokenizeMsg(BaseTokenizerMsg, frozen=True):

@@ -46,6 +46,7 @@ class PushQueue(Generic[M]):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
         self._socket.connect(address)
         self._encode = encode
 

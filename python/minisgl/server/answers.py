@@ -1,0 +1,167 @@
+"""Answers as they grow, and their two shapes: chat and text completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+from minisgl.errors import EngineFailed, RequestError
+from minisgl.message import UserReply
+from minisgl.server.frontend import Generation
+from minisgl.server.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    ErrorBody,
+    ErrorResponse,
+    FinishReason,
+    PromptTokensDetails,
+    Usage,
+    new_id,
+    now,
+)
+
+
+class Answer(ABC):
+    """The choices of one request, fed reply by reply. A subclass gives them OpenAI's shape."""
+
+    id_prefix: str
+    chunk_object: str
+
+    def __init__(self, model: str, num_choices: int) -> None:
+        self.id = new_id(self.id_prefix)
+        self.created = now()
+        self.model = model
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._last: dict[int, UserReply] = {}
+        self._early: list[tuple[int, UserReply]] = []
+
+    async def begin(self, generation: Generation) -> None:
+        """Wait until every choice has something to say; from then on none will be refused."""
+        while len(self._last) < len(self._texts):
+            self._early.append(await self._read(generation))
+
+    async def finish(self, generation: Generation) -> None:
+        """Read all that is left."""
+        while not generation.has_ended:
+            await self._read(generation)
+
+    async def _read(self, generation: Generation) -> tuple[int, UserReply]:
+        index, reply = await generation.next()
+        self._texts[index].append(reply.text)
+        self._last[index] = reply
+        return index, reply
+
+    async def events(self, generation: Generation, *, include_usage: bool) -> AsyncIterator[str]:
+        """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the last event."""
+        usage = {"usage": None} if include_usage else {}
+        try:
+            for index in range(len(self._texts)):
+                for choice in self.opening(index):
+                    yield self._event([choice], **usage)
+            for index, reply in self._early:
+                for choice in self.pieces(index, reply):
+                    yield self._event([choice], **usage)
+            while not generation.has_ended:
+                for choice in self.pieces(*await self._read(generation)):
+                    yield self._event([choice], **usage)
+        except (EngineFailed, RequestError) as error:
+            yield f"data: {error_response(error).model_dump_json()}\n\n"
+            return
+        if include_usage:
+            yield self._event([], usage=self.usage().model_dump())
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
+        return f"data: {json.dumps({**head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+
+    def text(self, index: int) -> str:
+        return "".join(self._texts[index])
+
+    def finish_reason(self, index: int) -> FinishReason:
+        reason = self._last[index].finish
+        assert reason is not None
+        return reason
+
+    def usage(self) -> Usage:
+        num_prompt = sum(reply.num_prompt for reply in self._last.values())
+        num_output = sum(reply.num_output for reply in self._last.values())
+        num_cached = sum(reply.num_cached for reply in self._last.values())
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        )
+
+    @abstractmethod
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """What a stream says of a choice before its text."""
+
+    @abstractmethod
+    def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
+        """What a stream says of a reply: its text, its end, both or nothing."""
+
+    @abstractmethod
+    def whole(self) -> ChatCompletion | Completion:
+        """The finished answer as one object."""
+
+
+class ChatAnswer(Answer):
+    id_prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [_delta(index, {"role": "assistant", "content": ""}, None)]
+
+    def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
+        text = [_delta(index, {"content": reply.text}, None)] if reply.text else []
+        return text + ([_delta(index, {}, reply.finish)] if reply.finish else [])
+
+    def whole(self) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(content=self.text(index)),
+                finish_reason=self.finish_reason(index),
+            )
+            for index in range(len(self._texts))
+        ]
+        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
+
+
+class CompletionAnswer(Answer):
+    id_prefix = "cmpl"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> list[dict[str, Any]]:  # noqa: ARG002 - text completions begin with text
+        return []
+
+    def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
+        if not (reply.text or reply.finish):
+            return []
+        return [{"index": index, "text": reply.text, "logprobs": None, "finish_reason": reply.finish}]
+
+    def whole(self) -> Completion:
+        choices = [
+            CompletionChoice(index=index, text=self.text(index), finish_reason=self.finish_reason(index))
+            for index in range(len(self._texts))
+        ]
+        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
+
+
+def _delta(index: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def error_response(error: RequestError | EngineFailed) -> ErrorResponse:
+    """OpenAI's error object for an error of ours."""
+    if isinstance(error, EngineFailed):
+        return ErrorResponse(error=ErrorBody(message=str(error), type="server_error", code="engine_failed"))
+    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    return ErrorResponse(error=ErrorBody(message=str(error), type=kind, param=error.param, code=error.code))

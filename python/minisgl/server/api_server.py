@@ -1,0 +1,232 @@
+"""The routes: HTTP in, OpenAI's objects out.
+
+Knows the frontend and the protocol; nothing of tokens or processes. A request is refused before the first byte of an
+answer: handlers wait for the first reply before they begin a stream. Errors are OpenAI's error objects. Next to read:
+`frontend.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.errors import EngineFailed, RequestError, UnknownModel
+from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.frontend import Frontend, Generation
+from minisgl.server.protocol import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+)
+from minisgl.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_CLOSED_REQUEST = 499
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 404, 413, 422, 429, 500, 503)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the API says of the model.
+
+    Attributes:
+        sampling_defaults: the model's recommendation for what a request leaves open.
+        created: when it was loaded, in seconds since the epoch.
+    """
+
+    name: str
+    max_seq_len: int
+    sampling_defaults: dict[str, float]
+    created: int
+
+
+def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int) -> FastAPI:
+    """The application, over a frontend that runs in the same event loop."""
+    app = FastAPI(title="Mini-SGLang", version=__version__, redoc_url=None)
+    app.state.frontend = frontend
+    app.state.model = model
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    for kind, handler in (
+        (RequestError, _on_our_error),
+        (EngineFailed, _on_our_error),
+        (RequestValidationError, _on_invalid_body),
+        (HTTPException, _on_http_error),
+        (ClientDisconnect, _on_disconnect),
+        (Exception, _on_bug),
+    ):
+        app.add_exception_handler(kind, handler)
+    app.add_api_route("/health", health, methods=["GET"], responses={503: {"model": ErrorResponse}})
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route(
+        "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
+    )
+    app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    return app
+
+
+def _get_frontend(request: Request) -> Frontend:
+    frontend: Frontend = request.app.state.frontend
+    return frontend
+
+
+def _get_model(request: Request) -> ServedModel:
+    model: ServedModel = request.app.state.model
+    return model
+
+
+FrontendDep = Annotated[Frontend, Depends(_get_frontend)]
+ModelDep = Annotated[ServedModel, Depends(_get_model)]
+
+
+async def health(frontend: FrontendDep) -> dict[str, str]:
+    """200 while the engine can answer; the server listens only once it can."""
+    if frontend.failure:
+        raise frontend.failure
+    return {"status": "ok"}
+
+
+async def list_models(model: ModelDep) -> ModelList:
+    return ModelList(data=[ModelCard(id=model.name, created=model.created, max_model_len=model.max_seq_len)])
+
+
+async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    return await _answer(body, request, frontend, model, ChatAnswer)
+
+
+async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    return await _answer(body, request, frontend, model, CompletionAnswer)
+
+
+async def _answer(
+    body: ChatRequest | CompletionRequest,
+    request: Request,
+    frontend: Frontend,
+    model: ServedModel,
+    shape: type[Answer],
+) -> Any:
+    """Submit, wait for the first reply, then stream or collect."""
+    if body.model != model.name:
+        raise UnknownModel(body.model, model.name)
+    prompts = body.prompts()
+    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults, body.limit))
+    try:
+        answer = shape(model.name, len(prompts))
+        await _unless_disconnected(request, answer.begin(generation))
+        if body.stream:
+            return _EventStream(answer, generation, include_usage=body.include_usage)
+        await _unless_disconnected(request, answer.finish(generation))
+        return answer.whole()
+    except BaseException:
+        generation.close()
+        raise
+
+
+class _EventStream(StreamingResponse):
+    """An answer as server-sent events. However the stream ends, the request does not outlive it."""
+
+    def __init__(self, answer: Answer, generation: Generation, *, include_usage: bool) -> None:
+        events = answer.events(generation, include_usage=include_usage)
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work.
+
+    Raises:
+        ClientDisconnect: the client went away first; the work was cancelled.
+    """
+    task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class BodyLimit:
+    """ASGI middleware: a body larger than max_bytes is a 413, whatever its header says."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, f"the body is larger than the limit of {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, limited if scope["type"] == "http" else receive, send)
+
+
+def _respond(status: int, content: ErrorResponse) -> Response:
+    return JSONResponse(content.model_dump(), status)
+
+
+async def _on_our_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError | EngineFailed)
+    return _respond(503 if isinstance(error, EngineFailed) else error.status, error_response(error))
+
+
+async def _on_invalid_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    body = ErrorBody(message=message, type="invalid_request_error", param=param, code=str(first["type"]))
+    return _respond(400, ErrorResponse(error=body))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f" ({request.method} {request.url.path})" if error.status_code in (404, 405) else ""
+    body = ErrorBody(message=f"{error.detail}{where}", type="invalid_request_error")
+    return _respond(error.status_code, ErrorResponse(error=body))
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("%s %s fails", request.method, request.url.path, exc_info=error)
+    body = ErrorBody(message="internal server error", type="server_error")
+    return _respond(500, ErrorResponse(error=body))

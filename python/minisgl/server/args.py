@@ -1,0 +1,89 @@
+"""The command line: one flag for each field of the config tree."""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields
+
+from minisgl.engine.config import flag, option
+from minisgl.errors import ConfigError
+from minisgl.scheduler import SchedulerConfig
+from minisgl.version import __version__
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(SchedulerConfig):
+    """What the server needs to know, besides what its schedulers do."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    shell: bool = option(False, "chat in this terminal, beside the server")
+    served_model_name: str | None = option(None, "the model's name in the API; auto: what --model says")
+    num_tokenizer: int = option(1, "tokenizer processes; with 0 the detokenizer also tokenizes")
+    max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")
+    max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
+    start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
+    log_level: str = option("INFO", "how much to log", _LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_open_requests", "max_body_mb", "start_timeout_s"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag(name)} must be >= 1, got {getattr(self, name)}")
+        if self.num_tokenizer < 0:
+            raise ConfigError(f"--num-tokenizer must be >= 0, got {self.num_tokenizer}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minisgl",
+        description="Serve a large language model behind an OpenAI-compatible API, or chat with it (--shell).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    hints = typing.get_type_hints(ServerConfig)
+    for entry in fields(ServerConfig):
+        _add_flag(parser, entry, hints[entry.name])
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
+    """
+    Raises:
+        ConfigError: a value is outside its bounds.
+        SystemExit: an unknown flag, or --help.
+    """
+    return ServerConfig(**vars(make_parser().parse_args(argv)))
+
+
+def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: object) -> None:
+    plain = _without_none(hint)
+    help_text = entry.metadata["help"]
+    if plain is bool:
+        parser.add_argument(
+            flag(entry.name), action=argparse.BooleanOptionalAction, default=entry.default, help=help_text
+        )
+        return
+    parser.add_argument(
+        flag(entry.name),
+        type=plain,
+        default=entry.default,
+        choices=entry.metadata["choices"],
+        help=help_text,
+        metavar=None if entry.metadata["choices"] else plain.__name__.upper(),
+    )
+
+
+def _without_none(hint: object) -> type:
+    """The type of a field that may also be None for "auto"."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    assert isinstance(hint, type)
+    return hint

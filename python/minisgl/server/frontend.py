@@ -1,0 +1,163 @@
+"""Open requests: from a prompt to a stream of replies.
+
+Owns the table of open uids on the API server's side. A request leaves it with its last reply, or when its reader goes
+away, which aborts it. Everything runs in one event loop. Next to read: `tokenizer/server.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+
+from minisgl.core import SamplingParams
+from minisgl.errors import EngineFailed, QueueFull, RequestError
+from minisgl.message import (
+    AbortMsg,
+    FrontendMsg,
+    Prompt,
+    ReplyError,
+    ShutdownMsg,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserReply,
+)
+from minisgl.utils.mp import AsyncPullQueue, PushQueue
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """The replies of one API request, which may have several prompts, each with a uid of its own.
+
+    Who holds it must `close` it; if it has not ended by then, that aborts it.
+    """
+
+    def __init__(self, frontend: Frontend, uids: list[int]) -> None:
+        self._frontend = frontend
+        self._index_of = {uid: index for index, uid in enumerate(uids)}
+        self._replies: asyncio.Queue[UserReply | EngineFailed] = asyncio.Queue()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all final replies were read."""
+        return not self._index_of
+
+    def put(self, reply: UserReply | EngineFailed) -> None:
+        self._replies.put_nowait(reply)
+
+    async def next(self) -> tuple[int, UserReply]:
+        """Wait for the next reply and the index of its prompt.
+
+        Raises:
+            RequestError: a prompt is refused.
+            EngineFailed: the engine died.
+        """
+        reply = await self._replies.get()
+        if isinstance(reply, EngineFailed):
+            self._index_of.clear()
+            raise reply
+        index = self._index_of[reply.uid]
+        if reply.is_final:
+            del self._index_of[reply.uid]
+        if reply.error is not None:
+            raise _request_error(reply.error)
+        return index, reply
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, UserReply]]:
+        while not self.has_ended:
+            yield await self.next()
+
+    def close(self) -> None:
+        """Abort what has not ended. May be called more than once."""
+        for uid in self._index_of:
+            self._frontend.abort(uid)
+        self._index_of.clear()
+
+
+class Frontend:
+    """Sends prompts to the tokenizers and hands the replies to those who wait for them."""
+
+    def __init__(
+        self,
+        tokenizers: list[PushQueue[TokenizerMsg]],
+        replies: AsyncPullQueue[FrontendMsg],
+        max_open_requests: int,
+    ) -> None:
+        self._tokenizers = tokenizers
+        self._incoming = replies
+        self._max_open = max_open_requests
+        self._open: dict[int, Generation] = {}
+        self._uids = itertools.count()
+        self._failure: EngineFailed | None = None
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why no request is accepted any more, if that is so."""
+        return self._failure
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def submit(self, prompts: list[Prompt], sampling: SamplingParams) -> Generation:
+        """Send a request on its way.
+
+        Raises:
+            QueueFull: too many are open.
+            EngineFailed: the engine is gone.
+        """
+        if self._failure:
+            raise self._failure
+        if len(self._open) + len(prompts) > self._max_open:
+            raise QueueFull(len(self._open), self._max_open)
+        uids = [next(self._uids) for _ in prompts]
+        generation = Generation(self, uids)
+        for uid, prompt in zip(uids, prompts, strict=True):
+            self._open[uid] = generation
+            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, sampling))
+        return generation
+
+    def abort(self, uid: int) -> None:
+        """Give a request up; its remaining replies are dropped."""
+        if self._open.pop(uid, None) and not self._failure:
+            self._tokenizer_of(uid).put(AbortMsg(uid))
+
+    async def run(self) -> None:
+        """Hand out replies, for ever."""
+        while True:
+            msg = await self._incoming.get()
+            for reply in [msg] if isinstance(msg, UserReply) else msg.replies:
+                self._hand_out(reply)
+
+    def _hand_out(self, reply: UserReply) -> None:
+        generation = self._open.get(reply.uid)
+        if generation is None:  # given up by its reader
+            return
+        if reply.is_final:
+            del self._open[reply.uid]
+        generation.put(reply)
+
+    def fail(self, reason: str) -> None:
+        """Tell every open request that there will be no answer, and refuse new ones."""
+        self._failure = EngineFailed(reason)
+        for generation in set(self._open.values()):
+            generation.put(self._failure)
+        self._open.clear()
+
+    def shut_down(self) -> None:
+        """Ask the workers to end."""
+        for i, queue in enumerate(self._tokenizers):
+            queue.put(ShutdownMsg(pass_on=i == 0))
+            queue.close()
+        self._incoming.close()
+
+    def _tokenizer_of(self, uid: int) -> PushQueue[TokenizerMsg]:
+        return self._tokenizers[uid % len(self._tokenizers)]
+
+
+def _request_error(error: ReplyError) -> RequestError:
+    rebuilt = RequestError(error.message, param=error.param, code=error.code)
+    rebuilt.status = error.status
+    return rebuilt

@@ -1,0 +1,179 @@
+"""From options to a running server, and back to nothing.
+
+    resolve the options, fetch the model ─▶ start the children ─▶ all ready ─▶ listen, serve
+                                                                                  │ signal, dead child, shell's end
+    folder removed, exit code ◀─ children ended ◀─ told to end ◀─ open requests told ◀─┘
+
+The parent process is the API server. Its exit code is 0 after a signal or the shell's end, 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+
+from minisgl.core import SamplingParams
+from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
+from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
+from minisgl.models import ModelConfig, fetch_model, get_model_class
+from minisgl.models.fetch import model_name
+from minisgl.server.api_server import ServedModel, create_app
+from minisgl.server.args import ServerConfig, parse_args
+from minisgl.server.frontend import Frontend
+from minisgl.server.protocol import now
+from minisgl.server.shell import run_shell
+from minisgl.server.supervisor import Supervisor
+from minisgl.server.workers import Addresses, run_worker, scheduler_body, tokenizer_body
+from minisgl.utils import detect_hardware, set_up_logging
+from minisgl.utils.mp import AsyncPullQueue, IpcFolder, PushQueue
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S = 5
+
+
+def launch_server(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code. A failure is one line on stderr."""
+    try:
+        config = parse_args(argv)
+        set_up_logging("server", config.log_level)
+        return _run(config)
+    except MiniSGLError as error:
+        print(f"minisgl: error: {error}", file=sys.stderr)  # noqa: T201 - the program's last word
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(config: ServerConfig) -> int:
+    folder = fetch_model(config.model, config.model_source)
+    model_config = ModelConfig.from_folder(folder)
+    get_model_class(model_config.architecture)
+    name = config.served_model_name or model_name(config.model)
+    config = replace(config, model=str(folder)).resolve(detect_hardware())
+    listener = _listen(config)
+    ipc, supervisor = IpcFolder(), Supervisor()
+    told_to_end = False
+    try:
+        addresses = Addresses(ipc.path, config.num_tokenizer)
+        _start_workers(supervisor, config, addresses)
+        with _interruptible():
+            reports = supervisor.wait_ready(config.start_timeout_s)
+        limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
+        model = ServedModel(name, min(limits), model_config.sampling_defaults, now())
+        asyncio.run(_serve(config, model, addresses, supervisor, listener))
+        told_to_end = True
+        return 0
+    finally:
+        listener.close()
+        supervisor.stop(patiently=told_to_end)
+        ipc.close()
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Take the port now, so that a clash is said at once; connections are accepted only when all is ready."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --port") from None
+    return listener
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """While the workers load, SIGTERM ends the program as Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _start_workers(supervisor: Supervisor, config: ServerConfig, addresses: Addresses) -> None:
+    assert config.model
+    level, folder = config.log_level, Path(config.model)
+    for rank in range(config.tp):
+        supervisor.start(f"scheduler-{rank}", run_worker, level, scheduler_body, config, rank, addresses)
+    supervisor.start("detokenizer", run_worker, level, tokenizer_body, folder, addresses.detokenizer, addresses)
+    for i in range(config.num_tokenizer):
+        inbox = addresses.tokenizers[i]
+        supervisor.start(f"tokenizer-{i}", run_worker, level, tokenizer_body, folder, inbox, addresses)
+
+
+async def _serve(
+    config: ServerConfig,
+    model: ServedModel,
+    addresses: Addresses,
+    supervisor: Supervisor,
+    listener: socket.socket,
+) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        EngineFailed: a worker died; every open request was told.
+    """
+    queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
+    replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(addresses.frontend, decoder(FrontendMsg))
+    frontend = Frontend(queues, replies, config.max_open_requests)
+    app = create_app(frontend, model, config.max_body_mb << 20)
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S))
+    reading = asyncio.create_task(frontend.run())
+    serving = asyncio.create_task(server.serve([listener]))
+    dying = asyncio.create_task(supervisor.watch())
+    reasons_to_end = [asyncio.create_task(_signalled()), dying, serving, reading]
+    if config.shell:
+        sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
+        reasons_to_end.append(asyncio.create_task(run_shell(frontend, model.name, sampling)))
+    host, port = listener.getsockname()[:2]
+    logger.info("%s is served at http://%s:%d/v1", model.name, host, port)
+
+    done, pending = await asyncio.wait(reasons_to_end, return_when=asyncio.FIRST_COMPLETED)
+    failure = dying.result() if dying in done else None
+    frontend.fail(failure or "the server is shutting down")
+    server.should_exit = True
+    await asyncio.wait([serving])
+    for task in pending - {serving}:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    frontend.shut_down()
+    if failure:
+        raise EngineFailed(failure)
+    for task in done:
+        task.result()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to `_serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _signalled() -> None:
+    """Return at SIGINT or SIGTERM. A second one ends the program at once."""
+    loop = asyncio.get_running_loop()
+    received = asyncio.Event()
+
+    def on_signal() -> None:
+        if received.is_set():
+            os._exit(1)
+        received.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await received.wait()
+    logger.info("shutting down")

@@ -1,0 +1,267 @@
+"""OpenAI's objects: which fields of a request are honoured, and what answers look like.
+
+A field that would change the output is honoured or refused, never ignored: `_NEUTRAL` lists those that are accepted
+only with the value that changes nothing, `_HARMLESS` those that never change the output, and anything else unknown is
+an error that names it. Reference: https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from minisgl.core import SamplingParams
+from minisgl.errors import InvalidRequest
+from minisgl.message import ChatMessage, Prompt, TokenIds, pack_ids
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stop": ("", []),
+    "stop_token_ids": ([],),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "min_tokens": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+}
+_HARMLESS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "prediction",
+    "verbosity",
+}
+
+MAX_ID = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
+ValidText = Annotated[str, StringConstraints(strict=True)]
+
+
+class _Strict(BaseModel):
+    """Numbers are numbers, texts are texts, and no field is overlooked."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: ValidText
+
+
+class Message(_Strict):
+    """One turn. Content may come in text parts, which are joined."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ValidText | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> ChatMessage:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class GenerationRequest(_Strict):
+    """What chat and text completions have in common."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_changes_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        own = cls.model_fields.keys()
+        for name, value in body.items():
+            if name in _NEUTRAL and name not in own and not _is_neutral(name, value):
+                raise InvalidRequest(_unsupported(name), param=name, code="unsupported_parameter")
+        return {name: value for name, value in body.items() if name in own or name not in _NEUTRAL.keys() | _HARMLESS}
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, defaults: dict[str, float], max_tokens: int | None) -> SamplingParams:
+        """The request's parameters; what it leaves open comes from the model's recommendation.
+
+        Raises:
+            InvalidRequest: a value is outside its bounds.
+        """
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        if self.top_k in (0, -1):  # the ways in which other servers spell "all"
+            given["top_k"] = None
+            defaults = {name: value for name, value in defaults.items() if name != "top_k"}
+        chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, seed=self.seed, ignore_eos=self.ignore_eos, **chosen)
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a value is one of those that change nothing; null always is. True is not 1 here."""
+    return value is None or any(type(value) is type(other) and value == other for other in _NEUTRAL[name])
+
+
+def _unsupported(name: str) -> str:
+    harmless = " or ".join(map(repr, _NEUTRAL[name]))
+    return f"{name} is not supported yet" + (f"; leave it out or send {harmless}" if harmless else "; leave it out")
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        return [[message.plain() for message in self.messages]]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. Several prompts give several choices."""
+
+    prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
+    max_tokens: int | None = 16
+
+    def prompts(self) -> list[Prompt]:
+        """
+        Raises:
+            InvalidRequest: there is no prompt, or an empty one.
+        """
+        several: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if several and isinstance(several[0], int):
+            several = [several]
+        if not several or not all(several):
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "minisgl"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    """Seconds since the epoch, as OpenAI's `created`."""
+    return int(time.time())

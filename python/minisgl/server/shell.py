@@ -1,0 +1,174 @@
+"""A chat in the terminal, over the same frontend as the HTTP routes.
+
+Owns the conversation. What is typed goes through prompt_toolkit in a terminal and is read line by line from a pipe.
+Ctrl-C stops the answer, not the shell. When the conversation outgrows the context its oldest turns are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.patch_stdout import patch_stdout
+
+from minisgl.core import SamplingParams
+from minisgl.errors import RequestError
+from minisgl.message import ChatMessage, UserReply
+from minisgl.server.frontend import Frontend
+
+_PROMPT = "you> "
+_HELP = """Type a message and press Enter; Ctrl-C stops the answer.
+  /reset   begin a new conversation
+  /help    this text
+  /exit    leave (or Ctrl-D)"""
+
+
+class Shell:
+    """One conversation.
+
+    Args:
+        read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
+        write: prints a piece of text at once.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        model_name: str,
+        sampling: SamplingParams,
+        read: Callable[[], Awaitable[str]],
+        write: Callable[[str], None],
+    ) -> None:
+        self._frontend = frontend
+        self._model_name = model_name
+        self._sampling = sampling
+        self._read = read
+        self._write = write
+        self._turns: list[ChatMessage] = []
+
+    async def run(self) -> None:
+        """Talk until /exit or the end of the input."""
+        self._write(f"Chat with {self._model_name}. /help lists the commands.\n")
+        with contextlib.suppress(EOFError):
+            while True:
+                try:
+                    line = (await self._read()).strip()
+                except KeyboardInterrupt:
+                    continue
+                if line == "/exit":
+                    return
+                if line.startswith("/"):
+                    self._command(line)
+                elif line:
+                    await self._answer(line)
+
+    def _command(self, line: str) -> None:
+        if line == "/reset":
+            self._turns.clear()
+            self._write("A new conversation.\n")
+        elif line == "/help":
+            self._write(_HELP + "\n")
+        else:
+            self._write(f"Unknown command {line.split()[0]}; /help lists the commands.\n")
+
+    async def _answer(self, line: str) -> None:
+        """Stream an answer. It joins the conversation as far as it came; a refused message does not."""
+        self._turns.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        answering = asyncio.create_task(self._stream(pieces))
+        is_cancelled = _own_task().cancelling
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, answering.cancel)
+        try:
+            await answering
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            self._write(" [stopped]")
+        except RequestError as error:
+            self._turns.pop()
+            self._write(f"{error}\n")
+            return
+        finally:
+            answering.cancel()
+            loop.add_signal_handler(signal.SIGINT, lambda: None)
+        self._write("\n")
+        self._turns.append({"role": "assistant", "content": "".join(pieces)})
+
+    async def _stream(self, pieces: list[str]) -> None:
+        while True:
+            generation = self._frontend.submit([list(self._turns)], self._sampling)
+            try:
+                async for _, reply in generation:
+                    self._show(reply, pieces)
+                return
+            except RequestError as error:
+                if error.code != "context_length_exceeded" or len(self._turns) < 3:
+                    raise
+                del self._turns[:2]
+                self._write("[the oldest turn is dropped: the conversation is longer than the context]\n")
+            finally:
+                generation.close()
+
+    def _show(self, reply: UserReply, pieces: list[str]) -> None:
+        pieces.append(reply.text)
+        self._write(reply.text)
+
+
+async def run_shell(frontend: Frontend, model_name: str, sampling: SamplingParams) -> None:
+    """Chat on this process's terminal or standard input.
+
+    Raises:
+        EngineFailed: the engine died.
+    """
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    read = _terminal() if sys.stdin.isatty() else _pipe()
+    await Shell(frontend, model_name, sampling, read, write).run()
+
+
+def _own_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def _terminal() -> Callable[[], Awaitable[str]]:
+    session: PromptSession[str] = PromptSession()
+
+    async def read() -> str:
+        with patch_stdout():
+            return await session.prompt_async(_PROMPT)
+
+    return read
+
+
+def _pipe() -> Callable[[], Awaitable[str]]:
+    """Lines of standard input, read by a thread that does not keep the program alive."""
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def pump() -> None:
+        line = "start"
+        while line:
+            line = sys.stdin.readline()
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+
+    threading.Thread(target=pump, daemon=True).start()
+
+    async def read() -> str:
+        line = await lines.get()
+        if not line:
+            raise EOFError
+        return line
+
+    return read

@@ -1,0 +1,14 @@
+"""Text to ids and ids to text, in processes of their own.
+
+    tokenize.py     `Tokenizer`: prompts of all kinds to token ids
+    detokenize.py   `Detokenizer`: one token after the other to text, exactly
+    server.py       `tokenize_worker`: the loop of a process that does either or both
+
+The scheduler sees ids only, the API server text only.
+"""
+
+from minisgl.tokenizer.detokenize import Detokenizer
+from minisgl.tokenizer.server import tokenize_worker
+from minisgl.tokenizer.tokenize import Tokenizer
+
+__all__ = ["Detokenizer", "Tokenizer", "tokenize_worker"]

@@ -1,0 +1,86 @@
+"""The process loop of tokenizers and the detokenizer.
+
+Both run this loop; which of the two a process is depends on who writes to its queue. With `--num-tokenizer 0` the
+detokenizer's queue gets the API server's messages too. A request's messages all take the same way, so an abort
+cannot overtake its request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from minisgl.errors import RequestError
+from minisgl.message import (
+    AbortBackendMsg,
+    AbortMsg,
+    BackendMsg,
+    BatchFrontendMsg,
+    BatchTokenizerMsg,
+    ExitMsg,
+    FrontendMsg,
+    ReplyError,
+    ShutdownMsg,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserMsg,
+    UserReply,
+    pack_ids,
+)
+from minisgl.tokenizer.detokenize import Detokenizer
+from minisgl.tokenizer.tokenize import Tokenizer
+from minisgl.utils.mp import PullQueue, PushQueue
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizeWorker:
+    """Handles one message after the other. No message can end it but a ShutdownMsg."""
+
+    def __init__(self, folder: Path, backend: PushQueue[BackendMsg], frontend: PushQueue[FrontendMsg]) -> None:
+        self._tokenizer = Tokenizer(folder)
+        self._detokenizer = Detokenizer(self._tokenizer.decode, self._tokenizer.byte_ids)
+        self._backend = backend
+        self._frontend = frontend
+
+    def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
+        while not isinstance(msg := inbox.get(), ShutdownMsg):
+            self._handle(msg)
+        if msg.pass_on:
+            self._backend.put(ExitMsg())
+
+    def _handle(self, msg: TokenizerMsg) -> None:
+        match msg:
+            case TokenizeMsg():
+                self._tokenize(msg)
+            case AbortMsg(uid):
+                self._backend.put(AbortBackendMsg(uid))
+            case BatchTokenizerMsg(msgs):
+                self._frontend.put(BatchFrontendMsg([self._detokenizer.step(news) for news in msgs]))
+
+    def _tokenize(self, msg: TokenizeMsg) -> None:
+        try:
+            ids = self._tokenizer.encode(msg.prompt)
+        except RequestError as error:
+            self._frontend.put(UserReply(msg.uid, error=ReplyError.of(error)))
+        else:
+            logger.debug("request %d has %d tokens", msg.uid, len(ids))
+            self._backend.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
+
+
+def tokenize_worker(
+    folder: Path,
+    inbox: PullQueue[TokenizerMsg],
+    backend: PushQueue[BackendMsg],
+    frontend: PushQueue[FrontendMsg],
+    on_ready: Callable[[], None],
+) -> None:
+    """Load the tokenizer, say so, and serve until a ShutdownMsg comes.
+
+    Raises:
+        CheckpointError: the folder has no usable tokenizer.
+    """
+    worker = TokenizeWorker(folder, backend, frontend)
+    on_ready()
+    worker.run(inbox)

@@ -1,0 +1,66 @@
+"""Prompts to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from minisgl.core import IntArray
+from minisgl.errors import CheckpointError, InvalidRequest
+from minisgl.message import ChatMessage, Prompt, TokenIds, unpack_ids
+
+
+class Tokenizer:
+    """The tokenizer and chat template of a model folder.
+
+    Raises:
+        CheckpointError: the folder has no usable tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # the library raises whatever its loaders do
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
+
+    def encode(self, prompt: Prompt) -> IntArray:
+        """int32 ids of a text (with the model's special tokens), a conversation, or ids as they are.
+
+        Raises:
+            InvalidRequest: the conversation does not suit the template, or there is no template.
+        """
+        if isinstance(prompt, TokenIds):
+            return unpack_ids(prompt.raw)
+        if isinstance(prompt, str):
+            return np.array(self._tokenizer(prompt)["input_ids"], dtype=np.int32)
+        text = self.render(prompt)  # has its special tokens already: none are added
+        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        """The conversation as the model was trained to read it, open for the assistant's answer."""
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program; whatever it raises is about these messages
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(
+                f"the model's chat template refuses the messages: {reason}", param="messages"
+            ) from error
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids without special tokens; bytes that are no character become U+FFFD."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        """The tokens that stand for a single byte, in tokenizers that fall back to bytes ("<0x0A>")."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        return frozenset(vocab[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocab)

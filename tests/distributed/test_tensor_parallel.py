@@ -1,0 +1,53 @@
+"""Two and four ranks give the tokens and logits of transformers. Four replicate the kv heads and pad the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, save_checkpoint, tiny_model
+from tests.distributed.harness import Job, run_ranks
+from tests.engine.harness import Answer, Oracle, assert_equals_oracle, random_prompts
+
+NUM_TOKENS = 16
+PROMPTS = random_prompts([1, 2, 5, 16, 17, 40, 65], VOCAB_SIZE)
+RELATED = [prompt[: len(prompt) // 2] + [7, 8, 9] for prompt in PROMPTS[-3:]]
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+OPTIONS = {"page_size": 4, "num_pages": 40, "max_prefill_length": 24, "overlap": True}  # so few that some retract
+NAMES = (*ARCHITECTURES, "biased llama")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def answers(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[list[Answer]]]:
+    """Answers by model, rank and prompt."""
+    biased = save_checkpoint(tiny_model("llama", **BIASED), tmp_path_factory.mktemp("biased"))
+    folders = [*map(checkpoint, ARCHITECTURES), biased]
+    jobs = [Job(folder, [PROMPTS, PROMPTS + RELATED], NUM_TOKENS, OPTIONS) for folder in folders]
+    with TemporaryDirectory() as folder:  # of a short name: it holds sockets
+        of_ranks = run_ranks(request.param, jobs, Path(folder))
+    return {name: [of_rank[job] for of_rank in of_ranks] for job, name in enumerate(NAMES)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_logits_of_rank_0_equal_the_oracles(name: str, answers: dict[str, list[list[Answer]]]) -> None:
+    model = tiny_model("llama", **BIASED) if name == "biased llama" else tiny_model(name)
+    assert_equals_oracle(Oracle(model), PROMPTS + PROMPTS + RELATED, answers[name][0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_see_the_same_tokens_and_cache_hits(name: str, answers: dict[str, list[list[Answer]]]) -> None:
+    seen = [[(a.tokens, a.finish, a.num_cached) for a in of_rank] for of_rank in answers[name]]
+    assert all(of_rank == seen[0] for of_rank in seen)
+    assert max(num_cached for _, _, num_cached in seen[0]) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_rank_0_has_logits(name: str, answers: dict[str, list[list[Answer]]]) -> None:
+    first, *others = answers[name]
+    assert all(answer.logits_TV is not None for answer in first)
+    assert all(answer.logits_TV is None for of_rank in others for answer in of_rank)

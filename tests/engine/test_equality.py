@@ -1,0 +1,183 @@
+"""The tokens and logits of transformers, however the work is cut, cached, overlapped or taken back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import SamplingParams
+from tests.checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
+from tests.engine.harness import (
+    Host,
+    Oracle,
+    WatchedEngine,
+    assert_equals_oracle,
+    config_of,
+    greedy,
+    random_prompts,
+)
+
+NUM_TOKENS = 20
+GREEDY = greedy(NUM_TOKENS)
+PROMPTS = random_prompts([1, 2, 3, 5, 15, 16, 17, 33, 64, 65, 100], VOCAB_SIZE)
+SUFFIXES = random_prompts([1, 4, 7], VOCAB_SIZE, seed=1)
+RELATED = [prompt[: len(prompt) // 2] + suffix for prompt, suffix in zip(PROMPTS[-3:], SUFFIXES, strict=True)]
+UNLIMITED = 8192
+
+Engines = Callable[..., WatchedEngine]
+Oracles = Callable[[str], Oracle]
+archs = pytest.mark.parametrize("arch", ARCHITECTURES)
+page_sizes = pytest.mark.parametrize("page_size", [1, 4, 16])
+overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlap"])
+
+
+@archs
+@page_sizes
+@overlaps
+@pytest.mark.parametrize("max_prefill_length", [1, 7, 64, UNLIMITED])
+def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
+    arch: str, page_size: int, overlap: bool, max_prefill_length: int, engine: Engines, oracle: Oracles
+) -> None:
+    own = engine(arch, page_size)
+    host = Host(own, config_of(Path(), overlap=overlap, max_prefill_length=max_prefill_length))
+
+    cold = host.ask(PROMPTS, GREEDY)
+    assert_equals_oracle(oracle(arch), PROMPTS, cold)
+
+    continued = [PROMPTS[4] + cold[4].tokens + SUFFIXES[0]]  # a second turn finds the first answer in the cache
+    warm_prompts = PROMPTS + RELATED + continued
+    warm = host.ask(warm_prompts, GREEDY)
+    assert_equals_oracle(oracle(arch), warm_prompts, warm)
+    longest = PROMPTS.index(max(PROMPTS, key=len))
+    assert warm[longest].num_cached == (len(PROMPTS[longest]) - 1) // page_size * page_size
+    assert warm[-1].num_cached > len(PROMPTS[4]) - page_size
+
+
+@archs
+@page_sizes
+@overlaps
+def test_tokens_and_logits_equal_the_oracles_without_a_prefix_cache(
+    arch: str, page_size: int, overlap: bool, engine: Engines, oracle: Oracles
+) -> None:
+    host = Host(engine(arch, page_size), config_of(Path(), cache="naive", overlap=overlap, max_prefill_length=64))
+    for _ in range(2):
+        answers = host.ask(PROMPTS, GREEDY)
+        assert_equals_oracle(oracle(arch), PROMPTS, answers)
+        assert all(answer.num_cached == 0 for answer in answers)
+
+
+@archs
+@overlaps
+def test_a_request_alone_gets_the_oracles_tokens_and_logits(
+    arch: str, overlap: bool, engine: Engines, oracle: Oracles
+) -> None:
+    host = Host(engine(arch), config_of(Path(), overlap=overlap))
+    answers = [host.ask([prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert_equals_oracle(oracle(arch), PROMPTS, answers)
+
+
+@archs
+@overlaps
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_requests_that_lost_their_pages_still_get_the_oracles_tokens_and_logits(
+    arch: str,
+    overlap: bool,
+    cache: str,
+    checkpoint: Callable[[str], Path],
+    oracle: Oracles,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    num_pages = -(-(len(PROMPTS[-1]) + NUM_TOKENS) // 4)  # just enough for the longest request
+    config = config_of(checkpoint(arch), num_pages=num_pages, cache=cache, overlap=overlap, max_prefill_length=40)
+    with caplog.at_level(logging.DEBUG, logger="minisgl.scheduler"):
+        answers = Host(WatchedEngine(config), config).ask(PROMPTS, GREEDY)
+    assert_equals_oracle(oracle(arch), PROMPTS, answers)
+    assert "is retracted" in caplog.text
+
+
+@archs
+def test_equal_prompts_in_one_batch_get_equal_tokens(arch: str, engine: Engines, oracle: Oracles) -> None:
+    host = Host(engine(arch), config_of(Path(), max_prefill_length=64))
+    prompts = [PROMPTS[6]] * 5
+    assert_equals_oracle(oracle(arch), prompts, host.ask(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, CONTEXT - 100])
+def test_an_answer_may_fill_the_context_to_its_last_token(num_tokens: int, engine: Engines, oracle: Oracles) -> None:
+    prompt = PROMPTS[-1]
+    host = Host(engine("llama"), config_of(Path()))
+    [answer] = host.ask([prompt], greedy(num_tokens))
+    assert answer.finish == "length"
+    assert_equals_oracle(oracle("llama"), [prompt], [answer])
+
+
+DIFFERENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "biases in attention of Qwen3": ("qwen3", {"attention_bias": True}),
+    "tied embeddings": ("llama", {"tie_word_embeddings": True}),
+    "untied embeddings": ("qwen2", {"tie_word_embeddings": False}),
+    "a key/value head for each query head": ("mistral", {"num_key_value_heads": 4}),
+    "one key/value head": ("llama", {"num_key_value_heads": 1}),
+    "heads wider than the model": ("llama", {"head_dim": 32}),
+    "tanh gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "another norm epsilon": ("llama", {"rms_norm_eps": 0.1}),
+    "a large theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "a dense layer among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "experts in every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "weights of experts as the router gives them": ("qwen3_moe", {"norm_topk_prob": False}),
+    "all experts for each token": ("qwen3_moe", {"num_experts_per_tok": 4}),
+    "a window as long as the context": ("mistral", {"sliding_window": CONTEXT}),
+}
+
+
+@pytest.mark.parametrize(("arch", "overrides"), DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_a_model_that_differs_equals_the_oracle(arch: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model(arch, **overrides)
+    config = config_of(save_checkpoint(model, tmp_path), max_prefill_length=64)
+    answers = Host(WatchedEngine(config), config).ask(PROMPTS, GREEDY)
+    assert_equals_oracle(Oracle(model), PROMPTS, answers)
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+def test_an_answer_ends_with_an_eos_token_of_either_config(place: str, tmp_path: Path, oracle: Oracles) -> None:
+    prompt = PROMPTS[5]
+    tokens, _ = oracle("llama").answer(prompt, NUM_TOKENS)
+    last = tokens[7]
+    tiny_checkpoint("llama", tmp_path)
+    path = tmp_path / place
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": last}))
+    config = config_of(tmp_path)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    [answer] = Host(WatchedEngine(config), config).ask([prompt], params)
+    assert answer.finish == "stop"
+    assert answer.tokens == tokens[: tokens.index(last) + 1]
