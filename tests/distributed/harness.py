@@ -6,6 +6,7 @@ All jobs of a group run in one launch, for a process costs seconds before it doe
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -78,7 +79,7 @@ def _results(ends: list[Connection]) -> list[list[list[Answer]]]:
         if not ready:
             raise RuntimeError(f"ranks {[i for i, end in enumerate(ends) if end not in results]} are stuck")
         for end in ready:
-            result = end.recv()  # EOFError if the process died
+            result = pickle.loads(end.recv_bytes())  # EOFError if the process died
             if isinstance(result, str):
                 raise RuntimeError(f"rank {ends.index(end)} failed:\n{result}")
             results[end] = result
@@ -87,9 +88,10 @@ def _results(ends: list[Connection]) -> list[list[list[Answer]]]:
 
 def _rank(info: DistributedInfo, jobs: list[Job], folder: Path, result: Connection) -> None:
     try:
-        result.send([_run(info, job, folder / str(index)) for index, job in enumerate(jobs)])
+        answer: Any = [_run(info, job, folder / str(index)) for index, job in enumerate(jobs)]
     except Exception:
-        result.send(traceback.format_exc())
+        answer = traceback.format_exc()
+    result.send_bytes(pickle.dumps(answer))  # `send` would share the memory of tensors, which ends with this process
 
 
 def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:

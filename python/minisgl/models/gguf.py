@@ -35,7 +35,6 @@ _CONFIG_FIELDS = {  # config.json's name: GGUF's, behind the architecture's pref
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -107,7 +106,7 @@ class GGUFFile:
         data = source.tensor.data if source.expert is None else source.tensor.data[source.expert]
         rows = part[0] if source.row_order is None else source.row_order[part[0]]
         values = gguf.dequantize(data[rows], source.tensor.tensor_type)
-        return np.asarray(values[(slice(None), *part[1:])], dtype=np.float32)
+        return np.array(values[(slice(None), *part[1:])], dtype=np.float32)
 
     def config(self) -> dict[str, Any]:
         """What config.json would say."""
@@ -119,26 +118,24 @@ class GGUFFile:
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
             "norm_topk_prob": True,
             "eos_token_id": self._eos_ids(),
-            "rope_scaling": self._rope_scaling(),
+            "rope_parameters": self._rope_parameters(),
         }
 
     def _eos_ids(self) -> list[int]:
         ids = (self.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
         return sorted({token for token in ids if token is not None})
 
-    def _rope_scaling(self) -> dict[str, Any] | None:
+    def _rope_parameters(self) -> dict[str, Any]:
+        rope = f"{self.kind}.rope"
+        given = {
+            "rope_theta": self.field(f"{rope}.freq_base"),
+            "rope_type": (self.field(f"{rope}.scaling.type") or "none").replace("none", "default"),
+            "factor": self.field(f"{rope}.scaling.factor"),
+            "original_max_position_embeddings": self.field(f"{rope}.scaling.original_context_length"),
+        }
         for tensor in self._reader.tensors:
             if tensor.name == "rope_freqs.weight":
-                return {"rope_type": "divided", "divisors": tensor.data.tolist()}
-        prefix = f"{self.kind}.rope.scaling"
-        kind = self.field(f"{prefix}.type")
-        if kind in (None, "none"):
-            return None
-        given = {
-            "rope_type": kind,
-            "factor": self.field(f"{prefix}.factor"),
-            "original_max_position_embeddings": self.field(f"{prefix}.original_context_length"),
-        }
+                given |= {"rope_type": "divided", "divisors": tensor.data.tolist()}
         return {name: value for name, value in given.items() if value is not None}
 
     def _locate(self, tensor: gguf.ReaderTensor) -> list[tuple[str, _Source]]:

@@ -5,6 +5,7 @@
     decode.py      requests that make one token a step
     cache.py       pages: who holds which
     table.py       rows of the page table and the token pool
+    worker.py      the process of one rank
     io.py          where messages come from and go to; how ranks see the same ones
 
 Read `scheduler.py` first.
@@ -17,6 +18,7 @@ from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqI
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.scheduler import Executor, Scheduler
 from minisgl.scheduler.table import TableManager
+from minisgl.scheduler.worker import lead, scheduler_worker
 
 __all__ = [
     "CacheManager",
@@ -32,4 +34,6 @@ __all__ = [
     "TableManager",
     "ZmqInbox",
     "ZmqOutbox",
+    "lead",
+    "scheduler_worker",
 ]

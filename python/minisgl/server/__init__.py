@@ -2,9 +2,8 @@
 
     args.py        the command line, made from the config's fields
     launch.py      `launch_server`: from options to a running server and back to nothing
-    workers.py     what each child process runs
-    supervisor.py  starts the children, waits until they are ready, notices when one dies
     frontend.py    open requests: from a prompt to a stream of replies
+    answers.py     replies to OpenAI's answers, whole or streamed
     protocol.py    OpenAI's objects and which of their fields are honoured
     api_server.py  the routes
     shell.py       the chat

@@ -27,15 +27,16 @@ from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
 from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
 from minisgl.models import ModelConfig, fetch_model, get_model_class
 from minisgl.models.fetch import model_name
+from minisgl.scheduler import scheduler_worker
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.frontend import Frontend
 from minisgl.server.protocol import now
 from minisgl.server.shell import run_shell
-from minisgl.server.supervisor import Supervisor
-from minisgl.server.workers import Addresses, run_worker, scheduler_body, tokenizer_body
+from minisgl.tokenizer import tokenize_worker
 from minisgl.utils import detect_hardware, set_up_logging
-from minisgl.utils.mp import AsyncPullQueue, IpcFolder, PushQueue
+from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue, private_folder
+from minisgl.utils.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -61,23 +62,16 @@ def _run(config: ServerConfig) -> int:
     get_model_class(model_config.architecture)
     name = config.served_model_name or model_name(config.model)
     config = replace(config, model=str(folder)).resolve(detect_hardware())
-    listener = _listen(config)
-    ipc, supervisor = IpcFolder(), Supervisor()
-    told_to_end = False
-    try:
-        addresses = Addresses(ipc.path, config.num_tokenizer)
-        _start_workers(supervisor, config, addresses)
-        with _interruptible():
-            reports = supervisor.wait_ready(config.start_timeout_s)
-        limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
-        model = ServedModel(name, min(limits), model_config.sampling_defaults, now())
-        asyncio.run(_serve(config, model, addresses, supervisor, listener))
-        told_to_end = True
-        return 0
-    finally:
-        listener.close()
-        supervisor.stop(patiently=told_to_end)
-        ipc.close()
+    with _listen(config) as listener, private_folder() as ipc:
+        addresses = Addresses(ipc, config.num_tokenizer)
+        with Supervisor(config.log_level) as supervisor:
+            _start_workers(supervisor, config, addresses)
+            with _interruptible():
+                reports = supervisor.wait_ready(config.start_timeout_s)
+            limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
+            model = ServedModel(name, min(limits), model_config.sampling_defaults, now())
+            asyncio.run(_serve(config, model, addresses, supervisor, listener))
+    return 0
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -104,13 +98,12 @@ def _interruptible() -> Iterator[None]:
 
 def _start_workers(supervisor: Supervisor, config: ServerConfig, addresses: Addresses) -> None:
     assert config.model
-    level, folder = config.log_level, Path(config.model)
+    folder = Path(config.model)
     for rank in range(config.tp):
-        supervisor.start(f"scheduler-{rank}", run_worker, level, scheduler_body, config, rank, addresses)
-    supervisor.start("detokenizer", run_worker, level, tokenizer_body, folder, addresses.detokenizer, addresses)
+        supervisor.start(f"scheduler-{rank}", scheduler_worker, config, rank, addresses)
+    supervisor.start("detokenizer", tokenize_worker, folder, addresses.detokenizer, addresses)
     for i in range(config.num_tokenizer):
-        inbox = addresses.tokenizers[i]
-        supervisor.start(f"tokenizer-{i}", run_worker, level, tokenizer_body, folder, inbox, addresses)
+        supervisor.start(f"tokenizer-{i}", tokenize_worker, folder, addresses.tokenizers[i], addresses)
 
 
 async def _serve(

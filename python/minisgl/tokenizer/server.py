@@ -8,7 +8,6 @@ cannot overtake its request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from minisgl.errors import RequestError
@@ -26,11 +25,14 @@ from minisgl.message import (
     TokenizerMsg,
     UserMsg,
     UserReply,
+    decoder,
+    encode,
     pack_ids,
 )
 from minisgl.tokenizer.detokenize import Detokenizer
 from minisgl.tokenizer.tokenize import Tokenizer
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.supervisor import Ready, Report
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +71,15 @@ class TokenizeWorker:
             self._backend.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
 
 
-def tokenize_worker(
-    folder: Path,
-    inbox: PullQueue[TokenizerMsg],
-    backend: PushQueue[BackendMsg],
-    frontend: PushQueue[FrontendMsg],
-    on_ready: Callable[[], None],
-) -> None:
-    """Load the tokenizer, say so, and serve until a ShutdownMsg comes.
+def tokenize_worker(ready: Ready, folder: Path, inbox: str, addresses: Addresses) -> None:
+    """Body of a process: a tokenizer, the detokenizer, or both, as the address of its `inbox` says.
 
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
+    queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg))
+    backend = PushQueue[BackendMsg](addresses.backend, encode)
+    frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
     worker = TokenizeWorker(folder, backend, frontend)
-    on_ready()
-    worker.run(inbox)
+    ready(Report())
+    worker.run(queue)

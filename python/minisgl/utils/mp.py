@@ -7,10 +7,11 @@ and decode.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Generic, TypeVar
 
 import zmq
@@ -23,20 +24,56 @@ _LINGER_MS = 1000
 _MAX_UNIX_PATH = 107
 
 
-class IpcFolder:
-    """A folder that only this user can enter (0700), holding the sockets of one server. Removed by `close`."""
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the queues of one server are: sockets in a folder that its processes share.
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="minisgl-"))
-        if len(self.address("tokenizer-00")) > _MAX_UNIX_PATH:
-            self.close()
-            raise ConfigError(f"the temporary folder {self.path} is too long for a socket name; set TMPDIR")
+    Attributes:
+        num_tokenizer: tokenizers with a queue of their own; at zero the detokenizer's serves.
+    """
 
-    def address(self, name: str) -> str:
-        return f"ipc://{self.path / name}"
+    folder: Path
+    num_tokenizer: int = 0
 
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+    def _of(self, name: str) -> str:
+        return f"ipc://{self.folder / name}"
+
+    @property
+    def frontend(self) -> str:
+        return self._of("frontend")
+
+    @property
+    def backend(self) -> str:
+        return self._of("backend")
+
+    @property
+    def detokenizer(self) -> str:
+        return self._of("detokenizer")
+
+    @property
+    def tokenizers(self) -> list[str]:
+        return [self._of(f"tokenizer-{i}") for i in range(self.num_tokenizer)] or [self.detokenizer]
+
+    def rank(self, rank: int) -> str:
+        return self._of(f"rank-{rank}")
+
+    @property
+    def meeting(self) -> Path:
+        """The file through which tensor-parallel ranks find each other."""
+        return self.folder / "meeting"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder that only this user can enter (0700), removed at the end.
+
+    Raises:
+        ConfigError: its path is too long for a socket.
+    """
+    with TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True) as name:
+        if len(name) + len("/tokenizer-000") > _MAX_UNIX_PATH:
+            raise ConfigError(f"the temporary folder {name} is too long for a socket name; set TMPDIR")
+        yield Path(name)
 
 
 class PushQueue(Generic[M]):

@@ -1,6 +1,6 @@
 """Child processes: started together, ready together, and when one dies the others follow.
 
-Owns the processes and the sockets' folder. Children report over a pipe of their own, in JSON: that they are ready, or
+Owns the processes. Children report over a pipe of their own, in JSON: that they are ready, or
 why they cannot be. They cannot outlive this process (`die_with_parent`).
 """
 
@@ -10,15 +10,20 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import signal
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
-from minisgl.errors import ConfigError, EngineFailed
+from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
+from minisgl.utils.arch import die_with_parent
+from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +38,30 @@ class Report(msgspec.Struct, frozen=True):
     max_seq_len: int | None = None
 
 
+Ready = Callable[[Report], None]
+
+
 class Supervisor:
     """A set of named children.
 
-    `start` them, `wait_ready`, then `watch` for the first death; `stop` ends all in any state.
+    `start` them, `wait_ready`, then `watch` for the first death. At the end of the `with` block those that do not end
+    by themselves are killed: after a few seconds, or at once if the block ends with an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log_level: str) -> None:
+        self._log_level = log_level
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, tuple[SpawnProcess, Connection]] = {}
 
-    def start(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        """Run target(name, parent_pid, connection, *args) in a new process; only what is pickled here is passed."""
+    def start(self, name: str, body: Callable[..., None], *args: Any) -> None:
+        """Run body(ready, *args) in a new process. It calls ready(Report) once it can work."""
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=target, args=(name, os.getpid(), theirs, *args), name=name, daemon=True)
+        process = self._context.Process(
+            target=_run_worker,
+            args=(name, os.getpid(), theirs, self._log_level, body, *args),
+            name=name,
+            daemon=True,
+        )
         process.start()
         theirs.close()
         self._children[name] = (process, ours)
@@ -108,8 +123,15 @@ class Supervisor:
             last_words = None
         return f"{name} died with exit code {process.exitcode}" + (f": {last_words}" if last_words else "")
 
-    def stop(self, *, patiently: bool) -> None:
-        """End all children. Patiently: they were told to and get some seconds before they are killed."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop(patiently=kind is None)
+
+    def _stop(self, *, patiently: bool) -> None:
         processes = [process for process, _ in self._children.values()]
         deadline = time.monotonic() + (_EXIT_PATIENCE_S if patiently else 0.0)
         for process in processes:
@@ -122,3 +144,35 @@ class Supervisor:
         for _, connection in self._children.values():
             connection.close()
         self._children.clear()
+
+
+def _run_worker(
+    name: str,
+    parent_pid: int,
+    connection: Connection,
+    log_level: str,
+    body: Callable[..., None],
+    *args: Any,
+) -> None:
+    """Entry of every child: tie it to its parent, run its body, and report what goes wrong before it is ready.
+
+    Interrupts are the parent's affair: it asks the children to end.
+    """
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging(name, log_level)
+
+    def report(content: Report) -> None:
+        connection.send_bytes(msgspec.json.encode(content))
+
+    try:
+        body(report, *args)
+    except Exception as error:  # the border of the process: said once, then the supervisor acts
+        if isinstance(error, MiniSGLError):
+            logger.debug("%s", traceback.format_exc())
+        else:
+            logger.exception("%s fails", name)
+        reason = str(error) if isinstance(error, MiniSGLError) else f"{name}: {type(error).__name__}: {error}"
+        report(Report(failure=reason, is_users_fault=isinstance(error, ConfigError)))
+        connection.close()
+        os._exit(1)

@@ -1,0 +1,260 @@
+"""Batches without a server.
+
+`LLM` has a scheduler and its engine in this process and steps them itself; further tensor-parallel ranks run in
+processes of their own, as they do under the server. Next to read: `scheduler/scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from tqdm import tqdm
+
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.distributed import DistributedInfo
+from minisgl.engine import Engine
+from minisgl.errors import EngineFailed, InvalidRequest, RequestError
+from minisgl.message import (
+    AbortBackendMsg,
+    BackendMsg,
+    ChatMessage,
+    DetokenizeMsg,
+    ExitMsg,
+    TokenIds,
+    UserMsg,
+    pack_ids,
+)
+from minisgl.models import fetch_model
+from minisgl.scheduler import Scheduler, SchedulerConfig, lead, scheduler_worker
+from minisgl.tokenizer import Detokenizer, Tokenizer
+from minisgl.utils import detect_hardware
+from minisgl.utils.mp import Addresses, private_folder
+from minisgl.utils.supervisor import Supervisor
+
+_START_TIMEOUT_S = 900.0
+Prompt: TypeAlias = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOutput:
+    """News of one prompt: the token that was made, if any, and the text that is certain now."""
+
+    index: int
+    token: int | None
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """A finished answer. An end-of-sequence token is among the ids but not in the text."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_prompt: int
+    num_cached: int
+
+
+class _Mailbox:
+    """Both ends of the scheduler's mail, in one process."""
+
+    def __init__(self) -> None:
+        self.to_scheduler: list[BackendMsg] = []
+        self.from_scheduler: list[DetokenizeMsg] = []
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        assert self.to_scheduler or not block
+        msgs, self.to_scheduler = self.to_scheduler, []
+        return msgs
+
+    def send(self, msgs: list[DetokenizeMsg]) -> None:
+        self.from_scheduler += msgs
+
+    def take(self) -> list[DetokenizeMsg]:
+        msgs, self.from_scheduler = self.from_scheduler, []
+        return msgs
+
+
+class LLM:
+    """A model and its engine, for offline use. Not thread-safe.
+
+    Use it as a context manager, or `close` it. With tp > 1 the calling script needs the usual
+    `if __name__ == "__main__":` of multiprocessing.
+
+    Args:
+        model: a folder, a .gguf file, a hub id, or None for the default model.
+        options: any field of `SchedulerConfig`; docs/features.md lists them.
+
+    Raises:
+        ConfigError: an option or the model cannot work.
+        EngineFailed: a rank did not start.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        config = SchedulerConfig(model=None if model is None else str(model), **options)
+        folder = fetch_model(config.model, config.model_source)
+        config = replace(config, model=str(folder)).resolve(detect_hardware())
+        self._mailbox = _Mailbox()
+        self._uids = itertools.count()
+        with ExitStack() as stack:
+            addresses = Addresses(stack.enter_context(private_folder()))
+            supervisor = stack.enter_context(Supervisor("WARNING"))
+            for rank in range(1, config.tp):
+                supervisor.start(f"scheduler-{rank}", scheduler_worker, config, rank, addresses)
+            engine = Engine(config, DistributedInfo(0, config.tp), addresses.meeting)
+            stack.callback(engine.close)
+            supervisor.wait_ready(_START_TIMEOUT_S)
+            inbox = lead(self._mailbox, config.tp, addresses)
+            self._scheduler = Scheduler(config, engine, inbox, self._mailbox)
+            self._tokenizer = Tokenizer(folder)
+            self._byte_ids = self._tokenizer.byte_ids
+            self._resources = stack.pop_all()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[GenerationOutput]:
+        """Complete texts or token ids.
+
+        Args:
+            prompts: one or several; a text gets the model's special tokens, ids are taken as they are.
+            sampling_params: for all prompts, or one for each.
+
+        Returns:
+            one output a prompt, in order.
+
+        Raises:
+            RequestError: a prompt or its parameters are refused; none was run to its end.
+            EngineFailed: the engine died; close this object.
+        """
+        several = _several(prompts)
+        answers = [_Collected() for _ in several]
+        with tqdm(total=len(several), disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
+            num_tokens = 0
+            for index, news, text in self._run(several, sampling_params):
+                answers[index].take(news, text)
+                num_tokens += news.token is not None
+                if news.finish:
+                    bar.update()
+                    bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
+        return [answer.output() for answer in answers]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Like `generate`, token by token as they come. Closing the iterator aborts what has not finished."""
+        for index, news, text in self._run(_several(prompts), sampling_params):
+            yield StreamOutput(index, news.token, text, news.finish)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[GenerationOutput]:
+        """Answer one conversation or several, through the model's chat template; see `generate`."""
+        several = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [self._tokenizer.encode(list(conversation)).tolist() for conversation in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[tuple[int, DetokenizeMsg, str]]:
+        """Step until all have finished; yields the index of a prompt, its news, and their text."""
+        first = self._submit(prompts, params)
+        unfinished = set(range(first, first + len(prompts)))
+        detokenizer = Detokenizer(self._tokenizer.decode, self._byte_ids)
+        try:
+            while unfinished:
+                for news in self._step():
+                    if news.error is not None:
+                        unfinished.discard(news.uid)
+                        raise RequestError(news.error.message, param=news.error.param, code=news.error.code)
+                    if news.finish:
+                        unfinished.discard(news.uid)
+                    yield news.uid - first, news, detokenizer.step(news).text
+        finally:
+            self._abort(unfinished)
+
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> int:
+        """Post the prompts under consecutive uids; returns the first."""
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
+        ids = [self._tokenizer.encode(_as_message(prompt)) for prompt in prompts]
+        uids = [next(self._uids) for _ in prompts]
+        for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
+            self._mailbox.to_scheduler.append(UserMsg(uid, pack_ids(prompt_ids), sampling))
+        return uids[0] if uids else 0
+
+    def _step(self) -> Iterable[DetokenizeMsg]:
+        try:
+            self._scheduler.step()
+        except RuntimeError as error:  # a collective whose peer has died, or a device that failed
+            raise EngineFailed(f"the engine failed: {error}") from error
+        return self._mailbox.take()
+
+    def _abort(self, uids: set[int]) -> None:
+        """Give up what has not finished, and wait until nothing of it is left."""
+        self._mailbox.to_scheduler += [AbortBackendMsg(uid) for uid in sorted(uids)]
+        while uids and (self._mailbox.to_scheduler or not self._scheduler.is_idle):
+            self._step()
+
+    def close(self) -> None:
+        """End the other ranks and free the engine. May be called more than once."""
+        if self._scheduler.is_running:
+            self._mailbox.to_scheduler.append(ExitMsg())
+            self._scheduler.step()
+            self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Collected:
+    """An answer while it grows."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._last: DetokenizeMsg | None = None
+
+    def take(self, news: DetokenizeMsg, text: str) -> None:
+        self._texts.append(text)
+        if news.token is not None:
+            self._ids.append(news.token)
+        self._last = news
+
+    def output(self) -> GenerationOutput:
+        last = self._last
+        assert last is not None and last.finish is not None
+        return GenerationOutput("".join(self._texts), self._ids, last.finish, last.num_prompt, last.num_cached)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_message(prompt: Prompt) -> str | TokenIds:
+    return prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt))

@@ -1,0 +1,43 @@
+"""The process of one tensor-parallel rank: its queues, its engine, its loop."""
+
+from __future__ import annotations
+
+from minisgl.distributed import DistributedInfo
+from minisgl.engine import Engine
+from minisgl.message import BackendMsg, BatchBackendMsg, ShutdownMsg, decoder, encode
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.io import DiscardOutbox, FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.supervisor import Ready, Report
+
+
+def scheduler_worker(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
+    """Body of a process: a scheduler and its engine, until an ExitMsg comes.
+
+    Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0.
+    """
+    inbox, outbox = _queues(config, rank, addresses)
+    engine = Engine(config, DistributedInfo(rank, config.tp), addresses.meeting)
+    scheduler = Scheduler(config, engine, inbox, outbox)
+    ready(Report(max_seq_len=engine.limits.max_seq_len))
+    scheduler.run()
+    engine.close()
+    if rank == 0:
+        last: PushQueue[ShutdownMsg] = PushQueue(addresses.detokenizer, encode)
+        last.put(ShutdownMsg())
+        last.close()
+
+
+def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[Inbox, Outbox]:
+    if rank > 0:
+        return FollowerInbox(PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))), DiscardOutbox()
+    inbox = ZmqInbox(PullQueue(addresses.backend, decoder(BackendMsg)))
+    return lead(inbox, config.tp, addresses), ZmqOutbox(PushQueue(addresses.detokenizer, encode))
+
+
+def lead(inbox: Inbox, num_ranks: int, addresses: Addresses) -> Inbox:
+    """Rank 0's inbox: the given one, shared with the other ranks if there are any."""
+    if num_ranks == 1:
+        return inbox
+    return LeaderInbox(inbox, [PushQueue(addresses.rank(rank), encode) for rank in range(1, num_ranks)])
