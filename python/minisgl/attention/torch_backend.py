@@ -51,6 +51,8 @@ class _Stack:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttnMetadata(BaseAttnMetadata):
+    """The slices of a plan, sorted by how they are computed."""
+
     prompts: list[_Prompt]
     stacks: list[_Stack]
 

@@ -1,0 +1,126 @@
+"""The default model on a CPU: this engine beside transformers, in one run, in turns.
+
+    python benchmark/offline/cpu.py [--repeat 5] [--out benchmark/results/cpu.jsonl]
+
+prefill: 512 random ids, one token out; prompt tokens per second. batch n: n requests of 32 random ids; the time of
+NUM_DECODED + 1 greedy tokens each less the time of one token each; tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minisgl.benchmark import Figure, append_figures, median_of
+from minisgl.llm import LLM, SamplingParams
+from minisgl.models import fetch_model, open_checkpoint
+from minisgl.models.default_model import DEFAULT_MODEL
+
+Generate = Callable[[list[list[int]], int], None]
+NUM_DECODED = 32
+PROMPT = 32
+
+
+def transformers_generate(dtype: torch.dtype) -> Generate:
+    """transformers' own generate over the same weights."""
+    folder = fetch_model(None)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).to(dtype).eval()
+    source = open_checkpoint(folder, dtype, torch.device("cpu"))
+    state = {name: source.read(name, tuple(t.shape)) for name, t in model.state_dict().items() if name in source}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    model.tie_weights()
+
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+        ids = torch.tensor(prompts)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            pad_token_id=0,
+        )
+
+    return generate
+
+
+def engine_generate(dtype: str) -> Generate:
+    llm = LLM(dtype=dtype, cache="naive")
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+
+    return generate
+
+
+def seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> float:
+    began = time.perf_counter()
+    generate(prompts, num_tokens)
+    return time.perf_counter() - began
+
+
+def prefill_speed(generate: Generate, ids: np.random.Generator) -> float:
+    return 512 / seconds(generate, random_prompts(ids, 1, 512), 1)
+
+
+def decode_speed(generate: Generate, ids: np.random.Generator, batch_size: int) -> float:
+    prompts = random_prompts(ids, batch_size, PROMPT)
+    prefill_s = seconds(generate, prompts, 1)
+    return batch_size * NUM_DECODED / (seconds(generate, prompts, NUM_DECODED + 1) - prefill_s)
+
+
+def random_prompts(ids: np.random.Generator, num: int, length: int) -> list[list[int]]:
+    return ids.integers(100, 40000, (num, length)).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--out", type=Path, default=Path("benchmark/results/cpu.jsonl"))
+    args = parser.parse_args()
+
+    engines = {
+        "minisgl": engine_generate(args.dtype),
+        "transformers": transformers_generate(getattr(torch, args.dtype)),
+    }
+    workloads: dict[str, Callable[[Generate, np.random.Generator], float]] = {"prefill 512": prefill_speed}
+    for batch_size in (1, 8, 32):
+        workloads[f"batch {batch_size}"] = lambda generate, ids, n=batch_size: decode_speed(generate, ids, n)
+
+    figures = []
+    for workload, measure in workloads.items():
+        speeds: dict[str, list[float]] = {name: [] for name in engines}
+        for turn in range(args.repeat + 1):
+            for name, generate in engines.items():
+                speed = measure(generate, np.random.default_rng(turn))
+                if turn:  # the first turn warms up
+                    speeds[name].append(speed)
+        metric = "in_tok_s" if workload.startswith("prefill") else "out_tok_s"
+        for name, values in speeds.items():
+            figures.append(
+                Figure(
+                    engine=name,
+                    workload=workload,
+                    model=DEFAULT_MODEL,
+                    device=f"cpu {args.dtype}",
+                    metric=metric,
+                    values=[round(value, 1) for value in values],
+                )
+            )
+        ours, theirs = (median_of(values) for values in speeds.values())
+        print(f"{workload:12} minisgl {ours:8.1f}  transformers {theirs:8.1f}  ratio {ours / theirs:5.2f}", flush=True)
+    append_figures(args.out, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Figures: what was measured, how, where and on what; one JSON line each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+_PACKAGES = ("minisgl", "torch", "transformers", "vllm", "sglang")
+
+
+def machine() -> str:
+    """The processor or GPU and how many of it."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{len(os.sched_getaffinity(0))} cores of {name}"
+
+
+def versions() -> dict[str, str]:
+    """Python and those of the compared packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the working folder, marked if files differ from it."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def median_of(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure and every repetition behind it."""
+
+    engine: str
+    workload: str
+    model: str
+    device: str
+    metric: str
+    values: list[float]
+    tp: int = 1
+    value: float = field(default=0.0)
+    command: str = field(default_factory=lambda: " ".join(["python", *sys.argv]))
+    commit: str = field(default_factory=commit)
+    machine: str = field(default_factory=machine)
+    versions: dict[str, str] = field(default_factory=versions)
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", median_of(self.values))
+
+
+def append_figures(path: Path, figures: list[Figure]) -> None:
+    """Add figures to a file of JSON lines; older lines stay as history."""
+    with path.open("ab") as file:
+        for figure in figures:
+            file.write(msgspec.json.encode(figure) + b"\n")
