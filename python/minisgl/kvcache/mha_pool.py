@@ -34,8 +34,8 @@ class MHAKVCache(BaseKVCachePool):
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
-        self._k = _zeros(shape, dtype, device)
-        self._v = _zeros(shape, dtype, device)
+        self._k_SKH: list[Tensor] = [k.transpose(0, 1) for k in _zeros(shape, dtype, device)]
+        self._v_SKH: list[Tensor] = [v.transpose(0, 1) for v in _zeros(shape, dtype, device)]
 
     @staticmethod
     def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int) -> int:
@@ -43,10 +43,10 @@ class MHAKVCache(BaseKVCachePool):
         return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
 
     def k_cache(self, layer: int) -> Tensor:
-        return self._k[layer].transpose(0, 1)
+        return self._k_SKH[layer]
 
     def v_cache(self, layer: int) -> Tensor:
-        return self._v[layer].transpose(0, 1)
+        return self._v_SKH[layer]
 
     def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:
         store_kv(k_TKH, v_TKH, self.k_cache(layer), self.v_cache(layer), slot_T)

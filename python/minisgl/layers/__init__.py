@@ -15,7 +15,7 @@ from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, LinearRowParallel
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import RMSNorm, RMSNormFused
-from minisgl.layers.rotary import RotaryConfig, RotaryEmbedding, get_rope, set_rope_device
+from minisgl.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation, get_rope, set_rope_device
 
 __all__ = [
     "AttentionLayer",
@@ -30,6 +30,7 @@ __all__ = [
     "RMSNormFused",
     "RotaryConfig",
     "RotaryEmbedding",
+    "Rotation",
     "StateLessOP",
     "VocabParallelEmbedding",
     "WeightSource",

@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.core import Batch, Context
 from minisgl.layers.base import StateLessOP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rotary import RotaryEmbedding
+from minisgl.layers.rotary import Rotation
 
 
 class AttentionLayer(StateLessOP):
@@ -24,24 +24,22 @@ class AttentionLayer(StateLessOP):
         layer: int,
         num_heads: int,
         num_kv_heads: int,
-        rope: RotaryEmbedding,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> None:
         self._layer = layer
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
-        self._rope = rope
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def forward(self, qkv_TMH: Tensor, batch: Batch, ctx: Context) -> Tensor:
+    def forward(self, qkv_TMH: Tensor, rotation: Rotation, batch: Batch, ctx: Context) -> Tensor:
         """o_T(N*H) of this rank's heads."""
         num_turned = self._num_heads + self._num_kv_heads
         turned, v_TKH = qkv_TMH[:, :num_turned], qkv_TMH[:, num_turned:]
         if self._q_norm and self._k_norm:
             q, k = turned[:, : self._num_heads], turned[:, self._num_heads :]
             turned = torch.cat((self._q_norm.forward(q), self._k_norm.forward(k)), dim=1)
-        turned = self._rope.forward(turned, batch.position_T)
+        turned = rotation.apply(turned)
         q_TNH, k_TKH = turned[:, : self._num_heads], turned[:, self._num_heads :]
         return ctx.attn_backend.forward(q_TNH, k_TKH, v_TKH, self._layer, batch).flatten(1)

@@ -39,10 +39,22 @@ class RotaryConfig:
     scaling: dict[str, Any] = field(default_factory=dict)
 
 
-class RotaryEmbedding(StateLessOP):
-    """Turns pairs (i, i + H/2) of each head by the angle of its position, from a table.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of one step's positions, looked up once and used in every layer."""
 
-    The table holds [cos, cos] and [-sin, sin], so that a rotation is x * cos + x.roll(H/2) * sin.
+    cos_T1H: Tensor
+    sin_T1H: Tensor
+
+    def apply(self, x_TNH: Tensor) -> Tensor:
+        """Turn each pair (i, i + H/2) of each head; a new tensor of x's shape and dtype."""
+        return torch.addcmul(x_TNH * self.cos_T1H, x_TNH.roll(x_TNH.shape[-1] // 2, -1), self.sin_T1H)
+
+
+class RotaryEmbedding(StateLessOP):
+    """A table of angles by position.
+
+    It holds [cos, cos] and [-sin, sin], so that turning a head is x * cos + x.roll(H/2) * sin.
     """
 
     def __init__(self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype) -> None:
@@ -54,17 +66,9 @@ class RotaryEmbedding(StateLessOP):
     def to(self, device: torch.device) -> None:
         self._cos_LH, self._sin_LH = self._cos_LH.to(device), self._sin_LH.to(device)
 
-    def forward(self, x_TNH: Tensor, position_T: Tensor) -> Tensor:
-        """
-        Args:
-            position_T: int64, below the table's length.
-
-        Returns:
-            a new tensor of x's shape and dtype.
-        """
-        cos_T1H = self._cos_LH[position_T].unsqueeze(1)
-        sin_T1H = self._sin_LH[position_T].unsqueeze(1)
-        return torch.addcmul(x_TNH * cos_T1H, x_TNH.roll(x_TNH.shape[-1] // 2, -1), sin_T1H)
+    def forward(self, position_T: Tensor) -> Rotation:
+        """Look up int64 positions, all below the table's length."""
+        return Rotation(self._cos_LH[position_T].unsqueeze(1), self._sin_LH[position_T].unsqueeze(1))
 
 
 def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> RotaryEmbedding:

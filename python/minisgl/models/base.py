@@ -28,6 +28,7 @@ from minisgl.layers import (
     RMSNorm,
     RMSNormFused,
     RotaryEmbedding,
+    Rotation,
     VocabParallelEmbedding,
     gelu_and_mul,
     get_rope,
@@ -55,7 +56,6 @@ class AttentionBlock(BaseOP):
         layer: int,
         config: ModelConfig,
         options: AttentionOptions,
-        rope: RotaryEmbedding,
         comm: DistributedCommunicator,
     ) -> None:
         width, head_dim = config.width, config.head_dim
@@ -66,11 +66,11 @@ class AttentionBlock(BaseOP):
         self.q_norm = RMSNorm(head_dim, config.norm_eps) if options.head_norm else None
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if options.head_norm else None
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.attention = AttentionLayer(layer, heads, kv_heads, rope, self.q_norm, self.k_norm)
+        self.attention = AttentionLayer(layer, heads, kv_heads, self.q_norm, self.k_norm)
 
-    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation, batch: Batch, ctx: Context) -> Tensor:
         qkv_TMH = self.qkv_proj.forward_heads(x_TD)
-        return self.o_proj.forward(self.attention.forward(qkv_TMH, batch, ctx))
+        return self.o_proj.forward(self.attention.forward(qkv_TMH, rotation, batch, ctx))
 
 
 class MLP(Protocol):
@@ -104,9 +104,11 @@ class DecoderLayer(BaseOP):
         self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, batch: Batch, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        x_TD = self.self_attn.forward(x_TD, batch, ctx)
+        x_TD = self.self_attn.forward(x_TD, rotation, batch, ctx)
         x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
         return self.mlp.forward(x_TD, ctx), residual_TD
 
@@ -114,17 +116,21 @@ class DecoderLayer(BaseOP):
 class Decoder(BaseOP):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], comm: DistributedCommunicator) -> None:
+    def __init__(
+        self, config: ModelConfig, rope: RotaryEmbedding, layers: list[DecoderLayer], comm: DistributedCommunicator
+    ) -> None:
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.width, comm)
+        self.rotary = rope
         self.layers = OPList(layers)
         self.norm = RMSNormFused(config.width, config.norm_eps)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
         """x_BD, the normed last activations of the tokens from which a request samples."""
         x_TD = self.embed_tokens.forward(batch.input_ids_T)
+        rotation = self.rotary.forward(batch.position_T)
         residual_TD: Tensor | None = None
         for layer in self.layers:
-            x_TD, residual_TD = layer.forward(x_TD, residual_TD, batch, ctx)
+            x_TD, residual_TD = layer.forward(x_TD, residual_TD, rotation, batch, ctx)
         assert residual_TD is not None
         return self.norm.forward(x_TD[batch.last_B], residual_TD[batch.last_B])[0]
 
@@ -142,10 +148,10 @@ class BaseLLMModel(BaseOP):
         rope = get_rope(config.rotary, max_seq_len, dtype)
         options = self._attention_options(config)
         layers = [
-            DecoderLayer(config, AttentionBlock(i, config, options, rope, comm), self._mlp(i, config, comm))
+            DecoderLayer(config, AttentionBlock(i, config, options, comm), self._mlp(i, config, comm))
             for i in range(config.num_layers)
         ]
-        self.model = Decoder(config, layers, comm)
+        self.model = Decoder(config, rope, layers, comm)
         tied = self.model.embed_tokens if config.tied_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.width, comm, tied)
 
