@@ -36,8 +36,9 @@ class CpuLinear:
         return y_TF
 
     def _one_token(self, x_TD: Tensor) -> Tensor:
+        was_enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
             return F.linear(x_TD, self._weight_FD, self._bias_F)
         finally:
-            torch._C._set_mkldnn_enabled(True)
+            torch._C._set_mkldnn_enabled(was_enabled)

@@ -31,7 +31,7 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
     bits_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) ^ key_B1
     _mix(bits_BV).bitwise_xor_(key_B1)
     _mix(bits_BV)
-    uniform_BV = ((bits_BV >> 8) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)  # in (0, 1), both ends excluded
+    uniform_BV = ((bits_BV >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # in (0, 1): the sum is exact
     return uniform_BV.log_().neg_().log_().neg_()
 
 

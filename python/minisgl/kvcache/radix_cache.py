@@ -8,8 +8,8 @@ their first page. Locking a node locks the way to it, so locked nodes form a tre
 ones hang below.
 
 Eviction takes the least recently used unlocked leaf from a heap. Entries are never searched: a node that is
-used, locked or given a child leaves its entry behind, and the pop recognises it as stale. Each change of a node
-pushes at most one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all
+used, locked or given a child leaves its entry behind, and the pop passes over it. Each use of a node pushes at
+most one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all
 tensor-parallel ranks evict alike.
 """
 
@@ -32,7 +32,7 @@ _EMPTY: IntArray = np.empty(0, dtype=np.int32)
 class _Node:
     """One edge of the tree and the node at its end. `parent` is None for the root, and for a node that was evicted."""
 
-    __slots__ = ("children", "last_used", "num_locks", "pages", "parent", "tokens")
+    __slots__ = ("children", "last_used", "num_locks", "offered_at", "pages", "parent", "tokens")
 
     def __init__(self, tokens: IntArray, pages: IntArray, parent: _Node | None) -> None:
         self.tokens = tokens
@@ -41,6 +41,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.num_locks = 0
         self.last_used = 0
+        self.offered_at: int | None = None  # the last_used of its entry in the heap
 
     @property
     def is_evictable(self) -> bool:
@@ -106,7 +107,10 @@ class RadixPrefixCache(BasePrefixCache):
         runs = []
         while num_pages > 0:
             last_used, _, node = heapq.heappop(self._heap)
-            if node.is_evictable and node.last_used == last_used:
+            if node.last_used != last_used:
+                continue
+            node.offered_at = None
+            if node.is_evictable:
                 runs.append(self._remove_leaf(node))
                 num_pages -= len(runs[-1])
         return np.concatenate(runs) if runs else _EMPTY
@@ -171,12 +175,13 @@ class RadixPrefixCache(BasePrefixCache):
 
     def _offer(self, node: _Node) -> None:
         """Put a node up for eviction if it can go; drop stale entries when they outnumber the pages."""
-        if not node.is_evictable:
+        if not node.is_evictable or node.offered_at == node.last_used:
             return
+        node.offered_at = node.last_used
         self._num_pushed += 1
         heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
         if len(self._heap) > 64 + 4 * self._num_pages:
-            self._heap = [entry for entry in self._heap if _is_live(entry)]
+            self._heap = [entry for entry in self._heap if entry[0] == entry[2].last_used]
             heapq.heapify(self._heap)
 
     def check_integrity(self) -> IntArray:
@@ -193,7 +198,7 @@ class RadixPrefixCache(BasePrefixCache):
                 runs.append(node.pages)
                 num_evictable += 0 if node.num_locks else len(node.pages)
             if node.is_evictable:
-                assert any(entry[2] is node and _is_live(entry) for entry in self._heap)
+                assert sum(entry[2] is node and entry[0] == node.last_used for entry in self._heap) == 1
             stack.extend(node.children.values())
         assert num_evictable == self._num_evictable
         assert sum(map(len, runs)) == self._num_pages
@@ -203,7 +208,3 @@ class RadixPrefixCache(BasePrefixCache):
 def _node_of(handle: BaseCacheHandle) -> _Node:
     assert isinstance(handle, _RadixHandle)
     return handle.node
-
-
-def _is_live(entry: tuple[int, int, _Node]) -> bool:
-    return entry[2].is_evictable and entry[2].last_used == entry[0]

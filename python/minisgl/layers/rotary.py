@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
     """
     if config.kind not in _KINDS:
         raise CheckpointError(f"rope type {config.kind!r} is not supported; there is {', '.join(_KINDS)}")
+    given = {name: value for name, value in config.scaling.items() if value is not None}
     try:
-        inverse_frequency, scale = _KINDS[config.kind](config)
+        inverse_frequency, scale = _KINDS[config.kind](replace(config, scaling=given))
     except KeyError as missing:
         raise CheckpointError(f"rope type {config.kind!r} needs {missing} in the model's config") from None
     return RotaryEmbedding(inverse_frequency, scale, num_positions, dtype)

@@ -36,17 +36,18 @@ class DecodeManager:
     def remove(self, req: Req) -> None:
         self._running.pop(req.uid, None)
 
-    def plan(self, *, may_retract: bool) -> tuple[list[ReqSlice], Req | None]:
+    def plan(self) -> tuple[list[ReqSlice], bool]:
         """One token for each running request that has one to make and a page to put it on.
 
         Returns:
-            the slices, and the request that was retracted because another found no page; it runs no more. One
-            at a time: the starved requests wait for its pages, at the latest until the next step.
+            the slices, and whether a request found no page; it waits for the next step.
         """
         ready = [req for req in self._running.values() if not req.is_full]
         fed = [req for req in ready if self._cache.try_extend(req)]
-        victim = None
-        if len(fed) < len(ready) and may_retract:
-            _, victim = self._running.popitem()
-        slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in fed if req is not victim]
-        return slices, victim
+        slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in fed]
+        return slices, len(fed) < len(ready)
+
+    def retract(self) -> Req:
+        """Take the youngest request out, so that its pages can go to the others."""
+        _, req = self._running.popitem()
+        return req

@@ -15,11 +15,15 @@ from minisgl.utils.mp import PullQueue, PushQueue
 
 
 class Inbox(Protocol):
+    """Where messages come from."""
+
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
         """What has come since the last call; with `block`, wait until there is something."""
 
 
 class Outbox(Protocol):
+    """Where news goes."""
+
     def send(self, msgs: list[DetokenizeMsg]) -> None:
         """Pass on the news of one step."""
 

@@ -37,7 +37,7 @@ class PrefillManager:
     def put_back(self, req: Req) -> None:
         """Requeue a retracted request; its answer so far has become part of its prompt.
 
-        It comes before all others but one that holds pages already: that one must go on, or none ever would.
+        It comes before all others but one that is half computed: that one holds pages, and must go on to free them.
         """
         assert req.row is None
         self._queue.insert(len(self.admitted), req)
@@ -45,6 +45,10 @@ class PrefillManager:
     def remove(self, req: Req) -> None:
         if req in self._queue:
             self._queue.remove(req)
+
+    def retract(self) -> Req | None:
+        """Take out the request that is half computed, if there is one: it is younger than all that run."""
+        return self._queue.popleft() if self.admitted else None
 
     def plan(self, budget: int, num_running: int) -> list[ReqSlice]:
         """Take prompts, or the first part of one, up to `budget` tokens.

@@ -145,10 +145,12 @@ class Scheduler:
 
     def _plan(self) -> BatchPlan:
         """All decodes that have pages, and beside them prompts up to the prefill budget."""
-        decodes, retracted = self.decode.plan(may_retract=not self._retiring)
-        if retracted:
-            logger.debug("request %d is retracted at %d tokens", retracted.uid, retracted.num_known)
-            self._retire(retracted)
+        decodes, starved = self.decode.plan()
+        if starved and not self._retiring:  # else pages are on their way back already
+            victim = self.prefill.retract() or self.decode.retract()
+            logger.debug("request %d is retracted at %d tokens", victim.uid, victim.num_known)
+            self._retire(victim)
+            decodes = [part for part in decodes if part.req is not victim]
         prefills = self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
         return BatchPlan(decodes + prefills)
 

@@ -7,6 +7,7 @@ and decode.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from minisgl.errors import ConfigError
 
 M = TypeVar("M")
 _LINGER_MS = 1000
-_MAX_UNIX_PATH = 107
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def private_folder() -> Iterator[Path]:
         ConfigError: its path is too long for a socket.
     """
     with TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True) as name:
-        if len(name) + len("/tokenizer-000") > _MAX_UNIX_PATH:
+        if len(os.fsencode(name)) + len("/tokenizer-000") > zmq.IPC_PATH_MAX_LEN:
             raise ConfigError(f"the temporary folder {name} is too long for a socket name; set TMPDIR")
         yield Path(name)
 
