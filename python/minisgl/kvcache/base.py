@@ -20,16 +20,21 @@ from minisgl.core import IntArray
 class BaseKVCachePool(ABC):
     """Keys and values of all layers, by slot. Owns its dtype and layout."""
 
+    num_layers: int
     num_pages: int
     page_size: int
 
     @abstractmethod
-    def k_cache(self, layer: int) -> Tensor:
-        """k_SKH of a layer; a view, its strides are the pool's own affair."""
+    def kv_cache(self, layer: int) -> Tensor:
+        """kv_2SKH of a layer, keys before values; a view, its strides are the pool's own affair."""
 
-    @abstractmethod
+    def k_cache(self, layer: int) -> Tensor:
+        """k_SKH of a layer."""
+        return self.kv_cache(layer)[0]
+
     def v_cache(self, layer: int) -> Tensor:
         """v_SKH of a layer."""
+        return self.kv_cache(layer)[1]
 
     @abstractmethod
     def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-Laid out head first, [layer, K, S, H]: the pages of one head lie side by side, so that gathering the context of
+Laid out head first, [layer, 2, K, S, H]: the pages of one head lie side by side, so that gathering the context of
 a request yields, without another copy, the dense matrices that a CPU multiplies fastest.
 """
 
@@ -31,25 +31,24 @@ class MHAKVCache(BaseKVCachePool):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_layers = num_layers
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
-        self._k_SKH: list[Tensor] = [k.transpose(0, 1) for k in _zeros(shape, dtype, device)]
-        self._v_SKH: list[Tensor] = [v.transpose(0, 1) for v in _zeros(shape, dtype, device)]
+        shape = (num_layers, 2, num_kv_heads, num_pages * page_size, head_dim)
+        self._kv_2SKH: list[Tensor] = list(_zeros(shape, dtype, device).transpose(2, 3))
+        self._pairs = [kv_2SKH.unbind() for kv_2SKH in self._kv_2SKH]
 
     @staticmethod
     def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int) -> int:
         """Bytes that one page takes over all layers, keys and values."""
         return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
 
-    def k_cache(self, layer: int) -> Tensor:
-        return self._k_SKH[layer]
-
-    def v_cache(self, layer: int) -> Tensor:
-        return self._v_SKH[layer]
+    def kv_cache(self, layer: int) -> Tensor:
+        return self._kv_2SKH[layer]
 
     def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:
-        store_kv(k_TKH, v_TKH, self.k_cache(layer), self.v_cache(layer), slot_T)
+        k_SKH, v_SKH = self._pairs[layer]
+        store_kv(k_TKH, v_TKH, k_SKH, v_SKH, slot_T)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

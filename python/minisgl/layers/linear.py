@@ -9,6 +9,8 @@ of its weight.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,6 +52,8 @@ class LinearColParallelMerged(LinearBase):
         self._in_features = in_features
         self._parts = parts
         self._shares = shares
+        ends = list(accumulate(len(share) for share in shares.values()))
+        self._columns = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._has_bias = bias
 
     @classmethod
@@ -73,7 +77,8 @@ class LinearColParallelMerged(LinearBase):
 
     def forward(self, x_TD: Tensor) -> list[Tensor]:
         """The outputs of the parts, each [T, its share]; views of one tensor."""
-        return list(self.multiply(x_TD).split([len(share) for share in self._shares.values()], dim=-1))
+        y_TF = self.multiply(x_TD)
+        return [y_TF[:, columns] for columns in self._columns]
 
 
 class LinearQKVMerged(LinearColParallelMerged):

@@ -7,9 +7,9 @@ normed = x / sqrt(mean(x^2) + eps) * weight. Statistics in float32, output in x'
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel import rms_norm
 from minisgl.layers.base import BaseOP, WeightSource
 
 
@@ -22,7 +22,7 @@ class _Norm(BaseOP):
         self._weight_D = source.read(f"{name}.weight", (self._width,))
 
     def _normalize(self, x_TD: Tensor) -> Tensor:
-        return F.rms_norm(x_TD, (self._width,), self._weight_D, self._eps)
+        return rms_norm(x_TD, self._weight_D, self._eps)
 
 
 class RMSNorm(_Norm):
