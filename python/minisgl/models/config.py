@@ -90,7 +90,7 @@ class ModelConfig:
             attention_bias=hf.get("attention_bias", False),
             mlp_bias=hf.get("mlp_bias", False),
             sliding_window=_sliding_window(hf),
-            num_experts=hf.get("num_experts", 0),
+            num_experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
             experts_per_token=hf.get("num_experts_per_tok", 0),
             expert_width=hf.get("moe_intermediate_size", 0),
             normalize_experts=hf.get("norm_topk_prob", False),
