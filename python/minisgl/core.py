@@ -34,6 +34,7 @@ __all__ = ["Batch", "BatchPlan", "Context", "FinishReason", "IntArray", "Req", "
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, ">= 1")
+        _require(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
+            f"in [1, {MAX_COUNT}]",
+        )
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "in [0, 100]")
-        _require("top_k", self.top_k, self.top_k is None or self.top_k >= 1, ">= 1, or absent for all")
+        _require(
+            "top_k",
+            self.top_k,
+            self.top_k is None or 1 <= self.top_k <= MAX_COUNT,
+            f"in [1, {MAX_COUNT}], or absent for all",
+        )
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         _require("seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer")

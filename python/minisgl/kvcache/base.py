@@ -94,7 +94,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:
-        """Give back at least num_pages unlocked pages, least recently used first.
+        """Give back num_pages unlocked pages, least recently used first.
 
         Raises:
             CapacityError: fewer are unlocked; nothing was evicted.

@@ -7,10 +7,10 @@ An edge carries a run of whole pages: their tokens and their page ids. Children 
 their first page. Locking a node locks the way to it, so locked nodes form a tree at the root and the unlocked
 ones hang below.
 
-Eviction takes the least recently used unlocked leaf from a heap. Entries are never searched: a node that is
-used, locked or given a child leaves its entry behind, and the pop passes over it. Each use of a node pushes at
-most one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all
-tensor-parallel ranks evict alike.
+Eviction takes pages from the end of the least recently used unlocked leaf, found in a heap. Entries are never
+searched: a node that is used, locked or given a child leaves its entry behind, and the pop passes over it. Each
+use of a node pushes at most one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a
+clock: all tensor-parallel ranks evict alike.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RadixPrefixCache(BasePrefixCache):
                 continue
             node.offered_at = None
             if node.is_evictable:
-                runs.append(self._remove_leaf(node))
+                runs.append(self._take_tail(node, num_pages))
                 num_pages -= len(runs[-1])
         return np.concatenate(runs) if runs else _EMPTY
 
@@ -160,14 +160,21 @@ class RadixPrefixCache(BasePrefixCache):
         self._touch(leaf)
         return leaf
 
-    def _remove_leaf(self, leaf: _Node) -> IntArray:
+    def _take_tail(self, leaf: _Node, num_pages: int) -> IntArray:
+        """Take the last pages of a leaf, up to all of them; what is left is a shorter prefix."""
         assert leaf.parent is not None
-        parent, leaf.parent = leaf.parent, None
-        del parent.children[self._key(leaf.tokens)]
-        self._num_pages -= len(leaf.pages)
-        self._num_evictable -= len(leaf.pages)
-        self._offer(parent)
-        return leaf.pages
+        num_kept = max(0, len(leaf.pages) - num_pages)
+        taken = leaf.pages[num_kept:]
+        self._num_pages -= len(taken)
+        self._num_evictable -= len(taken)
+        if num_kept:
+            leaf.tokens, leaf.pages = leaf.tokens[: num_kept * self.page_size], leaf.pages[:num_kept]
+            self._offer(leaf)
+        else:
+            parent, leaf.parent = leaf.parent, None
+            del parent.children[self._key(leaf.tokens)]
+            self._offer(parent)
+        return taken
 
     def _touch(self, node: _Node) -> None:
         node.last_used = self._clock

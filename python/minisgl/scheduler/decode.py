@@ -34,7 +34,7 @@ class DecodeManager:
         self._running[req.uid] = req
 
     def remove(self, req: Req) -> None:
-        self._running.pop(req.uid, None)
+        del self._running[req.uid]
 
     def plan(self) -> tuple[list[ReqSlice], bool]:
         """One token for each running request that has one to make and a page to put it on.

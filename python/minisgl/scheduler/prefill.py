@@ -28,8 +28,9 @@ class PrefillManager:
         return len(self._queue)
 
     @property
-    def admitted(self) -> list[Req]:
-        return [req for req in self._queue if req.row is not None]
+    def half_computed(self) -> Req | None:
+        """The request at the head, if it has been admitted."""
+        return self._queue[0] if self._queue and self._queue[0].row is not None else None
 
     def add(self, req: Req) -> None:
         self._queue.append(req)
@@ -40,7 +41,7 @@ class PrefillManager:
         It comes before all others but one that is half computed: that one holds pages, and must go on to free them.
         """
         assert req.row is None
-        self._queue.insert(len(self.admitted), req)
+        self._queue.insert(1 if self.half_computed else 0, req)
 
     def remove(self, req: Req) -> None:
         if req in self._queue:
@@ -48,7 +49,7 @@ class PrefillManager:
 
     def retract(self) -> Req | None:
         """Take out the request that is half computed, if there is one: it is younger than all that run."""
-        return self._queue.popleft() if self.admitted else None
+        return self._queue.popleft() if self.half_computed else None
 
     def plan(self, budget: int, num_running: int) -> list[ReqSlice]:
         """Take prompts, or the first part of one, up to `budget` tokens.

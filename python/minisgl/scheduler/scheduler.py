@@ -201,8 +201,10 @@ class Scheduler:
         """A request has its final reply. Nothing plans it any more."""
         req.finish = finish
         del self._live[req.uid]
-        self.prefill.remove(req)
-        self.decode.remove(req)
+        if req in self.decode:
+            self.decode.remove(req)
+        else:
+            self.prefill.remove(req)
         self._retire(req)
 
     def _retire(self, req: Req) -> None:
@@ -220,7 +222,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that every page and every row has exactly one owner. For tests; walks everything."""
-        admitted = {req.uid: req for req in (*self.prefill.admitted, *self.decode.running, *self._retiring.values())}
-        admitted = {uid: req for uid, req in admitted.items() if req.row is not None}
-        self.cache.check_integrity(list(admitted.values()))
-        self.table.check_integrity([req.row for req in admitted.values() if req.row is not None])
+        half_computed = [self.prefill.half_computed] if self.prefill.half_computed else []
+        admitted = [*half_computed, *self.decode.running, *self._retiring.values()]
+        self.cache.check_integrity(admitted)
+        self.table.check_integrity([req.row for req in admitted if req.row is not None])

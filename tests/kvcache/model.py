@@ -1,0 +1,68 @@
+"""Helpers of the prefix-cache tests: sequences, and a prefix cache that is a dictionary."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl.core import IntArray
+from minisgl.kvcache import BaseCacheHandle, BasePrefixCache
+
+Tokens = tuple[int, ...]
+
+
+def ids(*tokens: int) -> IntArray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def whole_pages(first_tokens: str, page_size: int) -> IntArray:
+    """One page for each letter: equal letters, equal pages."""
+    return np.array([ord(letter) * 100 + i for letter in first_tokens for i in range(page_size)], dtype=np.int32)
+
+
+class PageDict:
+    """What a prefix cache must do: one entry per page, by the tokens up to its end, and when it was last used."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.page: dict[Tokens, int] = {}
+        self.last_used: dict[Tokens, int] = {}
+        self.locked: list[Tokens] = []
+        self._clock = 0
+
+    def prefixes(self, tokens: Tokens) -> list[Tokens]:
+        """The whole pages of a sequence, each as the tokens up to its end."""
+        return [tokens[:end] for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+
+    def use(self, tokens: Tokens) -> int:
+        """Find the longest cached prefix; its length."""
+        self._clock += 1
+        found = [prefix for prefix in self.prefixes(tokens) if prefix in self.page]
+        self.last_used.update(dict.fromkeys(found, self._clock))
+        return len(found) * self.page_size
+
+    def insert(self, tokens: Tokens, pages: list[int]) -> int:
+        existing = self.use(tokens)
+        for prefix, page in zip(self.prefixes(tokens), pages, strict=True):
+            self.page.setdefault(prefix, page)
+            self.last_used[prefix] = self._clock
+        return existing
+
+    def unlocked(self) -> set[Tokens]:
+        held = {prefix for tokens in self.locked for prefix in self.prefixes(tokens)}
+        return self.page.keys() - held
+
+    def pages_of(self, tokens: Tokens) -> list[int]:
+        return [self.page[prefix] for prefix in self.prefixes(tokens)]
+
+    def remove(self, pages: list[int]) -> set[Tokens]:
+        """Take out what was evicted; the prefixes that it held."""
+        gone = {prefix for prefix, page in self.page.items() if page in set(pages)}
+        for prefix in gone:
+            del self.page[prefix], self.last_used[prefix]
+        return gone
+
+
+def snapshot(cache: BasePrefixCache, handles: list[BaseCacheHandle]) -> tuple[object, ...]:
+    """What can be seen of a cache from outside."""
+    held = sorted(cache.check_integrity().tolist())
+    return held, cache.num_pages, cache.num_evictable, [cache.pages(handle).tolist() for handle in handles]

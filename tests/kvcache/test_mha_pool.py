@@ -1,0 +1,40 @@
+"""The bytes: where a slot's keys and values lie, and how many there are."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.kvcache import MHAKVCache, create_kvcache_pool
+
+LAYERS, HEADS, HEAD_DIM, PAGES, PAGE_SIZE = 3, 2, 4, 5, 4
+SHAPE = (LAYERS, HEADS, HEAD_DIM, PAGES, PAGE_SIZE)
+
+
+def make_pool() -> MHAKVCache:
+    pool = create_kvcache_pool(*SHAPE, torch.float32, torch.device("cpu"))
+    assert isinstance(pool, MHAKVCache)
+    return pool
+
+
+def test_a_pool_takes_the_bytes_it_announces() -> None:
+    pool = make_pool()
+    num_elements = sum(pool.k_cache(i).numel() + pool.v_cache(i).numel() for i in range(LAYERS))
+
+    assert MHAKVCache.page_bytes(LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, itemsize=4) * PAGES == num_elements * 4
+
+
+def test_store_writes_one_layer_at_its_slots_and_nothing_else() -> None:
+    pool = make_pool()
+    k_TKH, v_TKH = torch.randn(2, 3, HEADS, HEAD_DIM).unbind()
+    slot_T = torch.tensor([7, 0, 19])
+
+    pool.store(1, k_TKH, v_TKH, slot_T)
+
+    assert torch.equal(pool.k_cache(1)[slot_T], k_TKH)
+    assert torch.equal(pool.v_cache(1)[slot_T], v_TKH)
+    pool.store(1, torch.zeros_like(k_TKH), torch.zeros_like(v_TKH), slot_T)
+    assert all(not pool.k_cache(i).any() and not pool.v_cache(i).any() for i in range(LAYERS))
+
+
+def test_a_layer_is_seen_as_slots_by_heads_by_dim() -> None:
+    assert make_pool().k_cache(0).shape == make_pool().v_cache(2).shape == (PAGES * PAGE_SIZE, HEADS, HEAD_DIM)

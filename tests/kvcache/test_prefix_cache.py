@@ -1,0 +1,133 @@
+"""The contract of every BasePrefixCache. A cache may keep nothing, but what it says must be true."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl.core import IntArray
+from minisgl.errors import CapacityError, ConfigError
+from minisgl.kvcache import PREFIX_CACHES, BasePrefixCache, InsertResult, create_prefix_cache
+from tests.kvcache.model import snapshot, whole_pages
+
+
+@pytest.fixture(params=PREFIX_CACHES.names)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[1, 3, 16])
+def page_size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def cache(kind: str, page_size: int) -> BasePrefixCache:
+    return create_prefix_cache(kind, page_size)
+
+
+def pages_from(first: int, num_pages: int) -> IntArray:
+    return np.arange(first, first + num_pages, dtype=np.int32)
+
+
+def insert(cache: BasePrefixCache, text: str, first_page: int) -> InsertResult:
+    return cache.insert(whole_pages(text, cache.page_size), pages_from(first_page, len(text)))
+
+
+def test_a_new_cache_is_empty(cache: BasePrefixCache) -> None:
+    handle = cache.match(whole_pages("abc", cache.page_size))
+
+    assert (handle.num_tokens, len(cache.pages(handle))) == (0, 0)
+    assert (cache.num_pages, cache.num_evictable, len(cache.check_integrity())) == (0, 0, 0)
+
+
+def test_insert_says_which_pages_the_caller_keeps(cache: BasePrefixCache) -> None:
+    first = insert(cache, "abc", 10)
+    second = insert(cache, "abde", 20)
+
+    taken = [
+        set(range(start + result.num_existing // cache.page_size, start + result.handle.num_tokens // cache.page_size))
+        for start, result in ((10, first), (20, second))
+    ]
+    assert set(cache.check_integrity().tolist()) == taken[0] | taken[1]
+    assert cache.num_pages == len(taken[0]) + len(taken[1])
+
+
+def test_a_handle_covers_whole_pages_of_what_was_asked(cache: BasePrefixCache) -> None:
+    insert(cache, "abc", 0)
+    tokens = whole_pages("abcd", cache.page_size)
+
+    for length in range(len(tokens) + 1):
+        handle = cache.match(tokens[:length])
+        assert handle.num_tokens % cache.page_size == 0
+        assert handle.num_tokens <= length
+        assert len(cache.pages(handle)) == handle.num_tokens // cache.page_size
+
+
+def test_the_caller_may_reuse_its_arrays_after_insert(cache: BasePrefixCache) -> None:
+    tokens, pages = whole_pages("abc", cache.page_size), pages_from(0, 3)
+    cache.insert(tokens, pages)
+    tokens[:], pages[:] = -1, -1
+
+    handle = cache.match(whole_pages("abc", cache.page_size))
+    assert cache.pages(handle).tolist() == [0, 1, 2][: len(cache.pages(handle))]
+    assert -1 not in cache.check_integrity()
+
+
+def test_an_empty_insert_and_an_empty_match_hold_nothing(cache: BasePrefixCache) -> None:
+    result = insert(cache, "", 0)
+
+    assert (result.handle.num_tokens, result.num_existing) == (0, 0)
+    assert cache.match(whole_pages("", cache.page_size)).num_tokens == 0
+    assert len(cache.evict(0)) == 0
+
+
+def test_evict_gives_each_page_once_and_forgets_it(cache: BasePrefixCache) -> None:
+    for first, text in ((0, "abc"), (10, "abd"), (20, "xyz")):
+        insert(cache, text, first)
+    held = sorted(cache.check_integrity().tolist())
+
+    assert sorted(cache.evict(cache.num_evictable).tolist()) == held
+    assert (cache.num_pages, cache.num_evictable, len(cache.check_integrity())) == (0, 0, 0)
+    assert cache.match(whole_pages("abc", cache.page_size)).num_tokens == 0
+
+
+def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePrefixCache) -> None:
+    handle = insert(cache, "abc", 0).handle
+    insert(cache, "abd", 10)
+    cache.lock(handle)
+    before = snapshot(cache, [handle])
+
+    with pytest.raises(CapacityError, match=rf"{cache.num_evictable + 1} pages wanted, {cache.num_evictable} free"):
+        cache.evict(cache.num_evictable + 1)
+    assert snapshot(cache, [handle]) == before
+
+
+def test_a_locked_prefix_outlives_every_eviction(cache: BasePrefixCache) -> None:
+    handle = insert(cache, "ab", 0).handle
+    cache.lock(handle)
+    pages = cache.pages(handle).tolist()
+    insert(cache, "abc", 10)
+    insert(cache, "x", 20)
+
+    evicted = cache.evict(cache.num_evictable).tolist()
+
+    assert cache.pages(handle).tolist() == pages
+    assert not set(pages) & set(evicted)
+    assert cache.match(whole_pages("abc", cache.page_size)).num_tokens == handle.num_tokens
+
+
+def test_each_lock_needs_its_unlock(cache: BasePrefixCache) -> None:
+    handle = insert(cache, "abc", 0).handle
+    cache.lock(handle)
+    cache.lock(cache.match(whole_pages("abc", cache.page_size)))
+    cache.unlock(handle)
+    assert cache.num_evictable == 0
+
+    cache.unlock(handle)
+    assert cache.num_evictable == cache.num_pages
+
+
+def test_a_cache_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown prefix cache 'lru'; there is naive, radix"):
+        create_prefix_cache("lru", 1)

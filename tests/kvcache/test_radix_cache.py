@@ -1,0 +1,229 @@
+"""The radix tree by example: what is shared, split, protected and evicted, and how much work it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl.core import IntArray
+from minisgl.kvcache import InsertResult, RadixPrefixCache, radix_cache
+from tests.kvcache.model import whole_pages
+
+
+class Tree(RadixPrefixCache):
+    """A radix tree over words whose letters are pages."""
+
+    def put(self, word: str, first_page: int) -> InsertResult:
+        return self.insert(self.tokens(word), np.arange(first_page, first_page + len(word), dtype=np.int32))
+
+    def get(self, word: str) -> list[int]:
+        return self.pages(self.match(self.tokens(word))).tolist()
+
+    def tokens(self, word: str) -> IntArray:
+        return whole_pages(word, self.page_size)
+
+
+@pytest.fixture(params=[1, 4])
+def tree(request: pytest.FixtureRequest) -> Tree:
+    return Tree(request.param)
+
+
+def test_the_longest_prefix_in_whole_pages_is_found(tree: Tree) -> None:
+    tree.put("abcd", 0)
+
+    assert tree.get("abcd") == [0, 1, 2, 3]
+    assert tree.get("abxd") == [0, 1]
+    assert tree.get("x") == []
+
+
+def test_a_page_that_differs_in_its_last_token_is_not_shared() -> None:
+    tree = Tree(4)
+    tree.put("ab", 0)
+    tokens = tree.tokens("ab")
+    tokens[7] += 1
+
+    assert tree.match(tokens).num_tokens == 4
+    assert tree.match(tokens[:3]).num_tokens == 0
+
+
+def test_an_insert_keeps_the_pages_that_are_there(tree: Tree) -> None:
+    tree.put("abc", 0)
+    result = tree.put("abde", 10)
+
+    assert result.num_existing == 2 * tree.page_size
+    assert tree.pages(result.handle).tolist() == [0, 1, 12, 13]
+    assert tree.num_pages == 5
+
+
+def test_inserting_the_same_again_takes_nothing(tree: Tree) -> None:
+    first, second = tree.put("abc", 0), tree.put("abc", 10)
+
+    assert second.num_existing == second.handle.num_tokens == 3 * tree.page_size
+    assert tree.pages(second.handle).tolist() == tree.pages(first.handle).tolist() == [0, 1, 2]
+
+
+def test_splitting_an_edge_leaves_its_handles_valid(tree: Tree) -> None:
+    whole = tree.put("abcdef", 0).handle
+    tree.lock(whole)
+    for word in ("abcx", "abx", "a"):
+        tree.match(tree.tokens(word))
+        tree.check_integrity()
+
+    assert tree.pages(whole).tolist() == [0, 1, 2, 3, 4, 5]
+    assert tree.num_evictable == 0
+    tree.unlock(whole)
+    assert tree.num_evictable == 6
+    tree.check_integrity()
+
+
+def test_a_lock_protects_the_upper_part_of_a_split_edge_only(tree: Tree) -> None:
+    tree.put("abcd", 0)
+    upper = tree.match(tree.tokens("ab"))
+    tree.lock(upper)
+
+    assert tree.num_evictable == 2
+    assert sorted(tree.evict(2).tolist()) == [2, 3]
+    assert tree.get("abcd") == [0, 1]
+
+
+def test_the_least_recently_used_goes_first(tree: Tree) -> None:
+    for first, word in enumerate("abc"):
+        tree.put(word, first)
+    tree.match(tree.tokens("a"))
+
+    assert [tree.evict(1).tolist() for _ in range(3)] == [[1], [2], [0]]
+
+
+def test_a_parent_goes_after_its_children(tree: Tree) -> None:
+    tree.put("ab", 0)
+    tree.put("acd", 10)
+
+    order: list[int] = []
+    while tree.num_pages:
+        order += sorted(tree.evict(1).tolist(), reverse=True)
+    assert order == [1, 12, 11, 0]
+
+
+def test_unlocking_is_no_use(tree: Tree) -> None:
+    """A request that ran long does not push its prefix behind those that were asked for since."""
+    old = tree.put("a", 0).handle
+    tree.lock(old)
+    tree.put("b", 1)
+    tree.unlock(old)
+
+    assert tree.evict(1).tolist() == [0]
+
+
+def test_locked_leaves_are_passed_over(tree: Tree) -> None:
+    handles = [tree.put(word, first).handle for first, word in enumerate("abcd")]
+    tree.lock(handles[0])
+    tree.lock(handles[2])
+
+    assert sorted(tree.evict(2).tolist()) == [1, 3]
+    assert tree.num_pages == 2
+
+
+def test_an_evicted_prefix_can_come_back(tree: Tree) -> None:
+    tree.put("ab", 0)
+    tree.evict(2)
+    tree.put("ab", 5)
+
+    assert tree.get("ab") == [5, 6]
+    assert sorted(tree.evict(2).tolist()) == [5, 6]
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """How many lines of the radix tree's code some work executes: what it costs, without a clock."""
+    count = 0
+
+    def local(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return local
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        return local if frame.f_code.co_filename == radix_cache.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def full_tree(num_leaves: int) -> Tree:
+    """Half of the leaves behind a shared first page, and every leaf used twice, so that stale entries are about."""
+    tree = Tree(1)
+    tokens = np.arange(3 * num_leaves, dtype=np.int32).reshape(-1, 3)
+    tokens[::2, 0] = 0
+    for _ in range(2):
+        for row in tokens:
+            tree.insert(row, row)
+    return tree
+
+
+@pytest.mark.parametrize("num_leaves", [200, 2000])
+def test_the_cost_of_an_eviction_does_not_grow_with_the_tree(num_leaves: int) -> None:
+    tree = full_tree(num_leaves)
+    num_evictions = 100
+
+    cost = lines_run(lambda: [tree.evict(1) for _ in range(num_evictions)])
+
+    assert cost / num_evictions < 150
+
+
+def test_filling_and_emptying_costs_the_same_per_page_in_a_large_tree() -> None:
+    def churn(num_leaves: int) -> None:
+        tree = full_tree(num_leaves)
+        while tree.num_pages:
+            tree.evict(1)
+
+    small, large = lines_run(lambda: churn(100)), lines_run(lambda: churn(800))
+    assert large < 8 * small * 1.3
+
+
+def test_matching_again_and_again_leaves_no_litter() -> None:
+    tree = full_tree(10)
+    path = np.array([0, 1, 2], dtype=np.int32)
+
+    cost = lines_run(lambda: [tree.match(path) for _ in range(1000)])
+
+    assert cost < 1000 * 150
+    assert len(tree._heap) < 100 + 5 * tree.num_pages
+
+
+def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
+    tree = full_tree(30)
+    handles = [tree.match(np.array([3 * leaf, 3 * leaf + 1, 3 * leaf + 2], dtype=np.int32)) for leaf in range(1, 30, 2)]
+    for handle in handles:
+        tree.lock(handle)
+    for _ in range(1000):
+        tree.match(np.array([0, 1, 2], dtype=np.int32))
+    for handle in handles:
+        tree.unlock(handle)
+    pages = sorted(tree.check_integrity().tolist())
+
+    assert tree.num_evictable == tree.num_pages
+    assert sorted(tree.evict(tree.num_pages).tolist()) == pages
+
+
+def test_locking_again_and_again_costs_the_same_each_time() -> None:
+    tree = full_tree(10)
+    handle = tree.match(np.array([0, 1, 2], dtype=np.int32))
+
+    def lock_and_unlock() -> None:
+        tree.lock(handle)
+        tree.unlock(handle)
+
+    first = lines_run(lambda: [lock_and_unlock() for _ in range(100)])
+    for _ in range(1000):
+        lock_and_unlock()
+    last = lines_run(lambda: [lock_and_unlock() for _ in range(100)])
+    assert last < 2 * first

@@ -1,0 +1,212 @@
+"""Messages on the wire: what goes in comes out, and what is no such message is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minisgl.message as package
+from minisgl.core import MAX_COUNT, MAX_SEED, SamplingParams
+from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
+from minisgl.message import (
+    AbortBackendMsg,
+    AbortMsg,
+    BackendMsg,
+    BaseMsg,
+    BatchBackendMsg,
+    BatchFrontendMsg,
+    BatchTokenizerMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    FrontendMsg,
+    ReplyError,
+    ShutdownMsg,
+    TokenIds,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserMsg,
+    UserReply,
+    decoder,
+    encode,
+    pack_ids,
+    unpack_ids,
+)
+
+SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=-7, ignore_eos=True)
+ERROR = ReplyError(400, "invalid_value", "prompt 'ä' is bad", param="prompt")
+CHAT = [{"role": "user", "content": "grüß 神"}, {"role": "assistant", "content": ""}]
+ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
+    (BackendMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
+    (BackendMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
+    (BackendMsg, AbortBackendMsg(2)),
+    (BackendMsg, ExitMsg()),
+    (BatchBackendMsg, BatchBackendMsg([])),
+    (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
+    (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
+    (TokenizerMsg, TokenizeMsg(3, CHAT, SAMPLING)),
+    (TokenizerMsg, TokenizeMsg(3, TokenIds(pack_ids([5, 6])), SAMPLING)),
+    (TokenizerMsg, AbortMsg(4)),
+    (TokenizerMsg, ShutdownMsg()),
+    (TokenizerMsg, ShutdownMsg(pass_on=True)),
+    (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 0), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)])),
+    (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
+    (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
+    (FrontendMsg, UserReply(5, finish="length")),
+    (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
+]
+
+
+@pytest.mark.parametrize(("types", "msg"), ROUND_TRIPS)
+def test_a_message_survives_the_wire(types: Any, msg: BaseMsg) -> None:
+    back = decoder(types)(encode(msg))
+
+    assert back == msg
+    assert type(back) is type(msg)
+
+
+def test_every_message_is_tried() -> None:
+    declared = {thing for thing in vars(package).values() if isinstance(thing, type) and issubclass(thing, BaseMsg)}
+    concrete = {it for it in declared if not it.__name__.startswith("Base")}
+    tried = {type(msg) for _, msg in ROUND_TRIPS} | {DetokenizeMsg, ReplyError, TokenIds}  # parts of others
+
+    assert tried == concrete
+
+
+@pytest.mark.parametrize("types", [BackendMsg, BatchBackendMsg, TokenizerMsg, FrontendMsg])
+def test_a_message_for_somebody_else_is_refused(types: Any) -> None:
+    own = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
+    foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in own]
+
+    assert foreign
+    for msg in foreign:
+        with pytest.raises(msgspec.ValidationError, match="type"):
+            decoder(types)(encode(msg))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "AbortBackendMsg"},
+        {"type": "AbortBackendMsg", "uid": "1"},
+        {"type": "AbortBackendMsg", "uid": None},
+        {"type": "AbortBackendMsg", "uid": 1.5},
+        {"uid": 1},
+        {"type": "UserMsg", "uid": 1, "input_ids": "text", "sampling": {}},
+        {"type": "UserMsg", "uid": 1, "input_ids": b"", "sampling": {"temperature": "hot"}},
+        {"type": "UserMsg", "uid": 1, "input_ids": b"", "sampling": None},
+        {"type": "NoSuchMsg", "uid": 1},
+        [1, 2],
+        None,
+    ],
+)
+def test_a_wrong_field_is_refused(fields: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decoder(BackendMsg)(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xc1", b"\x81", encode(AbortBackendMsg(1))[:-1], encode(AbortBackendMsg(1)) + b"x"]
+)
+def test_what_is_no_msgpack_is_refused(raw: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decoder(BackendMsg)(raw)
+
+
+@given(raw=st.binary(max_size=40))
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+def test_random_bytes_raise_nothing_else(raw: bytes) -> None:
+    with contextlib.suppress(msgspec.DecodeError):  # the root of ValidationError too
+        decoder(TokenizerMsg)(raw)
+
+
+def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
+    raw = encode(UserMsg(1, b"", SAMPLING)).replace(msgspec.msgpack.encode(0.9), msgspec.msgpack.encode(9.9))
+
+    with pytest.raises((msgspec.ValidationError, InvalidRequest), match="top_p"):
+        decoder(BackendMsg)(raw)
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, MAX_COUNT),
+        temperature=st.floats(0, 100) | st.integers(0, 100),
+        top_k=st.none() | st.integers(1, MAX_COUNT),
+        top_p=st.floats(0, 1, exclude_min=True),
+        min_p=st.floats(0, 1),
+        seed=st.none() | st.integers(-MAX_SEED, MAX_SEED),
+        ignore_eos=st.booleans(),
+    )
+)
+@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+def test_all_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
+    assert decoder(BackendMsg)(encode(UserMsg(1, b"", params))).sampling == params
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        AbortMsg(1).uid = 2  # type: ignore[misc]
+
+
+# --- token ids
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30))
+@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+def test_ids_come_back_from_a_list_or_an_array(ids: list[int]) -> None:
+    packed = pack_ids(ids)
+
+    assert len(packed) == 4 * len(ids)
+    assert unpack_ids(packed).tolist() == ids
+    assert pack_ids(np.array(ids, dtype=np.int32)) == pack_ids(np.array(ids, dtype=np.int64)) == packed
+
+
+def test_ids_are_little_endian_on_every_machine() -> None:
+    assert pack_ids([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert unpack_ids(b"\x01\0\0\0").dtype == np.int32
+
+
+def test_unpacked_ids_are_a_view_that_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        unpack_ids(pack_ids([1]))[0] = 2
+
+
+@pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**40])
+def test_an_id_that_does_not_fit_is_not_wrapped(bad: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_ids([bad])
+
+
+def test_ids_cut_in_the_middle_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_ids(b"\x01\0\0")
+
+
+# --- replies
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param"),
+    [
+        (InvalidRequest("bad", param="top_p"), 400, "invalid_value", "top_p"),
+        (PromptTooLong(10, 5, 12), 400, "context_length_exceeded", "messages"),
+        (UnknownModel("a", "b"), 404, "model_not_found", "model"),
+        (QueueFull(9, 8), 429, "queue_full", None),
+    ],
+)
+def test_an_error_keeps_its_status_code_and_words(error: RequestError, status: int, code: str, param: str) -> None:
+    reply = ReplyError.of(error)
+
+    assert (reply.status, reply.code, reply.param, reply.message) == (status, code, param, str(error))
+
+
+def test_a_reply_with_a_finish_or_an_error_is_the_last() -> None:
+    assert not UserReply(1, "text").is_final
+    assert UserReply(1, finish="stop").is_final
+    assert UserReply(1, error=ERROR).is_final

@@ -1,0 +1,150 @@
+"""A scheduler over a fake executor, stepped by hand; and what it answered."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl.core import FinishReason, IntArray, SamplingParams
+from minisgl.engine import EngineLimits
+from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, ReplyError, UserMsg, pack_ids
+from minisgl.scheduler import Scheduler, SchedulerConfig
+from tests.scheduler.fake_executor import FakeExecutor, reference_answer
+
+VOCAB_SIZE = 30
+EOS = frozenset({0, 1})
+MANY = 10_000
+
+
+def make_limits(num_pages: int = 64, page_size: int = 4, max_seq_len: int = 64) -> EngineLimits:
+    return EngineLimits(num_pages, page_size, min(max_seq_len, num_pages * page_size), VOCAB_SIZE, EOS)
+
+
+def exactly(num_tokens: int) -> SamplingParams:
+    """An answer of this many tokens."""
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+
+
+class MemoryInbox:
+    """Hands out what was put in. A scheduler that would wait for more has a bug or is stepped for nothing."""
+
+    def __init__(self) -> None:
+        self.msgs: list[BackendMsg] = []
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        assert self.msgs or not block, "the scheduler would wait forever"
+        msgs, self.msgs = self.msgs, []
+        return msgs
+
+
+@dataclass
+class Answer:
+    """All that was said of one request. After its last message nothing may follow."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: ReplyError | None = None
+    num_cached: int = 0
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def take(self, msg: DetokenizeMsg) -> None:
+        assert not self.is_final, f"{msg} came after the last message"
+        self.tokens += [] if msg.token is None else [msg.token]
+        self.finish, self.error, self.num_cached = msg.finish, msg.error, msg.num_cached
+
+
+class AnswerBook:
+    """An outbox that files messages by uid."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Answer] = {}
+
+    def send(self, msgs: list[DetokenizeMsg]) -> None:
+        for msg in msgs:
+            self.answers.setdefault(msg.uid, Answer()).take(msg)
+
+
+class Host:
+    """One scheduler. Each step checks who owns what, and spoils the KV of pages that are free."""
+
+    def __init__(
+        self, limits: EngineLimits | None = None, *, num_rows: int = 8, asynchronous: bool = True, **options: Any
+    ) -> None:
+        self.limits = limits or make_limits()
+        self.executor = FakeExecutor(self.limits, num_rows, asynchronous=asynchronous)
+        self.inbox, self._book = MemoryInbox(), AnswerBook()
+        config = SchedulerConfig(**{"overlap": True, "seed": 0, **options})
+        self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
+        self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
+        self._uids = itertools.count()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.inbox.msgs) or not self.scheduler.is_idle
+
+    @property
+    def free_pages(self) -> IntArray:
+        cache = self.scheduler.cache
+        return cache._free[: cache._num_free]
+
+    def submit(self, prompt: list[int], params: SamplingParams | None = None) -> int:
+        uid = next(self._uids)
+        self.asked[uid] = (prompt, params or SamplingParams())
+        self.inbox.msgs.append(UserMsg(uid, pack_ids(prompt), self.asked[uid][1]))
+        return uid
+
+    def abort(self, uid: int) -> None:
+        self.inbox.msgs.append(AbortBackendMsg(uid))
+
+    def answer(self, uid: int) -> Answer:
+        return self._book.answers.get(uid, Answer())
+
+    @property
+    def open_uids(self) -> list[int]:
+        return [uid for uid in self.asked if not self.answer(uid).is_final]
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.scheduler.step()
+            self.scheduler.check_integrity()
+            self.executor.forget(self.free_pages)
+
+    def drain(self, max_steps: int = MANY) -> int:
+        """Step until there is nothing to do; the number of steps it took."""
+        for num_steps in range(max_steps):
+            if not self.is_busy:
+                self.check_nothing_is_left()
+                return num_steps
+            self.step()
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler._live}")
+
+    def ask(self, prompt: list[int], params: SamplingParams | None = None) -> Answer:
+        """One request, alone, to its end."""
+        uid = self.submit(prompt, params)
+        self.drain()
+        return self.answer(uid)
+
+    def check_answers(self) -> None:
+        """Every request has its answer, or, if it was aborted, the beginning of it. Errors are left to the caller."""
+        for uid, (prompt, params) in self.asked.items():
+            answer = self.answer(uid)
+            assert answer.is_final, f"uid {uid} has no last message"
+            if answer.error:
+                continue
+            tokens, finish = reference_answer(prompt, params, self.limits)
+            if answer.finish == "abort":
+                assert answer.tokens == tokens[: len(answer.tokens)], f"uid {uid}"
+            else:
+                assert (answer.tokens, answer.finish) == (tokens, finish), f"uid {uid}"
+
+    def check_nothing_is_left(self) -> None:
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        assert not (scheduler._live or scheduler._retiring or scheduler._in_flight or scheduler._news)
+        assert len(scheduler.prefill) == len(scheduler.decode) == len(cache._held) == 0
+        assert cache.num_available == self.limits.num_pages, "a page is neither free nor evictable"
+        scheduler.table.check_integrity(rows_in_use=[])

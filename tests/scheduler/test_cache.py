@@ -1,0 +1,207 @@
+"""Pages and rows by hand: one request at a time through the cache manager."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core import Req, SamplingParams
+from minisgl.kvcache import create_prefix_cache
+from minisgl.scheduler import CacheManager, TableManager
+
+NUM_ROWS, MAX_LENGTH = 4, 40
+
+
+class Pages:
+    """A cache manager of a few pages of 4 tokens, and the table that it writes to."""
+
+    def __init__(self, num_pages: int, cache: str = "radix", page_size: int = 4) -> None:
+        self.page_table_RP = torch.full((NUM_ROWS, -(-MAX_LENGTH // page_size)), -1, dtype=torch.int32)
+        self.token_pool_RL = torch.full((NUM_ROWS, MAX_LENGTH), -1, dtype=torch.int32)
+        self.table = TableManager(self.page_table_RP, self.token_pool_RL)
+        self.manager = CacheManager(num_pages, create_prefix_cache(cache, page_size), self.table)
+        self._num_made = 0
+
+    def request(self, num_tokens: int, first_token: int = 0) -> Req:
+        self._num_made += 1
+        prompt = np.arange(first_token, first_token + num_tokens, dtype=np.int32)
+        return Req(self._num_made, prompt, SamplingParams(), MAX_LENGTH, seed=0)
+
+    def admitted(self, num_tokens: int, first_token: int = 0) -> Req:
+        req = self.request(num_tokens, first_token)
+        assert self.manager.try_admit(req, reserve=0)
+        return req
+
+    def row(self, req: Req) -> list[int]:
+        assert req.row is not None
+        return [page for page in self.page_table_RP[req.row].tolist() if page >= 0]
+
+    def end(self, req: Req) -> None:
+        """Its tokens are all computed; take its pages back."""
+        req.num_computed = req.num_tokens
+        self.manager.release(req)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_tokens", "num_pages"), [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 7, 7), (16, 33, 3)]
+)
+def test_a_page_that_is_filled_in_part_counts_whole(page_size: int, num_tokens: int, num_pages: int) -> None:
+    assert Pages(8, page_size=page_size).manager.num_pages_for(num_tokens) == num_pages
+
+
+def test_admission_gives_a_row_with_the_tokens_and_pages_for_all_of_them() -> None:
+    pages = Pages(8)
+    req = pages.admitted(9)
+
+    assert len(pages.row(req)) == len(set(pages.row(req))) == 3
+    assert pages.token_pool_RL[req.row, :9].tolist() == list(range(9))
+    assert (req.num_computed, req.num_cached, pages.manager.num_available) == (0, 0, 5)
+    pages.manager.check_integrity([req])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reserve", "fits"), [(32, 0, True), (33, 0, False), (29, 1, False), (28, 1, True)]
+)
+def test_admission_counts_to_the_page(num_tokens: int, reserve: int, fits: bool) -> None:
+    """At the edge of capacity neither one page is wasted nor one too many promised."""
+    pages = Pages(8)
+
+    assert pages.manager.try_admit(pages.request(num_tokens), reserve) is fits
+
+
+def test_a_refused_admission_changes_nothing() -> None:
+    pages = Pages(4)
+    pages.end(pages.admitted(8))
+    req = pages.request(20)
+
+    assert not pages.manager.try_admit(req, reserve=0)
+    assert (req.row, req.num_cached, req.num_computed, pages.manager.num_available) == (None, None, 0, 4)
+    pages.manager.check_integrity([])
+    pages.table.check_integrity([])
+
+
+def test_a_cached_prefix_is_not_computed_but_the_last_token_always_is() -> None:
+    pages = Pages(8)
+    pages.end(pages.admitted(12))
+
+    assert [pages.admitted(n).num_computed for n in (12, 13, 14, 3)] == [8, 12, 12, 0]
+
+
+def test_a_prefix_that_the_request_itself_would_evict_is_not_counted_as_room() -> None:
+    """Of 4 pages 2 hold its prefix: they are wanted, so 2 are left, not 4."""
+    pages = Pages(4)
+    pages.end(pages.admitted(8))
+
+    assert not pages.manager.try_admit(pages.request(17), reserve=0)
+    assert pages.manager.try_admit(pages.request(16), reserve=0)
+
+
+def test_duplicates_stay_in_their_row_until_their_request_ends() -> None:
+    pages = Pages(8)
+    first, second = pages.admitted(9), pages.admitted(9)
+    rows = pages.row(first), pages.row(second)
+    for req in (first, second):
+        req.num_computed = 9
+        pages.manager.share(req)
+        pages.manager.check_integrity([first, second])
+
+    assert (pages.row(first), pages.row(second)) == rows
+    assert pages.manager.num_available == 2
+    pages.manager.release(second)
+    assert pages.manager.num_available == 5
+    pages.manager.check_integrity([first])
+
+
+def test_sharing_twice_takes_in_what_is_new() -> None:
+    pages = Pages(8)
+    req = pages.admitted(8)
+    req.num_computed = 8
+    pages.manager.share(req)
+    pages.manager.share(req)
+    req.num_tokens = 13
+    assert pages.manager.try_extend(req)
+    for token in range(8, 13):
+        req.append(token)
+    req.num_computed = 12
+    pages.manager.share(req)
+    pages.manager.check_integrity([req])
+
+    assert pages.admitted(13).num_computed == 12
+
+
+def test_what_is_not_computed_is_not_shared() -> None:
+    pages = Pages(8)
+    req = pages.admitted(12)
+    req.num_computed = 7
+    pages.manager.release(req)
+
+    assert pages.admitted(12).num_computed == 4
+
+
+def test_a_row_only_grows() -> None:
+    pages = Pages(8)
+    req = pages.admitted(4)
+    before = pages.row(req)
+    req.num_tokens = 5
+    assert pages.manager.try_extend(req)
+    assert pages.manager.try_extend(req)
+
+    assert pages.row(req)[: len(before)] == before
+    assert len(pages.row(req)) == 2
+
+
+def test_extending_evicts_but_never_takes_from_others() -> None:
+    pages = Pages(4)
+    pages.end(pages.admitted(8, first_token=100))
+    req, other = pages.admitted(4), pages.admitted(4, first_token=50)
+    req.num_tokens = 12
+    assert pages.manager.try_extend(req)
+
+    req.num_tokens = 13
+    assert not pages.manager.try_extend(req)
+    pages.manager.check_integrity([req, other])
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_all_pages_and_rows_come_back(cache: str) -> None:
+    pages = Pages(16, cache)
+    reqs = [pages.admitted(9, first) for first in (0, 0, 100, 200)]
+    assert not pages.table.has_free
+    for req in reqs:
+        pages.end(req)
+
+    assert pages.manager.num_available == 16
+    assert [req.row for req in reqs] == [None] * 4
+    pages.manager.check_integrity([])
+    pages.table.check_integrity([])
+
+
+def test_a_request_in_flight_is_not_released() -> None:
+    pages = Pages(8)
+    req = pages.admitted(4)
+    req.num_in_flight = 1
+
+    with pytest.raises(AssertionError):
+        pages.manager.release(req)
+
+
+def test_a_row_is_not_released_twice() -> None:
+    pages = Pages(8)
+    row = pages.table.allocate(np.arange(3, dtype=np.int32))
+    pages.table.release(row)
+
+    with pytest.raises(AssertionError):
+        pages.table.release(row)
+
+
+def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
+    """The check that all other tests rely on can fail."""
+    lost, doubled = Pages(8), Pages(8)
+    lost.manager._num_free -= 1
+    req = doubled.admitted(4)
+    doubled.manager._held[req.uid].pages.append(0)
+
+    for pages, reqs in ((lost, []), (doubled, [req])):
+        with pytest.raises(AssertionError):
+            pages.manager.check_integrity(reqs)

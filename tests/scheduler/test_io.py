@@ -1,0 +1,154 @@
+"""Ranks stay in step: the leader's inbox and a follower's give two schedulers the same inputs, over real queues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.message import (
+    AbortBackendMsg,
+    BackendMsg,
+    BatchBackendMsg,
+    BatchTokenizerMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    UserMsg,
+    decoder,
+    encode,
+    pack_ids,
+)
+from minisgl.scheduler import FollowerInbox, Inbox, LeaderInbox, Scheduler, SchedulerConfig, ZmqInbox, ZmqOutbox
+from minisgl.utils.mp import Addresses, PullQueue, PushQueue, private_folder
+from tests.scheduler.fake_executor import FakeExecutor
+from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
+
+NUM_FOLLOWERS = 2
+Connect = Callable[[int, object], tuple[PushQueue, PullQueue]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Both ends of a queue for messages of one type."""
+    ends: list[PushQueue | PullQueue] = []
+
+    def make(rank: int, types: object) -> tuple[PushQueue, PullQueue]:
+        address = addresses.rank(rank)
+        push, pull = PushQueue(address, encode), PullQueue(address, decoder(types))
+        ends.extend([push, pull])
+        return push, pull
+
+    with private_folder() as folder:
+        addresses = Addresses(folder)
+        yield make
+        for end in ends:
+            end.close()
+
+
+class Script:
+    """An inbox that gives the n-th parcel to the n-th step, and at last the end."""
+
+    def __init__(self, parcels: list[list[BackendMsg]]) -> None:
+        self._parcels = iter(parcels)
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        for msgs in self._parcels:
+            if msgs or not block:
+                return msgs
+        return [ExitMsg()]
+
+
+def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
+    parcels: list[list[BackendMsg]] = []
+    uid = 0
+    for _ in range(num_steps):
+        msgs: list[BackendMsg] = []
+        for _ in range(random.choice([0, 0, 1, 2])):
+            uid += 1
+            prompt = [uid % 3] * random.randint(1, 20) + random.choices(range(VOCAB_SIZE), k=random.randint(0, 9))
+            msgs.append(UserMsg(uid, pack_ids(prompt), SamplingParams(max_tokens=random.choice([None, 5, 20]))))
+        if random.random() < 0.2:
+            msgs.append(AbortBackendMsg(random.randint(0, uid)))
+        parcels.append(msgs)
+    return parcels
+
+
+class Rank:
+    """A scheduler with an executor of its own."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.executor = FakeExecutor(make_limits(num_pages=24, page_size=4), num_rows=6, asynchronous=True)
+        self.book = AnswerBook()
+        config = SchedulerConfig(overlap=True, seed=5, max_prefill_length=16)
+        self.scheduler = Scheduler(config, self.executor, inbox, self.book)
+
+    def seeds(self) -> dict[int, int]:
+        return {uid: req.seed for uid, req in self.scheduler._live.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_leader_and_followers_make_the_same_plans(connect: Connect, seed: int) -> None:
+    ends = [connect(i, BatchBackendMsg) for i in range(NUM_FOLLOWERS)]
+    followers = [Rank(FollowerInbox(pull)) for _, pull in ends]
+    script = Script(random_parcels(Random(seed), num_steps=150))
+    leader = Rank(LeaderInbox(script, [push for push, _ in ends]))
+    threads = [threading.Thread(target=rank.scheduler.run, daemon=True) for rank in followers]
+    for thread in threads:
+        thread.start()
+    try:
+        leader.scheduler.run()
+    finally:
+        for (push, _), thread in zip(ends, threads, strict=True):
+            push.put(BatchBackendMsg([ExitMsg()]))  # read only by those whom the leader left waiting
+            thread.join(timeout=20)
+
+    assert len(leader.executor.plans) > 100
+    for follower in followers:
+        assert not follower.scheduler.is_running
+        assert follower.executor.plans == leader.executor.plans
+        assert follower.executor.context.page_table_RP.equal(leader.executor.context.page_table_RP)
+        assert follower.book.answers == leader.book.answers
+        assert follower.seeds() == leader.seeds()
+
+
+def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
+    push, pull = connect(0, BatchBackendMsg)
+    parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [], [AbortBackendMsg(2), ExitMsg()]]
+    for msgs in parcels:
+        push.put(BatchBackendMsg(msgs))
+    inbox = FollowerInbox(pull)
+
+    assert [inbox.receive(block=False) for _ in parcels] == parcels
+
+
+def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
+    push, pull = connect(0, BatchBackendMsg)
+    inbox = LeaderInbox(Script([[], [AbortBackendMsg(1)], []]), [push])
+    for _ in range(3):
+        inbox.receive(block=False)
+
+    assert [pull.get().msgs for _ in range(3)] == [[], [AbortBackendMsg(1)], []]
+
+
+def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
+    push, pull = connect(0, BackendMsg)
+    inbox = ZmqInbox(pull)
+    assert inbox.receive(block=False) == []
+
+    for uid in range(100):
+        push.put(AbortBackendMsg(uid))
+    got: list[BackendMsg] = []
+    while len(got) < 100:
+        got += inbox.receive(block=True)
+    assert got == [AbortBackendMsg(uid) for uid in range(100)]
+
+
+def test_an_outbox_sends_the_news_of_a_step_as_one_message(connect: Connect) -> None:
+    push, pull = connect(0, BatchTokenizerMsg)
+    news = [DetokenizeMsg(1, 5), DetokenizeMsg(2, finish="abort")]
+    ZmqOutbox(push).send(news)
+
+    assert pull.get() == BatchTokenizerMsg(news)

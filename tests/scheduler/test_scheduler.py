@@ -1,0 +1,424 @@
+"""The scheduler by example: who is refused, aborted, delayed, retracted, and what they are told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.message import ExitMsg
+from tests.scheduler.fake_executor import endless_answer, reference_answer
+from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
+
+OVERLAP = pytest.mark.parametrize("overlap", [True, False])
+
+
+def prompt_of(num_tokens: int, salt: int = 0) -> list[int]:
+    return [(2 + salt + i * (i + salt)) % VOCAB_SIZE for i in range(num_tokens)]
+
+
+def prompt_that_stops(num_answer: int) -> list[int]:
+    """A prompt whose answer ends with an end-of-sequence token, after num_answer tokens."""
+    for salt in range(1000):
+        prompt = prompt_of(5, salt)
+        tokens, finish = reference_answer(prompt, SamplingParams(), make_limits())
+        if finish == "stop" and len(tokens) == num_answer:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+# --- requests that cannot be served
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "code", "message"),
+    [
+        (prompt_of(65), SamplingParams(), "context_length_exceeded", "65 tokens .* the limit is 64"),
+        (prompt_of(64), SamplingParams(), "context_length_exceeded", "together 65"),
+        (prompt_of(60), exactly(5), "context_length_exceeded", "max_tokens is 5: together 65"),
+        ([], SamplingParams(), "invalid_value", "the prompt is empty"),
+        ([2, VOCAB_SIZE, 3], SamplingParams(), "invalid_value", rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}"),
+        ([2, -7], SamplingParams(), "invalid_value", "token id -7"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_so_at_once(
+    prompt: list[int], params: SamplingParams, code: str, message: str
+) -> None:
+    host = Host()
+    other = host.submit(prompt_of(5), exactly(3))
+    uid = host.submit(prompt, params)
+    host.step()
+
+    error = host.answer(uid).error
+    assert error is not None
+    assert (error.status, error.code) == (400, code)
+    assert re.search(message, error.message)
+    host.drain()
+    assert len(host.answer(other).tokens) == 3
+
+
+def test_what_could_never_fit_into_the_pool_is_refused() -> None:
+    host = Host(make_limits(num_pages=4, page_size=4, max_seq_len=1000))
+    uid = host.submit(prompt_of(10), exactly(7))
+    host.step()
+
+    error = host.answer(uid).error
+    assert error is not None
+    assert error.code == "context_length_exceeded"
+
+
+@OVERLAP
+def test_what_fills_the_whole_pool_runs(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=4, page_size=4), overlap=overlap)
+    host.ask(prompt_of(9, salt=1), exactly(3))
+
+    assert len(host.ask(prompt_of(9), exactly(7)).tokens) == 7
+    assert len(host.ask(prompt_of(15), SamplingParams()).tokens) == 1
+
+
+# --- the end of a request
+
+
+@OVERLAP
+def test_an_answer_goes_on_to_the_end_of_the_context_without_max_tokens(overlap: bool) -> None:
+    host = Host(overlap=overlap)
+    answer = host.ask(prompt_of(10), SamplingParams(ignore_eos=True))
+
+    assert (len(answer.tokens), answer.finish) == (54, "length")
+    assert answer.tokens == endless_answer(prompt_of(10), 64, VOCAB_SIZE)[10:]
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_answer", [1, 2, 5])
+def test_nothing_is_delivered_after_an_end_of_sequence_token(overlap: bool, num_answer: int) -> None:
+    host = Host(overlap=overlap)
+    answer = host.ask(prompt_that_stops(num_answer))
+
+    assert (len(answer.tokens), answer.finish) == (num_answer, "stop")
+    assert answer.tokens[-1] in EOS
+
+
+def test_overlap_launches_a_step_too_many_and_drops_its_token() -> None:
+    host = Host(overlap=True)
+    host.ask(prompt_that_stops(3))
+
+    assert sum(len(plan) for plan in host.executor.plans) == 4
+
+
+def test_no_step_too_many_is_launched_where_the_length_is_known() -> None:
+    host = Host(overlap=True)
+    host.ask(prompt_of(5), exactly(3))
+
+    assert sum(len(plan) for plan in host.executor.plans) == 3
+
+
+def test_an_ignored_end_of_sequence_token_is_delivered_like_any_other() -> None:
+    prompt = prompt_that_stops(3)
+    answer = Host().ask(prompt, exactly(10))
+
+    assert answer.tokens[2] in EOS
+    assert len(answer.tokens) == 10
+
+
+def test_overlap_launches_the_next_batch_before_it_takes_the_tokens_of_the_last() -> None:
+    host = Host(overlap=True)
+    uid = host.submit(prompt_of(5), exactly(5))
+    host.step()
+    assert (len(host.executor.plans), host.answer(uid).tokens) == (1, [])
+
+    host.step()
+    assert (len(host.executor.plans), len(host.answer(uid).tokens)) == (2, 1)
+
+
+def test_without_overlap_a_step_gives_its_token() -> None:
+    host = Host(overlap=False)
+    uid = host.submit(prompt_of(5), exactly(5))
+    host.step(3)
+
+    assert len(host.answer(uid).tokens) == 3
+
+
+def test_an_exit_message_ends_the_loop() -> None:
+    host = Host()
+    host.inbox.msgs.append(ExitMsg())
+    host.scheduler.run()
+
+    assert not host.scheduler.is_running
+
+
+# --- abort
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_steps", range(8))
+def test_a_request_may_be_aborted_at_any_moment(overlap: bool, num_steps: int) -> None:
+    """Waiting, half prefilled, in flight, running, and when it is over."""
+    host = Host(overlap=overlap, max_prefill_length=4)
+    other = host.submit(prompt_of(3, salt=1), exactly(10))
+    uid = host.submit(prompt_of(10), exactly(3))
+    host.step(num_steps)
+    host.abort(uid)
+    host.abort(uid)
+    host.drain()
+    host.check_answers()
+
+    assert len(host.answer(other).tokens) == 10
+    assert host.answer(uid).finish == ("abort" if num_steps < 6 + overlap else "length")
+
+
+def test_an_abort_is_answered_in_the_step_that_takes_it_in() -> None:
+    host = Host(num_rows=1)
+    running, waiting = host.submit(prompt_of(5), exactly(20)), host.submit(prompt_of(6), exactly(20))
+    host.step(2)
+    host.abort(running)
+    host.abort(waiting)
+    host.step()
+
+    assert host.answer(running).finish == host.answer(waiting).finish == "abort"
+
+
+def test_aborting_the_unknown_the_finished_and_the_refused_changes_nothing() -> None:
+    host = Host()
+    finished, refused = host.submit(prompt_of(5), exactly(2)), host.submit([])
+    host.drain()
+    running = host.submit(prompt_of(6), exactly(5))
+    for uid in (finished, refused, 10**9, -1):
+        host.abort(uid)
+    host.drain()
+
+    assert len(host.answer(running).tokens) == 5
+    assert host.answer(10**9).finish is None
+
+
+def test_an_abort_makes_room_for_the_next() -> None:
+    host = Host(num_rows=1)
+    hog, waiting = host.submit(prompt_of(5), exactly(50)), host.submit(prompt_of(6), exactly(2))
+    host.step(5)
+    host.abort(hog)
+    host.step(4)
+
+    assert host.answer(waiting).finish == "length"
+
+
+# --- prefixes
+
+
+@OVERLAP
+def test_a_second_identical_request_computes_its_last_page_only(overlap: bool) -> None:
+    host = Host(make_limits(page_size=4), overlap=overlap)
+    first, second = host.ask(prompt_of(12), exactly(2)), host.ask(prompt_of(12), exactly(2))
+
+    assert (first.num_cached, second.num_cached) == (0, 8)
+    assert first.tokens == second.tokens
+    assert [plan[0][1:3] for plan in host.executor.plans][2] == (8, 12)
+
+
+def test_the_next_turn_finds_the_answer_of_the_turn_before() -> None:
+    host = Host(make_limits(page_size=4))
+    answer = host.ask(prompt_of(10), exactly(7))
+
+    assert host.ask(prompt_of(10) + answer.tokens + [5, 6, 7], exactly(2)).num_cached == 16
+
+
+def test_a_prompt_is_shared_while_its_request_still_runs() -> None:
+    host = Host(make_limits(page_size=4))
+    host.submit(prompt_of(12), exactly(30))
+    host.step(2)
+    second = host.submit(prompt_of(12), exactly(2))
+    host.drain()
+
+    assert host.answer(second).num_cached == 8
+
+
+def test_nothing_is_found_in_a_naive_cache() -> None:
+    host = Host(cache="naive")
+
+    assert [host.ask(prompt_of(12), exactly(2)).num_cached for _ in range(2)] == [0, 0]
+
+
+@OVERLAP
+def test_identical_prompts_of_one_step_do_not_touch_each_others_pages(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=32, page_size=4), overlap=overlap)
+    uids = [host.submit(prompt_of(13), exactly(n)) for n in (3, 9, 6)]
+    host.step(2)
+    pages = [page for holding in host.scheduler.cache._held.values() for page in holding.pages]
+    assert len(pages) == len(set(pages))
+
+    host.drain()
+    host.check_answers()
+    assert [len(host.answer(uid).tokens) for uid in uids] == [3, 9, 6]
+
+
+# --- fairness
+
+
+@OVERLAP
+@pytest.mark.parametrize("max_prefill_length", [1, 7])
+def test_a_running_request_gets_a_token_in_every_step_of_a_long_prefill(overlap: bool, max_prefill_length: int) -> None:
+    host = Host(overlap=overlap, max_prefill_length=max_prefill_length)
+    running = host.submit(prompt_of(2), exactly(60))
+    host.step(4)
+    long = host.submit(prompt_of(45, salt=3), exactly(2))
+    for _ in range(44 // max_prefill_length):
+        before = len(host.answer(running).tokens)
+        host.step()
+        assert len(host.answer(running).tokens) == before + 1
+        assert not host.answer(long).tokens
+    host.drain()
+    assert len(host.answer(long).tokens) == 2
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 1000])
+def test_no_step_computes_more_prompt_tokens_than_allowed(budget: int) -> None:
+    host = Host(max_prefill_length=budget)
+    for salt in range(5):
+        host.submit(prompt_of(20, salt), exactly(4))
+    host.drain()
+
+    prompts = [sum(end - start for _, start, end, _ in plan if end <= 20) for plan in host.executor.plans]
+    assert max(prompts) == min(budget, 100)
+
+
+def test_requests_are_admitted_in_order_of_arrival() -> None:
+    """Even where a later, shorter one would fit: it would be served first for ever."""
+    host = Host(make_limits(num_pages=16, page_size=4), max_prefill_length=1000)
+    for num_tokens in (20, 40, 2, 30, 1, 50):
+        host.submit(prompt_of(num_tokens, salt=num_tokens), exactly(4))
+    host.drain()
+    host.check_answers()
+
+    first_steps = [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+    assert first_steps == sorted(first_steps)
+
+
+def test_no_more_requests_run_than_there_are_rows() -> None:
+    host = Host(num_rows=2)
+    for salt in range(6):
+        host.submit(prompt_of(5, salt), exactly(5))
+    host.drain()
+    host.check_answers()
+
+    assert max(len(plan) for plan in host.executor.plans) == 2
+
+
+# --- memory pressure
+
+
+def was_retracted(host: Host, *uids: int) -> bool:
+    """Whether one of these (or any) computed a position twice: without a hit that means it lost its pages."""
+    computed = [
+        (uid, position)
+        for plan in host.executor.plans
+        for uid, start, end, _ in plan
+        for position in range(start, end)
+        if uid in uids or not uids
+    ]
+    return len(computed) > len(set(computed))
+
+
+@OVERLAP
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_retraction_changes_no_token(overlap: bool, page_size: int) -> None:
+    def tokens(num_pages: int) -> tuple[Host, list[list[int]]]:
+        limits = make_limits(num_pages, page_size, max_seq_len=48)
+        host = Host(limits, overlap=overlap, cache="naive", max_prefill_length=16)
+        uids = [host.submit(prompt_of(4, salt), exactly(30)) for salt in range(6)]
+        host.drain()
+        host.check_answers()
+        return host, [host.answer(uid).tokens for uid in uids]
+
+    roomy, expected = tokens(600)
+    tight, got = tokens(60 // page_size)
+
+    assert not was_retracted(roomy)
+    assert was_retracted(tight)
+    assert got == expected
+
+
+def test_more_requests_run_than_would_fit_with_all_they_may_ask_for() -> None:
+    """Pages are given as tokens come: a large max_tokens costs nothing before it is used."""
+    host = Host(make_limits(num_pages=20, page_size=4, max_seq_len=64))
+    for salt in range(6):
+        host.submit(prompt_of(4, salt), SamplingParams())
+    host.step(2)
+
+    assert len(host.executor.plans[-1]) == 6
+
+
+@OVERLAP
+def test_the_youngest_request_is_retracted_first(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=18, page_size=4), overlap=overlap, cache="naive")
+    oldest, middle, youngest = (host.submit(prompt_of(4, salt), exactly(28)) for salt in range(3))
+    host.drain()
+    host.check_answers()
+
+    assert was_retracted(host, youngest)
+    assert not was_retracted(host, oldest)
+    last_steps = {uid: i for i, plan in enumerate(host.executor.plans) for uid, *_ in plan}
+    assert last_steps[oldest] <= last_steps[middle] < last_steps[youngest]
+
+
+def test_nobody_is_retracted_while_an_ended_request_is_about_to_give_its_pages_back() -> None:
+    host = Host(make_limits(num_pages=8, page_size=4), cache="naive")
+    staying, leaving = (host.submit(prompt_of(4, salt), exactly(28)) for salt in range(2))
+    host.step(13)
+    assert host.scheduler.cache.num_available == 0
+    host.abort(leaving)
+    host.step()
+    assert len(host.executor.plans) == 13, "the one that stays finds no page in this step"
+    host.drain()
+
+    assert not was_retracted(host, staying)
+
+
+@OVERLAP
+def test_the_oldest_request_is_not_retracted_for_a_younger_one(overlap: bool) -> None:
+    """Its tokens come step by step to its end, whatever waits or runs beside it."""
+    host = Host(make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive")
+    oldest = host.submit(prompt_of(4), exactly(30))
+    host.step(3)
+    for salt in range(1, 5):
+        host.submit(prompt_of(20, salt), exactly(10))
+    host.drain()
+    host.check_answers()
+
+    assert not was_retracted(host, oldest)
+
+
+def test_a_retracted_request_goes_before_those_that_wait() -> None:
+    host = Host(make_limits(num_pages=8, page_size=4), cache="naive", max_prefill_length=100)
+    for salt in range(2):
+        host.submit(prompt_of(4, salt), exactly(24))
+    host.step(10)
+    late = host.submit(prompt_of(20, salt=9), exactly(4))
+    host.drain()
+    host.check_answers()
+
+    assert was_retracted(host)
+    last_steps = {uid: i for i, plan in enumerate(host.executor.plans) for uid, *_ in plan}
+    assert max(last_steps, key=last_steps.__getitem__) == late
+
+
+def test_what_is_cached_is_evicted_before_anybody_is_retracted() -> None:
+    host = Host(make_limits(num_pages=16, page_size=4))
+    for salt in range(4):
+        host.ask(prompt_of(12, salt), exactly(4))
+    host.executor.plans.clear()
+    for salt in range(4, 6):
+        host.submit(prompt_of(8, salt), exactly(20))
+    host.drain()
+
+    assert not was_retracted(host)
+
+
+def test_a_hit_at_the_first_admission_is_what_is_reported() -> None:
+    """A request that is retracted finds its own prefix again; that is no saving of the caller's."""
+    host = Host(make_limits(num_pages=8, page_size=4))
+    uids = [host.submit(prompt_of(5, salt), exactly(24)) for salt in range(2)]
+    host.drain()
+
+    restarts = [start for plan in host.executor.plans for _, start, end, _ in plan if end - start > 1]
+    assert restarts[:2] == [0, 0]
+    assert restarts[2] > 0, "the second was retracted and found a part of itself"
+    assert [host.answer(uid).num_cached for uid in uids] == [0, 0]

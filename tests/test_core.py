@@ -1,0 +1,107 @@
+"""The words of the engine: what sampling parameters allow, and how far a request has come."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl.core import MAX_SEED, BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.errors import InvalidRequest
+
+
+def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:
+    return Req(7, np.arange(num_prompt, dtype=np.int32), SamplingParams(), max_length, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", 100.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", 0),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("seed", MAX_SEED + 1),
+        ("seed", -MAX_SEED - 1),
+    ],
+)
+def test_a_value_outside_its_bounds_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be .*, got {value}") as caught:
+        SamplingParams(**{name: value})
+    assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k"])
+def test_a_number_that_no_message_can_carry_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParams(**{name: 2**64})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 1, "temperature": 0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "seed": -MAX_SEED},
+        {"temperature": 100, "top_p": 1e-9, "min_p": 1.0, "seed": MAX_SEED},
+    ],
+)
+def test_the_bounds_themselves_are_allowed(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+
+    assert all(getattr(params, name) == value for name, value in values.items())
+
+
+def test_a_temperature_of_zero_is_greedy_and_no_other_is() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams().is_greedy
+
+
+def test_a_new_request_knows_its_prompt_and_has_computed_nothing() -> None:
+    req = make_req(num_prompt=3, max_length=8)
+
+    assert (req.num_prompt, req.num_known, req.num_tokens, req.num_computed) == (3, 3, 3, 0)
+    assert (req.num_left, req.num_output, req.max_length, req.is_full) == (3, 0, 8, False)
+
+
+def test_a_request_copies_its_prompt() -> None:
+    prompt = np.arange(3, dtype=np.int32)
+    req = Req(7, prompt, SamplingParams(), 8, seed=0)
+    prompt[:] = -1
+
+    assert req.tokens[:3].tolist() == [0, 1, 2]
+
+
+def test_tokens_are_taken_in_the_order_in_which_they_were_sampled() -> None:
+    req = make_req(num_prompt=3, max_length=5)
+    req.num_tokens = 5
+    assert req.is_full
+
+    req.append(50)
+    req.append(60)
+    assert req.tokens.tolist() == [0, 1, 2, 50, 60]
+    assert req.num_output == 2
+
+
+def test_a_token_that_nobody_sampled_is_not_taken() -> None:
+    with pytest.raises(AssertionError):
+        make_req().append(50)
+
+
+def test_a_plan_counts_its_tokens_and_knows_who_samples() -> None:
+    parts = [ReqSlice(make_req(), 0, 2, samples=False), ReqSlice(make_req(), 1, 6, samples=True)]
+    plan = BatchPlan(parts)
+
+    assert [len(part) for part in parts] == [2, 5]
+    assert (plan.num_tokens, plan.sampling) == (7, [parts[1]])

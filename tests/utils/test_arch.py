@@ -1,0 +1,71 @@
+"""The machine and the environment."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minisgl.utils.arch import available_memory, detect_hardware
+from minisgl.utils.env import cache_folder
+
+CHILD = """
+import sys, time
+from minisgl.utils import die_with_parent
+die_with_parent(int(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+"""
+
+
+def test_the_hardware_is_one_that_can_be_used() -> None:
+    hardware = detect_hardware()
+
+    assert hardware.device in ("cpu", "cuda")
+    assert (hardware.device == "cuda") == (hardware.num_devices > 0)
+
+
+def test_available_memory_is_less_than_there_is() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    assert 0 < available_memory() < total
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"MINISGL_CACHE": "/a/b"}, Path("/a/b")),
+        ({"MINISGL_CACHE": "", "XDG_CACHE_HOME": "/x"}, Path("/x/minisgl")),
+        ({"HOME": "/home/me"}, Path("/home/me/.cache/minisgl")),
+        ({"HOME": "/home/me", "MINISGL_CACHE": "~/c"}, Path("/home/me/c")),
+    ],
+)
+def test_the_cache_folder_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: Path
+) -> None:
+    for name in ("MINISGL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert cache_folder() == folder
+
+
+def test_a_child_dies_with_its_parent_even_if_that_is_killed() -> None:
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+
+        has_ended, *_ = select.select([parent.stdout], [], [], 10)  # the child holds the other end
+        assert has_ended
+        assert parent.stdout.read() == b""

@@ -1,0 +1,183 @@
+"""Queues between processes: nothing lost, nothing reordered, nobody else lets themselves in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from minisgl.errors import ConfigError
+from minisgl.utils.mp import Addresses, AsyncPullQueue, PullQueue, PushQueue, private_folder
+
+NUM_MSGS = 100_000
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with private_folder() as folder:
+        yield Addresses(folder).backend
+
+
+def to_bytes(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def from_bytes(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
+
+
+def test_nothing_is_lost_or_reordered_if_the_reader_comes_late(address: str) -> None:
+    push = PushQueue(address, to_bytes)
+    for number in range(NUM_MSGS):
+        push.put(number)
+    pull = PullQueue(address, from_bytes)
+
+    assert [pull.get() for _ in range(NUM_MSGS)] == list(range(NUM_MSGS))
+    push.close()
+    pull.close()
+
+
+def test_nothing_is_lost_if_the_reader_is_slow(address: str) -> None:
+    """More than any default high-water mark is on its way before the reader looks."""
+    push, pull = PushQueue(address, to_bytes), PullQueue(address, from_bytes)
+    for number in range(NUM_MSGS // 5):
+        push.put(number)
+    got: list[int] = []
+    while len(got) < NUM_MSGS // 5:
+        got += pull.drain(block=True)
+
+    assert got == list(range(NUM_MSGS // 5))
+    push.close()
+    pull.close()
+
+
+def test_each_writer_is_read_in_its_own_order(address: str) -> None:
+    pull = PullQueue(address, from_bytes)
+    writers = [PushQueue(address, to_bytes) for _ in range(3)]
+    for number in range(1000):
+        for i, push in enumerate(writers):
+            push.put(3 * number + i)
+    got = [pull.get() for _ in range(3000)]
+
+    for i, push in enumerate(writers):
+        assert [number for number in got if number % 3 == i] == list(range(i, 3000, 3))
+        push.close()
+    pull.close()
+
+
+def test_what_was_put_leaves_even_if_the_writer_closes_at_once(address: str) -> None:
+    pull = PullQueue(address, from_bytes)
+    push = PushQueue(address, to_bytes)
+    for number in range(1000):
+        push.put(number)
+    push.close()
+
+    assert [pull.get() for _ in range(1000)] == list(range(1000))
+    pull.close()
+
+
+def test_a_writer_without_a_reader_closes_in_bounded_time(address: str) -> None:
+    push = PushQueue(address, to_bytes)
+    push.put(1)
+    closing = threading.Thread(target=push.close, daemon=True)
+    closing.start()
+    closing.join(timeout=10)
+
+    assert not closing.is_alive()
+
+
+def test_drain_waits_only_if_it_is_told_to(address: str) -> None:
+    pull, push = PullQueue(address, from_bytes), PushQueue(address, to_bytes)
+    assert pull.drain() == []
+
+    threading.Thread(target=lambda: (time.sleep(0.05), push.put(1)), daemon=True).start()
+    assert pull.drain(block=True) == [1]
+    push.close()
+    pull.close()
+
+
+def test_an_event_loop_reads_in_order_and_is_not_blocked(address: str) -> None:
+    async def main() -> list[int]:
+        pull = AsyncPullQueue(address, from_bytes)
+        first = asyncio.ensure_future(pull.get())
+        await asyncio.sleep(0)  # the reader waits and the loop still turns
+        push = PushQueue(address, to_bytes)
+        for number in range(100):
+            push.put(number)
+        got = [await first] + [await pull.get() for _ in range(99)]
+        push.close()
+        pull.close()
+        return got
+
+    assert asyncio.run(asyncio.wait_for(main(), timeout=20)) == list(range(100))
+
+
+def test_only_this_user_can_enter_the_folder() -> None:
+    with private_folder() as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_two_servers_do_not_meet() -> None:
+    with private_folder() as one, private_folder() as other:
+        assert one != other
+
+
+def test_the_folder_goes_with_its_sockets_also_after_an_error() -> None:
+    with pytest.raises(KeyError), private_folder() as folder:
+        pull = PullQueue(Addresses(folder).frontend, from_bytes)
+        assert list(folder.iterdir())
+        raise KeyError
+    pull.close()
+
+    assert not folder.exists()
+
+
+def test_a_folder_too_deep_for_a_socket_is_refused_and_left_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+
+    with pytest.raises(ConfigError, match=r"too long for a socket name; set TMPDIR"), private_folder():
+        pass
+    assert not list(deep.iterdir())
+
+
+@pytest.mark.parametrize("letter", ["d", "ö"])
+def test_a_folder_that_is_not_refused_has_room_for_every_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str
+) -> None:
+    """However many bytes a letter has: it is bytes that the system counts."""
+    longest = 0
+    for length in range(1, 80):
+        deep = tmp_path / (letter * length)
+        deep.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(deep))
+        with contextlib.suppress(ConfigError), private_folder() as folder:
+            longest = max(longest, len(os.fsencode(folder / "tokenizer-99")))
+
+    assert zmq.IPC_PATH_MAX_LEN - 5 < longest <= zmq.IPC_PATH_MAX_LEN
+
+
+def test_every_queue_has_an_address_of_its_own(tmp_path: Path) -> None:
+    addresses = Addresses(tmp_path, num_tokenizer=3)
+    names = [addresses.frontend, addresses.backend, addresses.detokenizer, *addresses.tokenizers]
+    names += [addresses.rank(1), addresses.rank(2)]
+
+    assert len(set(names)) == len(names) == 8
+
+
+def test_without_tokenizers_the_detokenizer_takes_their_messages(tmp_path: Path) -> None:
+    addresses = Addresses(tmp_path)
+
+    assert addresses.tokenizers == [addresses.detokenizer]
