@@ -45,7 +45,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minisgl",
         description="Serve a large language model behind an OpenAI-compatible API, or chat with it (--shell).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     hints = typing.get_type_hints(ServerConfig)
@@ -65,7 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
 
 def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: object) -> None:
     plain = _without_none(hint)
-    help_text = entry.metadata["help"]
+    help_text = f"{entry.metadata['help']} (default: {'auto' if entry.default is None else entry.default})"
     if plain is bool:
         parser.add_argument(
             flag(entry.name), action=argparse.BooleanOptionalAction, default=entry.default, help=help_text
