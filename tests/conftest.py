@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported: threads that wait by spinning make tiny models many times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from tests.checkpoints import tiny_checkpoint
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import tiny_model
-from tests.engine.harness import Oracle, WatchedEngine, config_of
+from tests.engine.harness import WatchedEngine, config_of
+from tests.engine.oracle import Oracle
 
 
 @pytest.fixture(scope="session")

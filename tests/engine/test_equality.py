@@ -12,15 +12,8 @@ import pytest
 
 from minisgl.core import SamplingParams
 from tests.checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
-from tests.engine.harness import (
-    Host,
-    Oracle,
-    WatchedEngine,
-    assert_equals_oracle,
-    config_of,
-    greedy,
-    random_prompts,
-)
+from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
+from tests.engine.oracle import Oracle, assert_equals_oracle
 
 NUM_TOKENS = 20
 GREEDY = greedy(NUM_TOKENS)

@@ -82,7 +82,8 @@ def sample(logits_BV: Tensor, args: BatchSamplingArgs | None) -> Tensor:
     """
     token_B = logits_BV.argmax(dim=-1)
     if args is not None:
-        score_BV = logits_BV[args.index_B] / args.temperature_B1
+        score_BV = logits_BV[args.index_B]
+        score_BV = (score_BV - score_BV.amax(dim=-1, keepdim=True)) / args.temperature_B1.clamp_min(1e-30)
         if args.filters:
             score_BV = score_BV.masked_fill(score_BV < _lowest_kept(score_BV, args), -math.inf)
         score_BV += gumbel_noise(args.seed_B, args.position_B, logits_BV.shape[1])
@@ -102,7 +103,8 @@ def _lowest_kept(score_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
         before_BC = share_BC.cumsum(dim=-1) - share_BC
         is_top_p_BC = (before_BC < args.top_p_B1) | (args.top_p_B1 >= 1)
         is_kept_BC = is_top_k_BC & is_top_p_BC
-        if not bool(is_kept_BC[:, -1].any()) or score_BC.shape[1] == score_BV.shape[1]:
+        needs_more_B1 = is_kept_BC[:, -1:] | ((rank_C[-1] < args.top_k_B1 - 1) & (args.top_k_B1 < score_BV.shape[1]))
+        if score_BC.shape[1] == score_BV.shape[1] or not bool(needs_more_B1.any()):
             break
     last_B1 = is_kept_BC.sum(dim=-1, keepdim=True) - 1
     return torch.maximum(kept, score_BC.gather(1, last_B1))

@@ -70,18 +70,18 @@ class ModelConfig:
 
     @classmethod
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
-        num_heads = hf["num_attention_heads"]
-        head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
+        num_heads = _size(hf, "num_attention_heads")
+        head_dim = hf.get("head_dim") or _size(hf, "hidden_size") // num_heads
         max_position = hf["max_position_embeddings"]
         return cls(
-            architecture=hf["architectures"][0],
-            vocab_size=hf["vocab_size"],
-            width=hf["hidden_size"],
-            num_layers=hf["num_hidden_layers"],
+            architecture=_architecture(hf),
+            vocab_size=_size(hf, "vocab_size"),
+            width=_size(hf, "hidden_size"),
+            num_layers=_size(hf, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=hf.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            mlp_width=hf["intermediate_size"],
+            mlp_width=_size(hf, "intermediate_size"),
             activation=hf.get("hidden_act", "silu"),
             norm_eps=hf["rms_norm_eps"],
             max_position=max_position,
@@ -110,6 +110,23 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return content
+
+
+def _architecture(hf: dict[str, Any]) -> str:
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method")
+        raise ValueError(f"quantized checkpoints are not supported, this one is by {method!r}")
+    names = hf["architectures"]
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"architectures must name one, got {names!r}")
+    return str(names[0])
+
+
+def _size(hf: dict[str, Any], name: str) -> int:
+    size = hf[name]
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{name} must be a positive integer, got {size!r}")
+    return size
 
 
 def _explain(error: Exception) -> str:

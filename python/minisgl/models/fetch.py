@@ -87,5 +87,5 @@ def _from_hub(model: str, source: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
     except Exception as error:  # each library has its own tree, down to plain OSError
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{model!r} cannot be fetched from {source}: {reason}") from error

@@ -89,8 +89,13 @@ class GGUFFile:
         if self.kind not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             raise CheckpointError(f"{path} has the architecture {self.kind!r}; there is {known}")
-        self._sources = {name: source for tensor in self._reader.tensors for name, source in self._locate(tensor)}
+        for name in ("attention.head_count", "embedding_length"):
+            if not self.field(f"{self.kind}.{name}"):
+                raise CheckpointError(f"{path}: the field {self.kind}.{name} is missing")
+        self._sources = self._locate_all()
         self.shapes = {name: _shape(source) for name, source in self._sources.items()}
+        if "model.embed_tokens.weight" not in self.shapes:
+            raise CheckpointError(f"{path} has no tensor 'model.embed_tokens.weight' (token_embd)")
 
     def __str__(self) -> str:
         return str(self._path)
@@ -117,6 +122,8 @@ class GGUFFile:
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
             "norm_topk_prob": True,
+            "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self.shapes,
+            "mlp_bias": "model.layers.0.mlp.down_proj.bias" in self.shapes,
             "eos_token_id": self._eos_ids(),
             "rope_parameters": self._rope_parameters(),
         }
@@ -137,6 +144,12 @@ class GGUFFile:
             if tensor.name == "rope_freqs.weight":
                 given |= {"rope_type": "divided", "divisors": tensor.data.tolist()}
         return {name: value for name, value in given.items() if value is not None}
+
+    def _locate_all(self) -> dict[str, _Source]:
+        try:
+            return {name: source for tensor in self._reader.tensors for name, source in self._locate(tensor)}
+        except (ValueError, TypeError, MemoryError) as error:
+            raise CheckpointError(f"{self}: its metadata do not fit its tensors: {error}") from None
 
     def _locate(self, tensor: gguf.ReaderTensor) -> list[tuple[str, _Source]]:
         stem, _, kind = tensor.name.rpartition(".")

@@ -1,0 +1,186 @@
+"""Paged attention against dense attention in float64, over random page tables and mixed batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minisgl.attention import create_attention_backend
+from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.errors import ConfigError
+from minisgl.kvcache import MHAKVCache
+
+HEAD_DIM, LAYERS = 8, 2
+NOWHERE = 10**6  # in every entry of the page table behind the pages of its row
+LITTER = 1e4  # in every slot that belongs to nobody; would dominate any softmax
+CPU = torch.device("cpu")
+
+
+@dataclass
+class World:
+    """A pool full of litter, a random page table, and requests whose keys and values so far are known densely."""
+
+    spans: list[tuple[int, int]]  # of each request: positions [start, end) are computed now, those before lie in pages
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(self.seed)
+        pages_of = [-(-end // self.page_size) for _, end in self.spans]
+        num_pages = sum(pages_of) + 3
+        self.pool = MHAKVCache(LAYERS, self.num_kv_heads, HEAD_DIM, num_pages, self.page_size, self.dtype, CPU)
+        for layer in range(LAYERS):
+            self.pool.k_cache(layer).fill_(LITTER)
+            self.pool.v_cache(layer).fill_(LITTER)
+        pages = iter(torch.randperm(num_pages, generator=self.random).split([*pages_of, 3]))
+        self.page_table_RP = torch.full((len(self.spans) + 2, max(pages_of) + 1), NOWHERE, dtype=torch.int32)
+        rows = torch.randperm(len(self.spans) + 2, generator=self.random).tolist()
+        self.slices = []
+        for (start, end), row in zip(self.spans, rows, strict=False):
+            own = next(pages)
+            self.page_table_RP[row, : len(own)] = own.int()
+            req = Req(row, np.zeros(end, dtype=np.int32), SamplingParams(), max_length=end + 1, seed=0)
+            req.row = row
+            self.slices.append(ReqSlice(req, start, end, samples=True))
+        self.k = [self.numbers(end, self.num_kv_heads) for _, end in self.spans]
+        self.v = [self.numbers(end, self.num_kv_heads) for _, end in self.spans]
+        self.q = [self.numbers(end - start, self.num_heads) for start, end in self.spans]
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, HEAD_DIM, generator=self.random).to(self.dtype)
+
+    def slots(self, part: ReqSlice, start: int, end: int) -> Tensor:
+        position = torch.arange(start, end)
+        return self.page_table_RP[part.req.row, position // self.page_size] * self.page_size + position % self.page_size
+
+    def attend(self, layer: int) -> Tensor:
+        """What the backend makes of the last positions, after the earlier ones were stored."""
+        for part, k, v in zip(self.slices, self.k, self.v, strict=True):
+            self.pool.store(layer, k[: part.start], v[: part.start], self.slots(part, 0, part.start).long())
+        plan = BatchPlan(self.slices)
+        backend = create_attention_backend("torch", self.pool, self.page_table_RP)
+        empty = torch.empty(0, dtype=torch.int64)
+        batch = Batch(
+            plan=plan,
+            input_ids_T=empty,
+            position_T=empty,
+            slot_T=torch.cat([self.slots(part, part.start, part.end) for part in self.slices]).long(),
+            last_B=empty,
+            attn_metadata=backend.prepare(plan),
+        )
+        new_k = torch.cat([k[part.start :] for part, k in zip(self.slices, self.k, strict=True)])
+        new_v = torch.cat([v[part.start :] for part, v in zip(self.slices, self.v, strict=True)])
+        qkv_TMH = torch.cat((torch.cat(self.q), new_k, new_v), dim=1)  # as a projection has them
+        return backend.forward(
+            *qkv_TMH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1), layer, batch
+        )
+
+    def dense(self) -> Tensor:
+        """The definition, in float64: one request, one head, one query at a time."""
+        group = self.num_heads // self.num_kv_heads
+        rows = []
+        for part, q, k, v in zip(self.slices, self.q, self.k, self.v, strict=True):
+            for token, position in enumerate(range(part.start, part.end)):
+                heads = []
+                for head in range(self.num_heads):
+                    k_LH, v_LH = (x[: position + 1, head // group].double() for x in (k, v))
+                    weight_L = torch.softmax(k_LH @ q[token, head].double() / math.sqrt(HEAD_DIM), dim=0)
+                    heads.append(weight_L @ v_LH)
+                rows.append(torch.stack(heads))
+        return torch.stack(rows)
+
+    def check(self, layer: int = 0) -> None:
+        atol = 2e-5 if self.dtype == torch.float32 else 5e-2
+        o_TNH = self.attend(layer)
+        assert o_TNH.dtype == self.dtype
+        torch.testing.assert_close(o_TNH.double(), self.dense(), atol=atol, rtol=0)
+
+
+MIXED = [(0, 1), (9, 10), (0, 7), (31, 32), (5, 17), (32, 33), (100, 101), (3, 4), (40, 42), (2, 3)]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_a_mixed_batch_equals_dense_attention_for_any_group_of_heads(group: int, page_size: int) -> None:
+    World(MIXED, num_heads=2 * group, num_kv_heads=2, page_size=page_size).check()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_each_layer_has_keys_and_values_of_its_own(layer: int) -> None:
+    World(MIXED, 4, 2, page_size=4).check(layer)
+
+
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 127, 128, 129, 257])
+@pytest.mark.parametrize("start", [0, 1, 50])
+def test_prompts_around_a_block_of_queries_equal_dense_attention(start: int, length: int) -> None:
+    World([(start, start + length)], 2, 1, page_size=16).check()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    "ends",
+    [[1], [40], [1, 1, 1], [40, 40, 40], [33, 40, 37], [1, 2, 15, 16, 17, 200, 3, 64, 65]],
+    ids=["the first", "one", "first ones", "equally long", "of similar length", "of very different lengths"],
+)
+def test_decodes_alone_equal_dense_attention(ends: list[int], page_size: int) -> None:
+    World([(end - 1, end) for end in ends], 6, 2, page_size=page_size).check()
+
+
+@pytest.mark.parametrize("spans", [MIXED, [(1999, 2000), (1800, 1801), (1999, 2000)] * 2], ids=["mixed", "long"])
+def test_bfloat16_is_close_to_dense_attention(spans: list[tuple[int, int]]) -> None:
+    World(spans, 4, 2, page_size=4, dtype=torch.bfloat16).check()
+
+
+spans = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda span: (span[0], span[0] + span[1]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spans=st.lists(spans, min_size=1, max_size=6),
+    group=st.integers(1, 4),
+    num_kv_heads=st.integers(1, 3),
+    page_size=st.integers(1, 9),
+    seed=st.integers(0, 2**16),
+)
+def test_any_batch_equals_dense_attention(
+    spans: list[tuple[int, int]], group: int, num_kv_heads: int, page_size: int, seed: int
+) -> None:
+    World(spans, group * num_kv_heads, num_kv_heads, page_size, seed=seed).check()
+
+
+def test_the_step_is_stored_and_nothing_else_is_written() -> None:
+    world = World(MIXED, 4, 2, page_size=4)
+    world.attend(layer=1)
+    k_SKH, v_SKH = world.pool.k_cache(1).clone(), world.pool.v_cache(1).clone()
+    for part, k, v in zip(world.slices, world.k, world.v, strict=True):
+        slot_L = world.slots(part, 0, part.end).long()
+        assert torch.equal(k_SKH[slot_L], k)
+        assert torch.equal(v_SKH[slot_L], v)
+        k_SKH[slot_L] = v_SKH[slot_L] = LITTER
+    assert (k_SKH == LITTER).all()
+    assert (v_SKH == LITTER).all()
+    assert all((cache == LITTER).all() for cache in (world.pool.k_cache(0), world.pool.v_cache(0)))
+
+
+def test_queries_are_left_alone() -> None:
+    world = World(MIXED, 4, 2, page_size=4)
+    before = [q.clone() for q in world.q]
+    world.attend(layer=0)
+    assert all(itertools.starmap(torch.equal, zip(world.q, before, strict=True)))
+
+
+def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> None:
+    world = World([(0, 1)], 1, 1, page_size=1)
+    with pytest.raises(ConfigError, match=r"unknown attention backend 'flash'; there is .*torch"):
+        create_attention_backend("flash", world.pool, world.page_table_RP)

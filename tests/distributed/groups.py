@@ -1,0 +1,36 @@
+"""Tensor-parallel groups without processes, for parts smaller than an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from minisgl.distributed import DistributedCommunicator, DistributedInfo, SingleCommunicator, create_communicator
+
+T = TypeVar("T")
+
+
+class Alone(SingleCommunicator):
+    """A rank that hears nothing of the others: good enough to load."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        super().__init__()
+        self.info = DistributedInfo(rank, size)
+
+
+def in_group(size: int, meeting: Path, work: Callable[[DistributedCommunicator], T]) -> list[T]:
+    """What `work` returns on each rank; the ranks are threads."""
+
+    def join(rank: int) -> T:
+        comm = create_communicator(DistributedInfo(rank, size), torch.device("cpu"), meeting, timeout_s=60)
+        try:
+            return work(comm)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))

@@ -1,0 +1,149 @@
+"""What an engine makes of a checkpoint and its options: limits, pages, dtype; and a step by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.distributed import SingleCommunicator
+from minisgl.engine import Engine, memory
+from minisgl.engine.memory import may_pack, num_pages
+from minisgl.errors import CheckpointError, ConfigError
+from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
+from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
+from tests.engine.oracle import Oracle
+
+CPU = torch.device("cpu")
+WINDOW = 96
+Checkpoints = Callable[[str], Path]
+
+
+def limits_of(folder: Path, **options: Any) -> tuple[int, int]:
+    limits = WatchedEngine(config_of(folder, **options)).limits
+    return limits.max_seq_len, limits.num_pages
+
+
+def test_limits_are_those_of_the_checkpoint(checkpoint: Checkpoints) -> None:
+    limits = WatchedEngine(config_of(checkpoint("llama"), page_size=8, num_pages=100)).limits
+    assert (limits.max_seq_len, limits.num_pages, limits.page_size) == (CONTEXT, 100, 8)
+    assert limits.vocab_size == VOCAB_SIZE
+    assert limits.eos_ids == {EOS_ID, IM_END_ID}
+
+
+def test_a_pool_smaller_than_the_context_limits_it(checkpoint: Checkpoints) -> None:
+    assert limits_of(checkpoint("llama"), page_size=8, num_pages=5) == (40, 5)
+
+
+def test_the_context_can_be_shortened(checkpoint: Checkpoints) -> None:
+    assert limits_of(checkpoint("llama"), max_seq_len=100)[0] == 100
+
+
+def test_the_context_cannot_be_lengthened(checkpoint: Checkpoints) -> None:
+    with pytest.raises(ConfigError, match=rf"--max-seq-len must be <= {CONTEXT} \(the model's context\), got 257"):
+        limits_of(checkpoint("llama"), max_seq_len=CONTEXT + 1)
+
+
+def test_a_sliding_window_ends_the_context(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_checkpoint("mistral", tmp_path, sliding_window=WINDOW)
+    with caplog.at_level(logging.WARNING, logger="minisgl"):
+        assert limits_of(folder)[0] == WINDOW
+    assert "sliding window" in caplog.text
+    assert limits_of(folder, max_seq_len=WINDOW)[0] == WINDOW
+
+
+def test_a_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mistral", tmp_path, sliding_window=WINDOW)
+    with pytest.raises(ConfigError, match=rf"--max-seq-len must be <= {WINDOW} .*sliding window.*, got {WINDOW + 1}"):
+        limits_of(folder, max_seq_len=WINDOW + 1)
+
+
+def test_a_damaged_checkpoint_is_an_error_of_the_engine(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    (folder / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        Engine(config_of(folder), SingleCommunicator().info)
+
+
+FREE, PAGE_BYTES, CONTEXT_PAGES = 1_000_000, 1_000, 64
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_pages": 7}, 7),
+        ({"memory_ratio": 0.5}, 500),
+        ({"memory_ratio": 0.25, "tp": 2}, 125),
+        ({"memory_ratio": 1.0, "max_running_requests": 3}, 3 * CONTEXT_PAGES),
+        ({"memory_ratio": 0.0011}, 1),
+    ],
+)
+def test_pages_are_as_many_as_asked_for_or_affordable_or_usable(
+    options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: FREE)
+    config = config_of(Path(), **{"num_pages": None, "page_size": 4, "max_running_requests": 32, **options})
+    assert num_pages(config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator()) == expected
+
+
+def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: FREE)
+    config = config_of(Path(), num_pages=None, memory_ratio=0.0001)
+    with pytest.raises(ConfigError, match="no memory is left for the KV cache: one page takes 1,000 bytes"):
+        num_pages(config, PAGE_BYTES, 256, CPU, SingleCommunicator())
+
+
+@pytest.mark.parametrize(
+    ("pack_weights", "weight_bytes", "expected"),
+    [(None, 1000, True), (None, FREE, False), (True, FREE, True), (False, 1, False)],
+)
+def test_weights_are_packed_if_asked_for_or_if_memory_is_ample(
+    pack_weights: bool | None, weight_bytes: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: FREE)
+    assert may_pack(config_of(Path(), pack_weights=pack_weights), weight_bytes, CPU) == expected
+
+
+def test_auto_pages_hold_the_context(checkpoint: Checkpoints) -> None:
+    max_seq_len, pages = limits_of(checkpoint("llama"), num_pages=None, memory_ratio=0.1, max_running_requests=2)
+    assert max_seq_len == CONTEXT
+    assert pages == 2 * CONTEXT // 4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("pack", [False, True])
+def test_bfloat16_logits_are_near_those_of_the_oracle(
+    arch: str, pack: bool, checkpoint: Checkpoints, oracle: Callable[[str], Oracle]
+) -> None:
+    prompts = random_prompts([1, 5, 40], VOCAB_SIZE)
+    config = config_of(checkpoint(arch), dtype="bfloat16", pack_weights=pack)
+    for prompt, answer in zip(prompts, Host(WatchedEngine(config), config).ask(prompts, greedy(1)), strict=True):
+        _, expected_TV = oracle(arch).answer(prompt, 1)
+        assert answer.logits_TV is not None
+        error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
+        assert error < 0.1
+
+
+def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Checkpoints) -> None:
+    """Two chunks of one prompt without a sample, then the last: the token goes to the answer and to the pool."""
+    engine = Engine(config_of(checkpoint("llama")), SingleCommunicator().info)
+    [prompt] = random_prompts([20], VOCAB_SIZE)
+    req = Req(0, np.array(prompt, dtype=np.int32), SamplingParams(temperature=0.0), max_length=30, seed=0)
+    req.row = 3
+    engine.context.page_table_RP[3, :8] = torch.tensor([9, 2, 4, 0, 7, 30, 31, 32])
+    engine.context.token_pool_RL[3, :20] = torch.tensor(prompt)
+
+    spans = [(0, 6, False), (6, 7, False), (7, 20, True)]
+    outputs = [engine.launch(BatchPlan([ReqSlice(req, *span)])).wait() for span in spans]
+
+    assert outputs[:2] == [[], []]
+    config = config_of(Path())
+    [expected] = Host(WatchedEngine(config_of(checkpoint("llama"))), config).ask([prompt], greedy(1))
+    assert outputs[2] == expected.tokens
+    assert engine.context.token_pool_RL[3, 20] == expected.tokens[0]

@@ -1,0 +1,121 @@
+"""GGUF files through the engine: a tiny Llama against its checkpoint, and the real default model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minisgl.models import fetch_model
+from tests.checkpoints import VOCAB_SIZE, tiny_model
+from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
+from tests.engine.oracle import Oracle, assert_equals_oracle
+from tests.models.gguf_files import saved_weights, write_gguf
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_a_gguf_file_gives_the_tokens_and_logits_of_its_checkpoint(
+    arch: str,
+    checkpoint: Callable[[str], Path],
+    oracle: Callable[[str], Oracle],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(arch), saved_weights(checkpoint(arch)))
+    config = config_of(fetch_model(str(path)))
+    prompts = random_prompts([1, 5, 17, 40], VOCAB_SIZE)
+    answers = Host(WatchedEngine(config), config).ask(prompts, greedy(20))
+    assert_equals_oracle(oracle(arch), prompts, answers)
+
+
+def dequantized(reader: gguf.GGUFReader, num_heads: int, num_kv_heads: int) -> dict[str, Tensor]:
+    """The weights of a Llama by transformers' names, read and ordered without the code under test."""
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    layer_names = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_output": "self_attn.o_proj",
+        **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+        **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+    }
+    weights = {}
+    for tensor in reader.tensors:
+        weight = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
+        parts = tensor.name.split(".")
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(parts[-2])
+        if heads:  # row 2 i + j of a head is transformers' row i + j H/2
+            weight = weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        name = names[parts[0]] if parts[0] in names else f"model.layers.{parts[1]}.{layer_names[parts[2]]}"
+        weights[f"{name}.weight"] = weight
+    return weights
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Path:
+    return fetch_model(None)
+
+
+@pytest.fixture(scope="module")
+def smollm2(default_model: Path) -> LlamaForCausalLM:
+    """The default model in transformers, with the shape that its authors publish."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    weights = dequantized(gguf.GGUFReader(default_model / "model.gguf"), 9, 3)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
+    return model
+
+
+TEXTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, there lived",
+    "def fibonacci(n):\n",
+    "1, 1, 2, 3, 5, 8,",
+    "Water boils at",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Photosynthesis is the process by which",
+    "SELECT name FROM users WHERE",
+    "Roses are red,",
+    "The three laws of thermodynamics are:",
+    "Q: Why is the sky blue?\nA:",
+    "In 1969,",
+    "import numpy as np\n\nx =",
+    "Le petit prince",
+    "To make an omelette, first",
+    "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n",
+]
+
+
+@pytest.mark.slow
+def test_the_default_model_gives_the_tokens_of_transformers(default_model: Path, smollm2: LlamaForCausalLM) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_model)
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    config = config_of(default_model, page_size=16, num_pages=400, max_prefill_length=50)
+    answers = Host(WatchedEngine(config), config).ask(prompts, greedy(64))
+
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+    output = smollm2.generate(**batch, do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0)
+    expected = output[:, batch["input_ids"].shape[1] :].tolist()
+    assert [answer.tokens for answer in answers] == expected

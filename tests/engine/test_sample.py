@@ -1,0 +1,204 @@
+"""The sampler: what it may choose, and how often it does."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.core import Req, ReqSlice, SamplingParams
+from minisgl.engine import BatchSamplingArgs, sample
+
+CPU = torch.device("cpu")
+SMALL, LARGE = 50, 1500  # the sampler looks at 1024 candidates first
+
+
+def part(params: SamplingParams, seed: int = 0, position: int = 1) -> ReqSlice:
+    req = Req(0, np.zeros(1, dtype=np.int32), params, max_length=8, seed=seed)
+    return ReqSlice(req, 0, position, samples=True)
+
+
+def args_of(parts: list[ReqSlice], vocab_size: int) -> BatchSamplingArgs | None:
+    return BatchSamplingArgs.of(parts, vocab_size, CPU)
+
+
+def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * width
+
+
+def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that can be chosen: those that are if noise prefers them beyond measure."""
+    size = len(logits_V)
+    preference_VV = torch.eye(size) * 1e9
+    sampler = importlib.import_module("minisgl.engine.sample")  # the attribute of this name is the function
+    monkeypatch.setattr(sampler, "gumbel_noise", lambda *_: preference_VV)
+    chosen_V = sample(logits_V.repeat(size, 1), args_of([part(params)] * size, size))
+    return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
+
+
+def kept_by_definition(logits_V: Tensor, params: SamplingParams) -> list[int]:
+    """In float64, token by token: temperature, then top_k, then top_p of what is left, and min_p."""
+    score_V = logits_V.double() / params.temperature
+    top_k = min(params.top_k or len(score_V), len(score_V))
+    in_top_k_V = score_V >= score_V.sort(descending=True).values[top_k - 1]
+    share_V = torch.softmax(score_V.masked_fill(~in_top_k_V, -math.inf), dim=0)
+    likelier_V = torch.stack([share_V[score_V > score].sum() for score in score_V])
+    in_top_p_V = (likelier_V < params.top_p) | (params.top_p == 1)
+    in_min_p_V = share_V >= params.min_p * share_V.max()
+    return (in_top_k_V & in_top_p_V & in_min_p_V).nonzero().flatten().tolist()
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": SMALL - 1},
+    {"top_k": 10**6},
+    {"top_p": 1e-6},
+    {"top_p": 0.5},
+    {"top_p": 0.999},
+    {"min_p": 0.01},
+    {"min_p": 0.5},
+    {"min_p": 1.0},
+    {"top_k": 10, "top_p": 0.7},
+    {"top_k": 10, "top_p": 1.0, "min_p": 0.001},
+    {"top_p": 0.9, "min_p": 0.2},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("width", [0.5, 3.0])
+def test_filters_keep_what_their_definition_keeps(
+    width: float, temperature: float, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(3):
+        logits_V = random_logits(SMALL, width, seed)
+        params = SamplingParams(temperature=temperature, **filters)
+        assert kept(logits_V, params, monkeypatch) == kept_by_definition(logits_V, params)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_p": 0.3},
+        {"top_p": 0.9},
+        {"top_k": 1023},
+        {"top_k": 1024},
+        {"top_k": 1025},
+        {"top_k": 1400, "top_p": 0.95},
+        {"top_k": 1100, "top_p": 0.5},
+        {"top_k": 1400, "top_p": 0.95, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_filters_that_keep_more_than_the_first_candidates_keep_what_their_definition_keeps(
+    filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_V = random_logits(LARGE, 0.7)
+    params = SamplingParams(**filters)
+    assert kept(logits_V, params, monkeypatch) == kept_by_definition(logits_V, params)
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"top_k": 2}, [1, 2, 4]),
+        ({"top_k": 1}, [1]),
+        ({"top_p": 0.7}, [1, 2, 4]),
+        ({"min_p": math.exp(-1)}, [1, 2, 4]),
+        ({"top_p": 1.0, "top_k": 5}, [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_tokens_that_tie_with_the_last_kept_one_are_kept(
+    filters: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_V = torch.tensor([0.0, 3.0, 2.0, 0.0, 2.0, -9.0])
+    assert kept(logits_V, SamplingParams(**filters), monkeypatch) == expected
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}], ids=str)
+def test_of_equally_likely_tokens_all_are_kept(filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept(torch.tensor([1.0, 5.0, 5.0, 5.0]), SamplingParams(**filters), monkeypatch) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("other", [{}, {"top_k": 3}, {"min_p": 1e-40}], ids=str)
+def test_top_p_of_one_keeps_the_unlikeliest_token(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_V = torch.tensor([0.0, -40.0, -80.0])
+    assert kept(logits_V, SamplingParams(top_p=1.0, **other), monkeypatch) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9}], ids=str
+)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_tokens_are_as_frequent_as_their_softmax_says(temperature: float, filters: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature, **filters)
+    logits_V, num_samples = random_logits(16, 1.5), 20_000
+    kept_ids = kept_by_definition(logits_V, params)
+    expected_C = torch.softmax(logits_V[kept_ids].double() / temperature, dim=0) * num_samples
+
+    parts = [part(params, seed=n % 100, position=n) for n in range(num_samples)]
+    counts_V = sample(logits_V.repeat(num_samples, 1), args_of(parts, 16)).bincount(minlength=16)
+
+    assert counts_V.sum() == counts_V[kept_ids].sum()
+    freedom = len(kept_ids) - 1
+    chi_square = ((counts_V[kept_ids] - expected_C) ** 2 / expected_C).sum()
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_greedy_requests_get_the_likeliest_token() -> None:
+    logits_BV = torch.stack([random_logits(SMALL, 1.0, seed) for seed in range(8)])
+    args = args_of([part(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8, SMALL)
+    assert args is None
+    assert torch.equal(sample(logits_BV, args), logits_BV.argmax(dim=1))
+
+
+def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
+    each = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=2.0, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.9),  # needs all candidates
+        SamplingParams(temperature=0.5, min_p=0.3),
+        SamplingParams(temperature=3.0, top_k=1300, top_p=0.99),
+    ] * 20
+    logits_BV = torch.stack([random_logits(LARGE, 1.0, seed) for seed in range(len(each))])
+    parts = [part(params, seed=n, position=n + 1) for n, params in enumerate(each)]
+
+    together = sample(logits_BV, args_of(parts, LARGE)).tolist()
+    alone = [int(sample(logits_BV[n : n + 1], args_of(parts[n : n + 1], LARGE))) for n in range(len(each))]
+
+    assert together == alone
+
+
+def test_logits_are_left_alone() -> None:
+    logits_BV = random_logits(SMALL, 1.0).repeat(4, 1)
+    before = logits_BV.clone()
+    sample(logits_BV, args_of([part(SamplingParams(top_k=3))] * 4, SMALL))
+    assert torch.equal(logits_BV, before)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-38, 1e-42, 5e-324])
+def test_a_temperature_near_zero_is_almost_greedy(temperature: float, filters: dict[str, Any]) -> None:
+    for logits_V in (random_logits(SMALL, 4.0), random_logits(SMALL, 4.0) - 100, torch.tensor([0.0, -1.0, 2.0, 1.0])):
+        params = SamplingParams(temperature=temperature, **filters)
+        parts = [part(params, position=position) for position in range(20)]
+        chosen_B = sample(logits_V.repeat(20, 1), args_of(parts, len(logits_V)))
+        assert chosen_B.tolist() == [int(logits_V.argmax())] * 20
+
+
+def test_noise_never_outweighs_a_certain_token() -> None:
+    """Where the hash of seed, position and token is all ones, noise that is not finite would choose the token."""
+    seed, position, token = 64, 7, 9096
+    logits_BV = torch.zeros(1, token + 10)
+    logits_BV[0, 3] = 100.0
+    assert sample(logits_BV, args_of([part(SamplingParams(), seed, position)], token + 10)).tolist() == [3]

@@ -1,0 +1,70 @@
+"""store_kv writes its slots and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.errors import KernelInputError
+from minisgl.kernel import store_kv
+
+SLOTS, HEADS, WIDTH = 33, 2, 8
+EMPTY = -7.0
+
+
+def pools(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
+    """k and v pools [S, K, H], slot first in memory or, as a view, head first."""
+    if layout == "slot first":
+        k_SKH, v_SKH = torch.full((2, SLOTS, HEADS, WIDTH), EMPTY, dtype=dtype)
+    else:
+        k_SKH, v_SKH = torch.full((2, HEADS, SLOTS, WIDTH), EMPTY, dtype=dtype).transpose(1, 2)
+    return k_SKH, v_SKH
+
+
+@pytest.mark.parametrize("layout", ["slot first", "head first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 20, SLOTS])
+def test_store_kv_writes_its_slots_and_no_others(tokens: int, dtype: torch.dtype, layout: str) -> None:
+    random = torch.Generator().manual_seed(tokens)
+    slot_T = torch.randperm(SLOTS, generator=random)[:tokens]
+    k_TKH, v_TKH = torch.randn(2, tokens, HEADS, WIDTH, generator=random).to(dtype)
+    k_pool_SKH, v_pool_SKH = pools(dtype, layout)
+
+    store_kv(k_TKH, v_TKH, k_pool_SKH, v_pool_SKH, slot_T)
+
+    assert torch.equal(k_pool_SKH[slot_T], k_TKH)
+    assert torch.equal(v_pool_SKH[slot_T], v_TKH)
+    k_pool_SKH[slot_T] = v_pool_SKH[slot_T] = EMPTY
+    assert (k_pool_SKH == EMPTY).all()
+    assert (v_pool_SKH == EMPTY).all()
+
+
+def test_store_kv_takes_views_into_a_larger_tensor() -> None:
+    qkv_TMH = torch.randn(5, 3 * HEADS, WIDTH, generator=torch.Generator().manual_seed(0))
+    _, k_TKH, v_TKH = qkv_TMH.split(HEADS, dim=1)
+    k_pool_SKH, v_pool_SKH = pools(torch.float32, "head first")
+    slot_T = torch.tensor([4, 30, 0, 9, 17])
+
+    store_kv(k_TKH, v_TKH, k_pool_SKH, v_pool_SKH, slot_T)
+
+    assert torch.equal(k_pool_SKH[slot_T], k_TKH)
+    assert torch.equal(v_pool_SKH[slot_T], v_TKH)
+
+
+@pytest.mark.parametrize("culprit", ["k", "v"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(4, HEADS, WIDTH),
+        torch.zeros(3, HEADS + 1, WIDTH),
+        torch.zeros(3, HEADS, WIDTH, dtype=torch.float64),
+    ],
+    ids=["tokens", "heads", "dtype"],
+)
+def test_a_tensor_of_another_shape_or_dtype_is_named(wrong: Tensor, culprit: str) -> None:
+    tensors = {"k": torch.zeros(3, HEADS, WIDTH), "v": torch.zeros(3, HEADS, WIDTH), culprit: wrong}
+    k_pool_SKH, v_pool_SKH = pools(torch.float32, "slot first")
+    with pytest.raises(KernelInputError, match=rf"^{culprit}: expected .* got "):
+        store_kv(tensors["k"], tensors["v"], k_pool_SKH, v_pool_SKH, torch.arange(3))
+    assert (k_pool_SKH == EMPTY).all()

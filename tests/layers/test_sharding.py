@@ -1,0 +1,137 @@
+"""A layer that is sharded over ranks gives what it gives on one, and its ranks read each weight once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.core import Context
+from minisgl.distributed import DistributedCommunicator, DistributedInfo, SingleCommunicator
+from minisgl.errors import ConfigError
+from minisgl.layers import (
+    LinearColParallelMerged,
+    LinearQKVMerged,
+    LinearRowParallel,
+    MoELayer,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    silu_and_mul,
+)
+from minisgl.moe import create_moe_backend
+from tests.distributed.groups import Alone, in_group
+from tests.layers.sources import RandomSource
+
+WIDTH, MLP_WIDTH, TOKENS = 12, 16, 5
+X_TD = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+Forward = Callable[[DistributedCommunicator, RandomSource], Any]
+
+
+def gated_mlp(comm: DistributedCommunicator, source: RandomSource) -> Tensor:
+    parts = {"gate_proj": MLP_WIDTH, "up_proj": MLP_WIDTH}
+    gate_up = LinearColParallelMerged.even(WIDTH, parts, comm.info, bias=True)
+    down = LinearRowParallel(MLP_WIDTH, WIDTH, comm, bias=True)
+    gate_up.load(source, "mlp.gate_up_proj")
+    down.load(source, "mlp.down_proj")
+    return down.forward(silu_and_mul(*gate_up.forward(X_TD)))
+
+
+def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: bool) -> Tensor:
+    layer = MoELayer(WIDTH, MLP_WIDTH, 5, 2, comm, normalize=normalize)
+    layer.load(source, "mlp")
+    nothing: Any = None
+    return layer.forward(X_TD, Context(nothing, nothing, nothing, nothing, create_moe_backend("torch")))
+
+
+def embedding(comm: DistributedCommunicator, source: RandomSource, *, vocab_size: int) -> Tensor:
+    layer = VocabParallelEmbedding(vocab_size, WIDTH, comm)
+    layer.load(source, "embed")
+    return layer.forward(torch.arange(vocab_size).flip(0))
+
+
+def head(comm: DistributedCommunicator, source: RandomSource, *, vocab_size: int, tied: bool) -> Tensor | None:
+    embed = VocabParallelEmbedding(vocab_size, WIDTH, comm)
+    embed.load(source, "embed")
+    layer = ParallelLMHead(vocab_size, WIDTH, comm, embed if tied else None)
+    layer.load(source, "head")
+    return layer.forward(X_TD)
+
+
+CASES: dict[str, Forward] = {
+    "gated MLP": gated_mlp,
+    "experts": partial(experts, normalize=True),
+    "experts as the router weights them": partial(experts, normalize=False),
+    "embedding": partial(embedding, vocab_size=32),
+    "embedding with a remainder": partial(embedding, vocab_size=31),
+    "embedding with a rank that has nothing": partial(embedding, vocab_size=5),
+    "head": partial(head, vocab_size=32, tied=False),
+    "head with a remainder": partial(head, vocab_size=31, tied=False),
+    "head with a rank that has nothing": partial(head, vocab_size=5, tied=False),
+    "head tied to the embedding": partial(head, vocab_size=31, tied=True),
+}
+EVERYWHERE = {"mlp.gate.weight"}  # the router
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("forward", CASES.values(), ids=CASES.keys())
+def test_a_sharded_layer_equals_the_whole_one(forward: Forward, size: int, tmp_path: Path) -> None:
+    expected = forward(SingleCommunicator(), RandomSource())
+    source = RandomSource()
+    outputs = in_group(size, tmp_path / "meeting", lambda comm: forward(comm, source))
+    for output in outputs[:1] if outputs[1] is None else outputs:
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("forward", CASES.values(), ids=CASES.keys())
+def test_the_ranks_together_read_each_weight_once(forward: Forward, size: int, tmp_path: Path) -> None:
+    source = RandomSource()
+    for rank in range(size):
+        forward(Alone(rank, size), source)
+    for name, copies in source.copies.items():
+        assert (copies == (size if name in EVERYWHERE else 1)).all(), name
+
+
+def test_no_tokens_give_no_rows() -> None:
+    linear = LinearRowParallel(WIDTH, 3, SingleCommunicator(), bias=True)
+    linear.load(RandomSource(), "down")
+    linear.prepare(pack=True)
+    assert linear.forward(torch.empty(0, WIDTH)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(("size", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)])
+def test_heads_of_all_ranks_are_the_heads_of_one(size: int, num_kv_heads: int) -> None:
+    num_heads, head_dim = 4, 6
+
+    def heads(info: DistributedInfo) -> tuple[Tensor, Tensor, Tensor]:
+        layer = LinearQKVMerged(WIDTH, num_heads, num_kv_heads, head_dim, info, bias=True)
+        layer.load(RandomSource(), "attn.qkv_proj")
+        return layer.forward_heads(X_TD).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+
+    whole_q, *whole_kv = heads(DistributedInfo())
+    of_ranks = [heads(DistributedInfo(rank, size)) for rank in range(size)]
+    torch.testing.assert_close(torch.cat([q for q, _, _ in of_ranks], dim=1), whole_q)
+    for rank, (_, *kv) in enumerate(of_ranks):
+        held = DistributedInfo(rank, size).share_kv_heads(num_kv_heads)
+        torch.testing.assert_close(kv, [x[:, held.start : held.stop] for x in whole_kv])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda info: LinearQKVMerged(WIDTH, 6, 6, 2, info, bias=False), "6 attention heads"),
+        (lambda info: LinearQKVMerged(WIDTH, 4, 3, 2, info, bias=False), "3 key/value heads"),
+        (
+            lambda info: LinearColParallelMerged.even(WIDTH, {"gate_proj": 18}, info, bias=False),
+            "18 outputs of gate_proj",
+        ),
+    ],
+)
+def test_what_the_ranks_cannot_divide_is_named(make: Callable[[DistributedInfo], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--tp 4 .*{message}"):
+        make(DistributedInfo(0, 4))

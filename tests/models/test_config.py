@@ -1,0 +1,201 @@
+"""config.json and generation_config.json: what they say, and every way in which they can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.errors import CheckpointError, ConfigError
+from minisgl.models import ModelConfig, get_model_class
+from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
+
+NEEDED = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+MOE = {**NEEDED, "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_transformers_saved_is_read_as_it_was(arch: str, checkpoint: Callable[[str], Path]) -> None:
+    model = tiny_model(arch)
+    config = ModelConfig.from_folder(checkpoint(arch))
+    assert config.architecture == type(model).__name__
+    assert (config.vocab_size, config.max_position) == (VOCAB_SIZE, CONTEXT)
+    assert (config.width, config.mlp_width, config.num_layers) == (64, 96, 2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32 if arch == "qwen3" else 16)
+    assert config.tied_embeddings == (arch == "qwen2")
+    assert config.norm_eps == model.config.rms_norm_eps
+    assert config.eos_ids == {EOS_ID, IM_END_ID}
+    assert get_model_class(config.architecture).__name__ == config.architecture
+    if arch == "qwen3_moe":
+        assert (config.num_experts, config.experts_per_token, config.expert_width) == (4, 2, 32)
+        assert config.normalize_experts
+
+
+def test_fields_that_may_be_absent_have_their_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, NEEDED)
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert (config.activation, config.rotary.kind, config.rotary.theta) == ("silu", "default", 10000.0)
+    assert not (config.tied_embeddings or config.attention_bias or config.mlp_bias)
+    assert (config.sliding_window, config.num_experts) == (None, 0)
+    assert (config.eos_ids, config.sampling_defaults) == (frozenset(), {})
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_both_names_of_the_number_of_experts_are_read(name: str, tmp_path: Path) -> None:
+    """Checkpoints on the hub say num_experts; transformers 5 saves num_local_experts."""
+    assert read(tmp_path, {**MOE, name: 6}).num_experts == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, set()),
+        ({"mlp_only_layers": [1, 2]}, {1, 2}),
+        ({"decoder_sparse_step": 2}, {0, 2}),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, {0, 1, 2, 3}),
+        ({"mlp_only_layers": None}, set()),
+    ],
+)
+def test_dense_layers_are_those_that_the_step_skips_and_those_named(
+    fields: dict[str, Any], dense: set[int], tmp_path: Path
+) -> None:
+    config = read(tmp_path, {**MOE, "num_hidden_layers": 4, "num_experts": 4, **fields})
+    assert config.dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (None, None, set()),
+        (5, None, {5}),
+        ([5, 6], None, {5, 6}),
+        (None, 7, {7}),
+        (0, [0], {0}),
+        (5, [6, 7], {5, 6, 7}),
+        ([5, 6], 6, {5, 6}),
+    ],
+)
+def test_eos_ids_are_those_of_both_files(
+    in_config: Any, in_generation: Any, expected: set[int], tmp_path: Path
+) -> None:
+    config = read(tmp_path, {**NEEDED, "eos_token_id": in_config}, {"eos_token_id": in_generation})
+    assert config.eos_ids == expected
+
+
+def test_a_missing_generation_config_leaves_the_eos_ids_of_the_config(tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, "eos_token_id": [3, 4]}).eos_ids == {3, 4}
+
+
+def test_recommended_sampling_is_read(tmp_path: Path) -> None:
+    generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "do_sample": True, "pad_token_id": 1}
+    config = read(tmp_path, NEEDED, generation)
+    assert config.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+
+
+@pytest.mark.parametrize("generation", [{}, {"top_k": 0}, {"temperature": None}, {"do_sample": False}])
+def test_what_is_no_recommendation_is_not_taken_for_one(generation: dict[str, Any], tmp_path: Path) -> None:
+    assert read(tmp_path, NEEDED, generation).sampling_defaults == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 128}, 128),
+        ({"sliding_window": 128, "use_sliding_window": False}, None),
+        ({"sliding_window": 128, "use_sliding_window": True}, 128),
+        ({"sliding_window": 128, "layer_types": ["full_attention"] * 2}, None),
+        ({"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}, 128),
+    ],
+)
+def test_a_sliding_window_counts_if_a_layer_uses_it(fields: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, **fields}).sliding_window == window
+
+
+@pytest.mark.parametrize("name", sorted(NEEDED))
+def test_a_missing_field_is_named(name: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in NEEDED.items() if key != name}
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*'?{name}'? is missing"):
+        read(tmp_path, config)
+
+
+@pytest.mark.parametrize("value", [[], None, {}], ids=str)
+def test_a_field_without_an_architecture_is_named(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: .*architectures"):
+        read(tmp_path, {**NEEDED, "architectures": value})
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize("value", ["64", None, 0, 1.5], ids=repr)
+def test_a_size_that_is_no_positive_integer_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{name}"):
+        read(tmp_path, {**NEEDED, name: value})
+
+
+@pytest.mark.parametrize(
+    "place", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}]
+)
+def test_a_partial_rotary_embedding_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: partial_rotary_factor is not supported"):
+        read(tmp_path, {**NEEDED, **place})
+
+
+def test_a_whole_rotary_embedding_is_not_refused(tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, "partial_rotary_factor": 1.0}).rotary.head_dim == 16
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors"])
+def test_a_quantized_checkpoint_is_refused(method: str, tmp_path: Path) -> None:
+    """Its weights have scales beside them; without those the model speaks nonsense."""
+    with pytest.raises(CheckpointError, match=f"quant.*{method}"):
+        read(tmp_path, {**NEEDED, "quantization_config": {"quant_method": method}})
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere/config\.json does not exist"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b'{"vocab_size": 1,}', b"\xff\xfe\x00", b"[1, 2]", b"null"], ids=repr)
+def test_a_file_that_holds_no_json_object_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    read(tmp_path, NEEDED, {})
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"/{name} (cannot be read|holds no JSON object)"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_an_unknown_architecture_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"unknown architecture 'BertModel'; there is .*LlamaForCausalLM.*Qwen3"):
+        get_model_class("BertModel")

@@ -1,0 +1,220 @@
+"""Safetensors: whole and in parts, and every way in which a folder of them can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minisgl.errors import CheckpointError, ConfigError
+from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight, open_checkpoint
+from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
+from tests.distributed.groups import Alone
+from tests.layers.sources import RandomSource
+
+CPU = torch.device("cpu")
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def make(folder: Path, comm: Alone | None = None) -> BaseLLMModel:
+    config = ModelConfig.from_folder(folder)
+    return get_model_class(config.architecture)(config, comm or Alone(), 64, torch.float32)
+
+
+def load(folder: Path) -> None:
+    load_weight(make(folder), folder, torch.float32, CPU)
+
+
+@pytest.fixture(params=["llama", "mistral"], ids=["one_file", "shards"])
+def folder(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A checkpoint of its own, to be damaged."""
+    return Path(shutil.copytree(checkpoint(request.param), tmp_path / "model"))
+
+
+def weights_of(arch: str) -> dict[str, Tensor]:
+    weights = dict(tiny_model(arch).state_dict())
+    if arch == "qwen2":
+        del weights["lm_head.weight"]  # tied
+    return weights
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_tensors_and_their_parts_are_those_that_were_saved(arch: str, checkpoint: Callable[[str], Path]) -> None:
+    source = open_checkpoint(checkpoint(arch), torch.float32, CPU)
+    for name, weight in weights_of(arch).items():
+        shape = tuple(weight.shape)
+        rows = range(shape[0] // 4, shape[0] // 2)
+        assert torch.equal(source.read(name, shape), weight)
+        assert torch.equal(source.read(name, shape, rows=rows), weight[rows.start : rows.stop])
+        if len(shape) == 2:
+            cols = range(3, shape[1] - 5)
+            assert torch.equal(source.read(name, shape, cols=cols), weight[:, cols.start : cols.stop])
+            both = source.read(name, shape, rows=rows, cols=cols)
+            assert torch.equal(both, weight[rows.start : rows.stop, cols.start : cols.stop])
+
+
+def test_a_part_without_rows_is_empty(checkpoint: Callable[[str], Path]) -> None:
+    source = open_checkpoint(checkpoint("llama"), torch.float32, CPU)
+    assert source.read("lm_head.weight", (301, 64), rows=range(301, 301)).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_read_has_the_dtype_asked_for_and_memory_of_its_own(
+    dtype: torch.dtype, checkpoint: Callable[[str], Path]
+) -> None:
+    source = open_checkpoint(checkpoint("llama"), dtype, CPU)
+    one, other = (source.read("lm_head.weight", (301, 64)) for _ in range(2))
+    assert one.dtype == dtype
+    assert one.is_contiguous()
+    one.zero_()
+    assert torch.equal(other, weights_of("llama")["lm_head.weight"].to(dtype))
+
+
+def test_membership_tells_what_there_is(checkpoint: Callable[[str], Path]) -> None:
+    source = open_checkpoint(checkpoint("qwen2"), torch.float32, CPU)
+    assert "model.norm.weight" in source
+    assert "lm_head.weight" not in source
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "biased llama"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_reads_its_part_of_a_weight_and_no_more(
+    arch: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    if arch == "biased llama":
+        folder = tiny_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True)
+    else:
+        folder = checkpoint(arch)
+    source = RandomSource()
+    for rank in range(tp):
+        make(folder, Alone(rank, tp)).load(source)
+    for name, copies in source.copies.items():
+        owner = name.split(".")[-2]
+        everywhere = "norm" in owner or owner == "gate"  # norms and routers
+        replicas = max(1, tp // 2) if owner in ("k_proj", "v_proj") else 1  # of two kv heads
+        assert (copies == (tp if everywhere else replicas)).all(), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_model_reads_every_tensor_of_its_checkpoint(arch: str, checkpoint: Callable[[str], Path]) -> None:
+    source = RandomSource()
+    make(checkpoint(arch)).load(source)
+    files = checkpoint(arch).glob("*.safetensors")
+    assert source.copies.keys() == {name for file in files for name in load_file(file)}
+
+
+def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    with pytest.raises(ConfigError, match="--tp 3 does not divide the model's 4 attention heads"):
+        make(folder, Alone(0, 3))
+
+
+def test_an_unknown_activation_is_named_with_those_there_are(tmp_path: Path) -> None:
+    folder = save_checkpoint(tiny_model("llama", hidden_act="relu"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"activation 'relu' is not supported: .*silu"):
+        make(folder)
+
+
+def test_an_unknown_rope_type_is_named(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    folder = save_checkpoint(tiny_model("llama", rope_parameters=rope), tmp_path)
+    with pytest.raises(CheckpointError, match="rope type 'dynamic' is not supported"):
+        make(folder)
+
+
+def any_file(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def test_an_intact_copy_loads(folder: Path) -> None:
+    load(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    weights = load_file(any_file(folder))
+    name = sorted(weights)[-1]
+    del weights[name]
+    save_file(weights, any_file(folder))
+    with pytest.raises(CheckpointError, match=f"has no tensor '{name}'"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    weights = load_file(any_file(folder))
+    name = sorted(weights)[-1]
+    shape = tuple(weights[name].shape)
+    wrong = (shape[0] + 1, *shape[1:])
+    weights[name] = torch.zeros(wrong)
+    save_file(weights, any_file(folder))
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert all(text in str(error.value) for text in (name, str(shape), str(wrong)))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1], ids=lambda keep: f"{keep} kept")
+def test_a_truncated_file_is_named(keep: float, folder: Path) -> None:
+    content = any_file(folder).read_bytes()
+    any_file(folder).write_bytes(content[: int(keep * len(content)) if keep == 0.5 else keep])
+    with pytest.raises(CheckpointError, match=any_file(folder).name):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"garbage" * 1000, b"\0" * 5000, b"\xff" * 5000], ids=["text", "zeros", "ones"])
+def test_a_file_of_something_else_is_named(content: bytes, folder: Path) -> None:
+    any_file(folder).write_bytes(content)
+    with pytest.raises(CheckpointError, match=any_file(folder).name):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_named(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=f"weights are missing: {folder}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    any_file(folder).unlink()
+    with pytest.raises(CheckpointError, match=r"weights are missing: .*model-00001-of-00005\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": 3}', b"\xff\xff"], ids=repr)
+def test_a_damaged_index_is_named(content: bytes, folder: Path) -> None:
+    (folder / INDEX).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{INDEX} cannot be read"):
+        load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_files_that_the_index_does_not_name_are_not_read(folder: Path) -> None:
+    """Such as the same weights once more, in another form."""
+    (folder / "consolidated.safetensors").write_bytes(b"garbage")
+    load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_missing_from_the_shard_that_the_index_names_is_named(folder: Path) -> None:
+    index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    name, shard = next((n, s) for n, s in index["weight_map"].items() if n == "model.norm.weight")
+    weights = load_file(folder / shard)
+    del weights[name]
+    save_file(weights, folder / shard)
+    with pytest.raises(CheckpointError, match=f"has no tensor '{name}'"):
+        load(folder)
+
+
+def test_pickled_weights_are_not_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(checkpoint("llama") / "config.json", tmp_path)
+    torch.save(weights_of("llama"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="weights are missing"):
+        load(tmp_path)
