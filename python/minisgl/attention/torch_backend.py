@@ -156,7 +156,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         q_YGH = q_KBGH.reshape(num_kv_heads * batch_size, -1, head_dim).to(stack.dtype)
         bias, beta = (self._no_bias.to(stack.dtype), 0) if stack.bias_Y1L is None else (stack.bias_Y1L, 1)
         scores = torch.baddbmm(bias, q_YGH, k_YLH.transpose(1, 2), beta=beta, alpha=self._scale)
-        o_YGH = torch.softmax(scores, dim=-1) @ v_YLH
+        o_YGH = torch.bmm(torch.softmax(scores, dim=-1), v_YLH)
         o_BKGH = o_YGH.view(num_kv_heads, batch_size, -1, head_dim).transpose(0, 1)
         o_BNH: Tensor = o_BKGH.reshape(batch_size, -1, head_dim)
         return o_BNH.to(q_BNH.dtype)

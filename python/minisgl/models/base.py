@@ -104,11 +104,15 @@ class DecoderLayer(BaseOP):
         self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
         self.mlp = mlp
 
-    def forward(
+    def attend(
         self, x_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, batch: Batch, ctx: Context
     ) -> tuple[Tensor, Tensor]:
+        """The first half, in which tokens see each other."""
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        x_TD = self.self_attn.forward(x_TD, rotation, batch, ctx)
+        return self.self_attn.forward(x_TD, rotation, batch, ctx), residual_TD
+
+    def transform(self, x_TD: Tensor, residual_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The second half, in which each token is by itself."""
         x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
         return self.mlp.forward(x_TD, ctx), residual_TD
 
@@ -128,11 +132,13 @@ class Decoder(BaseOP):
         """x_BD, the normed last activations of the tokens from which a request samples."""
         x_TD = self.embed_tokens.forward(batch.input_ids_T)
         rotation = self.rotary.forward(batch.position_T)
+        *layers, last = self.layers
         residual_TD: Tensor | None = None
-        for layer in self.layers:
-            x_TD, residual_TD = layer.forward(x_TD, residual_TD, rotation, batch, ctx)
-        assert residual_TD is not None
-        return self.norm.forward(x_TD[batch.last_B], residual_TD[batch.last_B])[0]
+        for layer in layers:
+            x_TD, residual_TD = layer.transform(*layer.attend(x_TD, residual_TD, rotation, batch, ctx), ctx)
+        x_TD, residual_TD = last.attend(x_TD, residual_TD, rotation, batch, ctx)
+        x_BD, residual_BD = x_TD[batch.last_B], residual_TD[batch.last_B]  # nobody looks at the other tokens any more
+        return self.norm.forward(*last.transform(x_BD, residual_BD, ctx))[0]
 
 
 class BaseLLMModel(BaseOP):
