@@ -179,7 +179,7 @@ def test_unpacked_ids_are_a_view_that_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**40])
 def test_an_id_that_does_not_fit_is_not_wrapped(bad: int) -> None:
-    with pytest.raises(OverflowError):
+    with pytest.raises(InvalidRequest, match="token ids"):
         pack_ids([bad])
 
 

@@ -7,8 +7,9 @@ processes of their own, as they do under the server. Next to read: `scheduler/sc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,7 @@ from minisgl.message import (
 )
 from minisgl.models import fetch_model
 from minisgl.scheduler import Scheduler, SchedulerConfig, lead, scheduler_worker
-from minisgl.tokenizer import Detokenizer, Tokenizer
+from minisgl.tokenizer import Tokenizer
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, private_folder
 from minisgl.utils.supervisor import Supervisor
@@ -103,6 +104,8 @@ class LLM:
         config = replace(config, model=str(folder)).resolve(detect_hardware())
         self._mailbox = _Mailbox()
         self._uids = itertools.count()
+        self._readers: dict[int, deque[DetokenizeMsg]] = {}
+        self._has_failed = False
         with ExitStack() as stack:
             addresses = Addresses(stack.enter_context(private_folder()))
             supervisor = stack.enter_context(Supervisor("WARNING"))
@@ -112,9 +115,9 @@ class LLM:
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)
             inbox = lead(self._mailbox, config.tp, addresses)
+            stack.callback(inbox.close)
             self._scheduler = Scheduler(config, engine, inbox, self._mailbox)
             self._tokenizer = Tokenizer(folder)
-            self._byte_ids = self._tokenizer.byte_ids
             self._resources = stack.pop_all()
 
     def generate(
@@ -174,50 +177,68 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[tuple[int, DetokenizeMsg, str]]:
         """Step until all have finished; yields the index of a prompt, its news, and their text."""
-        first = self._submit(prompts, params)
+        mail: deque[DetokenizeMsg] = deque()
+        first = self._submit(prompts, params, mail)
         unfinished = set(range(first, first + len(prompts)))
-        detokenizer = Detokenizer(self._tokenizer.decode, self._byte_ids)
+        detokenizer = self._tokenizer.make_detokenizer()
         try:
             while unfinished:
-                for news in self._step():
-                    if news.error is not None:
-                        unfinished.discard(news.uid)
-                        raise RequestError(news.error.message, param=news.error.param, code=news.error.code)
-                    if news.finish:
-                        unfinished.discard(news.uid)
-                    yield news.uid - first, news, detokenizer.step(news).text
+                while not mail:
+                    self._step()
+                news = mail.popleft()
+                if news.finish or news.error:
+                    unfinished.discard(news.uid)
+                if news.error is not None:
+                    raise RequestError(news.error.message, param=news.error.param, code=news.error.code)
+                yield news.uid - first, news, detokenizer.step(news).text
         finally:
             self._abort(unfinished)
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> int:
-        """Post the prompts under consecutive uids; returns the first."""
+    def _submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        mail: deque[DetokenizeMsg],
+    ) -> int:
+        """Post the prompts under consecutive uids, whose news go to `mail`; returns the first."""
+        if not self._scheduler.is_running:
+            raise EngineFailed("this LLM is closed")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
         ids = [self._tokenizer.encode(_as_message(prompt)) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
         for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
+            self._readers[uid] = mail
             self._mailbox.to_scheduler.append(UserMsg(uid, pack_ids(prompt_ids), sampling))
         return uids[0] if uids else 0
 
-    def _step(self) -> Iterable[DetokenizeMsg]:
+    def _step(self) -> None:
+        """One step; its news go to those who wait for them."""
         try:
             self._scheduler.step()
         except RuntimeError as error:  # a collective whose peer has died, or a device that failed
+            self._has_failed = True
             raise EngineFailed(f"the engine failed: {error}") from error
-        return self._mailbox.take()
+        for news in self._mailbox.take():
+            is_last = news.finish is not None or news.error is not None
+            mail = self._readers.pop(news.uid) if is_last else self._readers[news.uid]
+            mail.append(news)
 
     def _abort(self, uids: set[int]) -> None:
         """Give up what has not finished, and wait until nothing of it is left."""
+        if self._has_failed or not self._scheduler.is_running:
+            return
         self._mailbox.to_scheduler += [AbortBackendMsg(uid) for uid in sorted(uids)]
-        while uids and (self._mailbox.to_scheduler or not self._scheduler.is_idle):
+        while uids & self._readers.keys():
             self._step()
 
     def close(self) -> None:
         """End the other ranks and free the engine. May be called more than once."""
         if self._scheduler.is_running:
             self._mailbox.to_scheduler.append(ExitMsg())
-            self._scheduler.step()
+            with suppress(EngineFailed):
+                self._step()
             self._resources.close()
 
     def __enter__(self) -> Self:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from minisgl.core import IntArray
+from minisgl.errors import InvalidRequest
 
 _WIRE = np.dtype("<i4")
 _encoder = msgspec.msgpack.Encoder()
@@ -31,7 +32,15 @@ def decoder(types: Any) -> Callable[[bytes], Any]:
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
-    return np.asarray(ids, dtype=_WIRE).tobytes()
+    """
+    Raises:
+        InvalidRequest: an id does not fit 32 bits.
+    """
+    given = np.asarray(ids)
+    limits = np.iinfo(_WIRE)
+    if given.size and (given.min() < limits.min or given.max() > limits.max):
+        raise InvalidRequest(f"token ids must be in [{limits.min}, {limits.max}]", param="prompt")
+    return given.astype(_WIRE).tobytes()
 
 
 def unpack_ids(raw: bytes) -> IntArray:

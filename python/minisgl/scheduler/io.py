@@ -52,6 +52,10 @@ class LeaderInbox:
             queue.put(parcel)
         return msgs
 
+    def close(self) -> None:
+        for queue in self._followers:
+            queue.close()
+
 
 class FollowerInbox:
     """The leader's parcels, one a step; it always waits for the next, for the leader steps first."""

@@ -36,8 +36,6 @@ def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[I
     return lead(inbox, config.tp, addresses), ZmqOutbox(PushQueue(addresses.detokenizer, encode))
 
 
-def lead(inbox: Inbox, num_ranks: int, addresses: Addresses) -> Inbox:
+def lead(inbox: Inbox, num_ranks: int, addresses: Addresses) -> LeaderInbox:
     """Rank 0's inbox: the given one, shared with the other ranks if there are any."""
-    if num_ranks == 1:
-        return inbox
     return LeaderInbox(inbox, [PushQueue(addresses.rank(rank), encode) for rank in range(1, num_ranks)])

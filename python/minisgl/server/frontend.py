@@ -115,8 +115,8 @@ class Frontend:
         uids = [next(self._uids) for _ in prompts]
         generation = Generation(self, uids)
         for uid, prompt in zip(uids, prompts, strict=True):
-            self._open[uid] = generation
             self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, sampling))
+            self._open[uid] = generation
         return generation
 
     def abort(self, uid: int) -> None:

@@ -41,6 +41,7 @@ from minisgl.utils.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 5
+_BACKLOG = 2048
 
 
 def launch_server(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +69,7 @@ def _run(config: ServerConfig) -> int:
             _start_workers(supervisor, config, addresses)
             with _interruptible():
                 reports = supervisor.wait_ready(config.start_timeout_s)
+            _accept_connections(listener)
             limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
             model = ServedModel(name, min(limits), model_config.sampling_defaults, now())
             asyncio.run(_serve(config, model, addresses, supervisor, listener))
@@ -84,6 +86,13 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --port") from None
     return listener
+
+
+def _accept_connections(listener: socket.socket) -> None:
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:  # another server took the port while this one was loading
+        raise ConfigError(f"cannot listen on {listener.getsockname()}: {error.strerror}; see --port") from None
 
 
 @contextlib.contextmanager

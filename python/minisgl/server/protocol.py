@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
@@ -61,7 +61,21 @@ _HARMLESS = {
 
 MAX_ID = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
-ValidText = Annotated[str, StringConstraints(strict=True)]
+
+
+def _encodable(text: str) -> str:
+    """
+    Raises:
+        ValueError: half a surrogate pair, which JSON can say and UTF-8 cannot.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
+    return text
+
+
+ValidText = Annotated[str, AfterValidator(_encodable)]
 
 
 class _Strict(BaseModel):

@@ -29,7 +29,6 @@ from minisgl.message import (
     encode,
     pack_ids,
 )
-from minisgl.tokenizer.detokenize import Detokenizer
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, Report
@@ -42,7 +41,7 @@ class TokenizeWorker:
 
     def __init__(self, folder: Path, backend: PushQueue[BackendMsg], frontend: PushQueue[FrontendMsg]) -> None:
         self._tokenizer = Tokenizer(folder)
-        self._detokenizer = Detokenizer(self._tokenizer.decode, self._tokenizer.byte_ids)
+        self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
         self._frontend = frontend
 

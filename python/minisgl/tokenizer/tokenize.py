@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from minisgl.core import IntArray
 from minisgl.errors import CheckpointError, InvalidRequest
 from minisgl.message import ChatMessage, Prompt, TokenIds, unpack_ids
+from minisgl.tokenizer.detokenize import Detokenizer
 
 
 class Tokenizer:
@@ -58,6 +59,16 @@ class Tokenizer:
         """The text of ids without special tokens; bytes that are no character become U+FFFD."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+    def make_detokenizer(self) -> Detokenizer:
+        """A detokenizer for this vocabulary."""
+        return Detokenizer(self.decode, self.byte_ids, self.special_ids)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that `decode` skips."""
+        added: dict[int, Any] = self._tokenizer.added_tokens_decoder
+        return frozenset(token for token, entry in added.items() if entry.special)
 
     @property
     def byte_ids(self) -> frozenset[int]:
