@@ -101,7 +101,7 @@ def _lowest_kept(score_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
         mass_B1 = _log_mass(score_BV, score_BC, is_top_k_BC, args.top_k_B1)
         share_BC = (score_BC - mass_B1).exp() * is_top_k_BC
         before_BC = share_BC.cumsum(dim=-1) - share_BC
-        is_top_p_BC = (before_BC < args.top_p_B1) | (args.top_p_B1 >= 1)
+        is_top_p_BC = (before_BC < args.top_p_B1) | (args.top_p_B1 >= 1) | (rank_C == 0)
         is_kept_BC = is_top_k_BC & is_top_p_BC
         needs_more_B1 = is_kept_BC[:, -1:] | ((rank_C[-1] < args.top_k_B1 - 1) & (args.top_k_B1 < score_BV.shape[1]))
         if score_BC.shape[1] == score_BV.shape[1] or not bool(needs_more_B1.any()):

@@ -37,18 +37,15 @@ class Detokenizer:
     Args:
         decode: ids to text, special tokens skipped.
         byte_ids: tokens that stand for a single byte and are decoded as runs.
-        special_ids: tokens that decode skips; they do not end a run.
     """
 
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
         byte_ids: frozenset[int] = frozenset(),
-        special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._decode = decode
         self._byte_ids = byte_ids
-        self._special_ids = special_ids
         self._answers: dict[int, _Answer] = {}
 
     @property
@@ -89,9 +86,14 @@ class Detokenizer:
 
     def _num_certain(self, text: str, window: list[int], num_shown: int) -> int:
         """Characters that later tokens cannot change."""
-        visible = (token for token in reversed(window) if token not in self._special_ids)
-        ends_in_a_run = bool(self._byte_ids) and next(visible, None) in self._byte_ids
-        return num_shown if ends_in_a_run else len(text.rstrip(_REPLACEMENT))
+        if self._byte_ids and self._ends_in_a_run(window):
+            return num_shown
+        return len(text.rstrip(_REPLACEMENT))
+
+    def _ends_in_a_run(self, window: list[int]) -> bool:
+        """Whether the last token that has any text is a byte; special tokens and unknown ids have none."""
+        visible = (token for token in reversed(window) if token in self._byte_ids or self._decode([token]))
+        return next(visible, None) in self._byte_ids
 
     def _move_window(self, answer: _Answer) -> None:
         """Begin the window at its new tokens, if they have text of their own to be the next context."""

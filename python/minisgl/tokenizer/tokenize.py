@@ -62,13 +62,7 @@ class Tokenizer:
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""
-        return Detokenizer(self.decode, self.byte_ids, self.special_ids)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The tokens that `decode` skips."""
-        added: dict[int, Any] = self._tokenizer.added_tokens_decoder
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return Detokenizer(self.decode, self.byte_ids)
 
     @property
     def byte_ids(self) -> frozenset[int]:
