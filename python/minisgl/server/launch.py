@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -63,12 +64,11 @@ def _run(config: ServerConfig) -> int:
     get_model_class(model_config.architecture)
     name = config.served_model_name or model_name(config.model)
     config = replace(config, model=str(folder)).resolve(detect_hardware())
-    with _listen(config) as listener, private_folder() as ipc:
+    with _interruptible(), _listen(config) as listener, private_folder() as ipc:
         addresses = Addresses(ipc, config.num_tokenizer)
         with Supervisor(config.log_level) as supervisor:
             _start_workers(supervisor, config, addresses)
-            with _interruptible():
-                reports = supervisor.wait_ready(config.start_timeout_s)
+            reports = supervisor.wait_ready(config.start_timeout_s)
             _accept_connections(listener)
             limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
             model = ServedModel(name, min(limits), model_config.sampling_defaults, now())
@@ -97,7 +97,7 @@ def _accept_connections(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """While the workers load, SIGTERM ends the program as Ctrl-C does."""
+    """Until the event loop takes the signals, SIGTERM ends the program as Ctrl-C does."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -135,10 +135,12 @@ async def _serve(
     reading = asyncio.create_task(frontend.run())
     serving = asyncio.create_task(server.serve([listener]))
     dying = asyncio.create_task(supervisor.watch())
-    reasons_to_end = [asyncio.create_task(_signalled()), dying, serving, reading]
+    stop = asyncio.Event()
+    _on_signals(stop)
+    reasons_to_end: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), dying, serving, reading]
     if config.shell:
         sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
-        reasons_to_end.append(asyncio.create_task(run_shell(frontend, model.name, sampling)))
+        reasons_to_end.append(asyncio.create_task(run_shell(frontend, model.name, sampling, stop.set)))
     host, port = listener.getsockname()[:2]
     logger.info("%s is served at http://%s:%d/v1", model.name, host, port)
 
@@ -165,17 +167,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _signalled() -> None:
-    """Return at SIGINT or SIGTERM. A second one ends the program at once."""
-    loop = asyncio.get_running_loop()
-    received = asyncio.Event()
+def _on_signals(stop: asyncio.Event) -> None:
+    """Have SIGINT and SIGTERM set the event. A second one ends the program at once."""
 
     def on_signal() -> None:
-        if received.is_set():
+        if stop.is_set():
             os._exit(1)
-        received.set()
+        logger.info("shutting down")
+        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    await received.wait()
-    logger.info("shutting down")
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)

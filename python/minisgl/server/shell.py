@@ -35,6 +35,7 @@ class Shell:
     Args:
         read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
         write: prints a piece of text at once.
+        on_interrupt: what SIGINT does after an answer; during one it stops the answer.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Shell:
         sampling: SamplingParams,
         read: Callable[[], Awaitable[str]],
         write: Callable[[str], None],
+        on_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self._frontend = frontend
         self._model_name = model_name
         self._sampling = sampling
         self._read = read
         self._write = write
+        self._on_interrupt = on_interrupt
         self._turns: list[ChatMessage] = []
 
     async def run(self) -> None:
@@ -97,7 +100,7 @@ class Shell:
             return
         finally:
             answering.cancel()
-            loop.add_signal_handler(signal.SIGINT, lambda: None)
+            loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         self._write("\n")
         self._turns.append({"role": "assistant", "content": "".join(pieces)})
 
@@ -121,8 +124,10 @@ class Shell:
         self._write(reply.text)
 
 
-async def run_shell(frontend: Frontend, model_name: str, sampling: SamplingParams) -> None:
-    """Chat on this process's terminal or standard input.
+async def run_shell(
+    frontend: Frontend, model_name: str, sampling: SamplingParams, on_interrupt: Callable[[], None]
+) -> None:
+    """Chat on this process's terminal or standard input; see `Shell`.
 
     Raises:
         EngineFailed: the engine died.
@@ -133,7 +138,7 @@ async def run_shell(frontend: Frontend, model_name: str, sampling: SamplingParam
         sys.stdout.flush()
 
     read = _terminal() if sys.stdin.isatty() else _pipe()
-    await Shell(frontend, model_name, sampling, read, write).run()
+    await Shell(frontend, model_name, sampling, read, write, on_interrupt).run()
 
 
 def _own_task() -> asyncio.Task[Any]:
