@@ -1,0 +1,321 @@
+"""Batches without a server; transformers says what they should be."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from minisgl.core import SamplingParams
+from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
+from minisgl.llm import LLM
+from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
+
+ARCH = "qwen2"
+PROMPTS = ["the dog", "The quick brown fox jumps", "語 👍", " and then", "x" * 50]
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    small = {"device": "cpu", "dtype": "float32", "page_size": 4, "num_pages": 256, "max_running_requests": 4}
+    return LLM(folder, **{**small, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint(ARCH)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with make(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def continuation() -> Callable[[list[int], int], list[int]]:
+    """From ids to the greedy ids that follow, by transformers."""
+    model = tiny_model(ARCH)
+
+    @torch.inference_mode()
+    def follow(prompt: list[int], num_tokens: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    return follow
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = tiny_tokenizer()(text)["input_ids"]
+    return ids
+
+
+def text_of(ids: list[int]) -> str:
+    text: str = tiny_tokenizer().decode(ids, skip_special_tokens=True)
+    return text
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_texts_are_continued_as_transformers_does_more_of_them_than_there_are_rows(
+    llm: LLM, continuation: Callable[..., list[int]]
+) -> None:
+    outputs = llm.generate(PROMPTS * 2, greedy(12), use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [continuation(ids_of(prompt), 12) for prompt in PROMPTS] * 2
+    for prompt, output in zip(PROMPTS * 2, outputs, strict=True):
+        assert output.text == text_of(output.token_ids)
+        assert output.finish_reason == "length"
+        assert output.num_prompt == len(ids_of(prompt))
+
+
+def test_ids_are_taken_as_they_are(llm: LLM, continuation: Callable[..., list[int]]) -> None:
+    (output,) = llm.generate([7, 8, 9], greedy(8), use_tqdm=False)
+    assert output.token_ids == continuation([7, 8, 9], 8)
+    assert output.num_prompt == 3
+    outputs = llm.generate([[5], (6, 7), "the dog"], greedy(8), use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [
+        continuation(ids, 8) for ids in ([5], [6, 7], [BOS_ID, *ids_of("the dog")[1:]])
+    ]
+
+
+def test_one_text_is_one_prompt(llm: LLM) -> None:
+    (output,) = llm.generate("the dog", greedy(5), use_tqdm=False)
+    assert output.token_ids == llm.generate(["the dog"], greedy(5), use_tqdm=False)[0].token_ids
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([], use_tqdm=False) == []
+    assert list(llm.stream([])) == []
+    assert llm.chat([]) == []
+
+
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    each = [greedy(n) for n in (1, 7, 3)]
+    outputs = llm.generate(PROMPTS[:3], each, use_tqdm=False)
+    assert [len(output.token_ids) for output in outputs] == [1, 7, 3]
+
+
+@pytest.mark.parametrize("num_params", [0, 1, 3])
+def test_another_number_of_parameters_than_prompts_is_refused(llm: LLM, num_params: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"2 prompts .* {num_params} sampling_params"):
+        llm.generate(PROMPTS[:2], [greedy(3)] * num_params, use_tqdm=False)
+    with pytest.raises(InvalidRequest):
+        list(llm.stream(PROMPTS[:2], [greedy(3)] * num_params))
+
+
+def test_without_parameters_an_answer_ends_at_its_end_or_with_the_context(llm: LLM) -> None:
+    (output,) = llm.generate(["the dog"], use_tqdm=False)
+    assert output.finish_reason in ("stop", "length")
+    assert len(output.token_ids) <= CONTEXT
+
+
+def test_an_end_of_sequence_token_is_among_the_ids_and_not_in_the_text(llm: LLM) -> None:
+    for seed in range(50):
+        params = SamplingParams(seed=seed, temperature=3.0, max_tokens=200)
+        (output,) = llm.generate(["the dog"], params, use_tqdm=False)
+        if output.finish_reason == "stop":
+            assert output.text == text_of(output.token_ids[:-1])
+            assert output.token_ids[-1] in (1, 3)
+            return
+    pytest.fail("no answer of 200 random tokens ended by itself")
+
+
+def test_a_conversation_goes_through_the_template_and_several_do_too(
+    llm: LLM, continuation: Callable[..., list[int]]
+) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    ids = tiny_tokenizer()("<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    expected = continuation(ids["input_ids"], 6)
+    (one,) = llm.chat(turns, greedy(6))
+    assert one.token_ids == expected
+    two = llm.chat([turns, [*turns, *turns]], greedy(6))
+    assert two[0].token_ids == expected
+    assert len(two) == 2
+
+
+def test_a_stream_is_the_same_answer_piece_by_piece(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS, greedy(10), use_tqdm=False)
+    texts, tokens, ends = [""] * 5, [[] for _ in range(5)], [0] * 5  # type: ignore[var-annotated]
+    for news in llm.stream(PROMPTS, greedy(10)):
+        assert not ends[news.index], "news after the end"
+        texts[news.index] += news.text
+        tokens[news.index] += [] if news.token is None else [news.token]
+        ends[news.index] += news.finish_reason is not None
+    assert texts == [output.text for output in whole]
+    assert tokens == [output.token_ids for output in whole]
+    assert ends == [1] * 5
+
+
+def test_a_stream_that_is_closed_gives_everything_back(llm: LLM) -> None:
+    for _ in range(6):  # more often than there are rows
+        stream = llm.stream(PROMPTS, LONG)
+        next(stream)
+        stream.close()
+        assert llm._scheduler.is_idle
+        llm._scheduler.check_integrity()
+    assert len(llm.generate(PROMPTS, greedy(4), use_tqdm=False)) == 5
+
+
+def test_a_stream_that_is_dropped_is_closed(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, LONG)
+    next(stream)
+    del stream
+    gc.collect()
+    assert llm._scheduler.is_idle
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([], "empty"),
+        ([VOCAB_SIZE], str(VOCAB_SIZE)),
+        ([-1], "-1"),
+        ([2**40], "outside|token id"),
+        ([5] * CONTEXT, str(CONTEXT)),
+    ],
+    ids=["empty", "outside", "negative", "huge", "long"],
+)
+def test_a_refused_prompt_says_why_and_nothing_else_is_lost(llm: LLM, prompt: list[int], reason: str) -> None:
+    before = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+    with pytest.raises(RequestError, match=reason):
+        llm.generate([PROMPTS[0], prompt, PROMPTS[1]], LONG, use_tqdm=False)
+    assert llm._scheduler.is_idle
+    llm._scheduler.check_integrity()
+    after = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+    assert [output.token_ids for output in after] == [output.token_ids for output in before]
+
+
+def test_a_refused_conversation_says_why(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="template"):
+        llm.chat([{"role": "user"}])
+
+
+def test_generating_while_a_stream_is_open_mixes_nothing_up(llm: LLM) -> None:
+    alone = [output.token_ids for output in llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)]
+    streamed: list[int] = []
+    for number, news in enumerate(llm.stream(PROMPTS[0], greedy(10))):
+        assert news.token is not None
+        streamed.append(news.token)
+        if number == 2:
+            (other,) = llm.generate(PROMPTS[1], greedy(10), use_tqdm=False)
+    assert [streamed, other.token_ids] == alone
+
+
+def test_two_streams_can_be_read_in_turns(llm: LLM) -> None:
+    alone = [output.token_ids for output in llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)]
+    streams = [llm.stream(prompt, greedy(10)) for prompt in PROMPTS[:2]]
+    pairs = zip(*streams, strict=True)
+    assert [list(tokens) for tokens in zip(*([news.token for news in pair] for pair in pairs), strict=True)] == alone
+
+
+def test_a_seeded_answer_does_not_depend_on_its_batch(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=5, ignore_eos=True)
+    (alone,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    beside = llm.generate(PROMPTS, [params, *[greedy(10)] * 4], use_tqdm=False)
+    assert beside[0].token_ids == alone.token_ids
+
+
+def test_a_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, greedy(2))
+    assert "5/5" in capsys.readouterr().err
+    llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_it_can_be_closed_twice_and_then_no_more_be_used(folder: Path) -> None:
+    llm = make(folder)
+    llm.close()
+    llm.close()
+    with pytest.raises(MiniSGLError):
+        llm.generate("the dog", greedy(3), use_tqdm=False)
+
+
+def test_a_stream_that_is_still_open_when_its_llm_closes_ends_quietly(folder: Path) -> None:
+    with make(folder) as llm:
+        stream = llm.stream(PROMPTS, LONG)
+        next(stream)
+    stream.close()
+
+
+def test_the_context_manager_lets_errors_through(folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError), make(folder):
+        _ = 1 / 0
+
+
+def test_two_of_them_live_side_by_side(folder: Path, checkpoint: Callable[[str], Path], llm: LLM) -> None:
+    first = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+    with make(checkpoint("llama")) as other, make(folder) as twin:
+        different = other.generate(PROMPTS, greedy(6), use_tqdm=False)
+        assert [o.token_ids for o in twin.generate(PROMPTS, greedy(6), use_tqdm=False)] == [o.token_ids for o in first]
+        assert [o.token_ids for o in llm.generate(PROMPTS, greedy(6), use_tqdm=False)] == [o.token_ids for o in first]
+    assert [o.token_ids for o in different] != [o.token_ids for o in first]
+    assert [o.token_ids for o in llm.generate(PROMPTS, greedy(6), use_tqdm=False)] == [o.token_ids for o in first]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tp": 0}, "--tp"),
+        ({"page_size": 0}, "--page-size"),
+        ({"cache": "lru"}, "lru"),
+        ({"dtype": "int4"}, "--dtype"),
+        ({"max_seq_len": CONTEXT + 1}, "--max-seq-len"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make(folder, **options)
+
+
+def test_a_model_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="/nowhere/at/all"):
+        LLM("/nowhere/at/all")
+
+
+@pytest.mark.slow
+def test_two_ranks_say_what_one_does_and_leave_nothing(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    alone = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
+    before = children()
+    with make(folder, tp=2, overlap=True) as pair:
+        (rank,) = multiprocessing.active_children()
+        together = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
+        stream = pair.stream(PROMPTS, LONG)
+        next(stream)
+        stream.close()
+        assert pair._scheduler.is_idle
+        with pytest.raises(RequestError):
+            pair.generate([PROMPTS[0], []], LONG, use_tqdm=False)
+        again = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
+        unfinished = pair.stream(PROMPTS, LONG)
+        next(unfinished)
+    unfinished.close()
+    expected = [output.token_ids for output in alone]
+    assert [output.token_ids for output in together] == [output.token_ids for output in again] == expected
+    assert not rank.is_alive()
+    left = [child for child in children() - before if "resource_tracker" not in " ".join(child.cmdline())]
+    assert left == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_an_error_and_closing_still_works(folder: Path) -> None:
+    with make(folder, tp=2) as pair:
+        (rank,) = multiprocessing.active_children()
+        rank.kill()
+        rank.join()
+        with pytest.raises(EngineFailed):
+            pair.generate(PROMPTS, greedy(12), use_tqdm=False)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,153 @@
+"""The command line: every field is a flag, and every bad value is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.errors import ConfigError
+from minisgl.server import ServerConfig, parse_args
+from minisgl.version import __version__
+
+FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
+GIVEN: dict[str, tuple[list[str], Any]] = {
+    "model": (["--model", "some/model"], "some/model"),
+    "model_source": (["--model-source", "modelscope"], "modelscope"),
+    "device": (["--device", "cpu"], "cpu"),
+    "dtype": (["--dtype", "float32"], "float32"),
+    "tp": (["--tp", "2"], 2),
+    "attn": (["--attn", "torch"], "torch"),
+    "page_size": (["--page-size", "4"], 4),
+    "num_pages": (["--num-pages", "100"], 100),
+    "memory_ratio": (["--memory-ratio", "0.25"], 0.25),
+    "max_seq_len": (["--max-seq-len", "64"], 64),
+    "max_running_requests": (["--max-running-requests", "3"], 3),
+    "pack_weights": (["--no-pack-weights"], False),
+    "cache": (["--cache", "naive"], "naive"),
+    "max_prefill_length": (["--max-prefill-length", "128"], 128),
+    "overlap": (["--overlap"], True),
+    "seed": (["--seed", "-1"], -1),
+    "host": (["--host", "::1"], "::1"),
+    "port": (["--port", "0"], 0),
+    "shell": (["--shell"], True),
+    "served_model_name": (["--served-model-name", "m"], "m"),
+    "num_tokenizer": (["--num-tokenizer", "0"], 0),
+    "max_open_requests": (["--max-open-requests", "1"], 1),
+    "max_body_mb": (["--max-body-mb", "1"], 1),
+    "start_timeout_s": (["--start-timeout-s", "5"], 5),
+    "log_level": (["--log-level", "DEBUG"], "DEBUG"),
+}
+FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_a_flag_that_sets_it_and_nothing_else(name: str) -> None:
+    argv, value = GIVEN[name]
+    assert parse_args(argv) == ServerConfig(**{name: value})
+    assert type(getattr(parse_args(argv), name)) is type(value)
+
+
+def test_without_flags_everything_is_at_its_default() -> None:
+    assert parse_args([]) == ServerConfig()
+    assert (ServerConfig().host, ServerConfig().port) == ("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize("name", ["overlap", "pack_weights", "shell"])
+def test_a_flag_that_is_on_or_off_has_both_forms(name: str) -> None:
+    assert getattr(parse_args([flag(name)]), name) is True
+    assert getattr(parse_args(["--no-" + name.replace("_", "-")]), name) is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tp", "0"),
+        ("tp", "-1"),
+        ("page_size", "0"),
+        ("num_pages", "0"),
+        ("max_seq_len", "-5"),
+        ("max_running_requests", "0"),
+        ("memory_ratio", "0"),
+        ("memory_ratio", "1.5"),
+        ("memory_ratio", "nan"),
+        ("max_prefill_length", "0"),
+        ("port", "-1"),
+        ("port", "65536"),
+        ("num_tokenizer", "-1"),
+        ("max_open_requests", "0"),
+        ("max_body_mb", "0"),
+        ("start_timeout_s", "0"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_the_flag_and_the_value(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag(name)} .*got {re.escape(value)}"):
+        parse_args([f"{flag(name)}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--dtype", "float8"], "--dtype"),
+        (["--cache", "lru"], "--cache"),
+        (["--device", "tpu"], "--device"),
+        (["--attn", "magic"], "--attn"),
+        (["--log-level", "LOUD"], "--log-level"),
+        (["--model-source", "disk"], "--model-source"),
+        (["--port", "http"], "--port"),
+        (["--tp", "1.5"], "--tp"),
+        (["--tp"], "--tp"),
+        (["--unheard-of"], "--unheard-of"),
+        (["positional"], "positional"),
+    ],
+)
+def test_what_cannot_be_parsed_ends_the_program_with_usage(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(argv)
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_shows_every_flag_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--help"])
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(ServerConfig):
+        assert flag(field.name) in shown
+        assert field.metadata["help"] in shown
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--version"])
+    assert (end.value.code, capsys.readouterr().out.strip()) == (0, __version__)
+
+
+def test_the_documentation_lists_every_flag_and_no_other() -> None:
+    documented = re.findall(r"^\| `(--[a-z-]+)` \|", FEATURES.read_text(), re.MULTILINE)
+    assert documented == [flag(name) for name in FIELDS]
+
+
+def test_the_documentation_has_every_default() -> None:
+    documented = dict(re.findall(r"^\| `(--[a-z-]+)` \| (\S+) \|", FEATURES.read_text(), re.MULTILINE))
+    words = {None: "auto", False: "off", True: "on"}
+    defaults = {flag(field.name): field.default for field in dataclasses.fields(ServerConfig)}
+    assert documented == {
+        name: words[value] if value is None or isinstance(value, bool) else str(value)
+        for name, value in defaults.items()
+    }
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ServerConfig().port = 1  # type: ignore[misc]

@@ -1,0 +1,200 @@
+"""Open requests: each is told its end once, none stays in the table, and an abort takes the way of its request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.errors import EngineFailed, QueueFull, RequestError
+from minisgl.message import AbortMsg, ReplyError, ShutdownMsg, TokenizeMsg, UserReply
+from tests.server.harness import office, run, spell, until
+
+PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
+
+
+def test_a_prompt_reaches_the_worker_and_its_replies_come_back_in_order() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            generation = frontend.submit(["hello"], PARAMS)
+            msg = await worker.take()
+            assert msg == TokenizeMsg(msg.uid, "hello", PARAMS)
+            worker.say(UserReply(msg.uid, "a"))
+            worker.say(UserReply(msg.uid, "b"), UserReply(msg.uid, "c", finish="length", num_output=3))
+            replies = [reply async for _, reply in generation]
+            assert [reply.text for reply in replies] == ["a", "b", "c"]
+            assert replies[-1].num_output == 3
+            assert generation.has_ended
+            assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_replies_go_to_the_prompt_that_they_belong_to() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            generation = frontend.submit(["a", "b", "c"], PARAMS)
+            other = frontend.submit(["d"], PARAMS)
+            uids = [(await worker.take()).uid for _ in range(4)]
+            assert len(set(uids)) == 4
+            worker.say(*(UserReply(uid, f"of {uid}", finish="stop") for uid in reversed(uids)))
+            assert [(index, reply.text) async for index, reply in generation] == [
+                (index, f"of {uids[index]}") for index in (2, 1, 0)
+            ]
+            assert [reply.text async for _, reply in other] == [f"of {uids[3]}"]
+            assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_beyond_the_limit_requests_are_refused_and_accepted_again_when_one_ends() -> None:
+    async def scene() -> None:
+        async with office(max_open_requests=2) as (frontend, worker):
+            first = frontend.submit(["a"], PARAMS)
+            with pytest.raises(QueueFull, match=r"1 requests are open and the limit is 2"):
+                frontend.submit(["b", "c"], PARAMS)
+            frontend.submit(["b"], PARAMS)
+            with pytest.raises(QueueFull) as refusal:
+                frontend.submit(["c"], PARAMS)
+            assert refusal.value.status == 429
+            worker.say(UserReply((await worker.take()).uid, finish="stop"))
+            await first.next()
+            frontend.submit(["c"], PARAMS)
+            assert frontend.num_open == 2
+            assert [(await worker.take()).prompt for _ in range(2)] == ["b", "c"], "a refused prompt was sent"
+
+    run(scene())
+
+
+def test_closing_aborts_what_has_not_ended_once_and_on_its_own_way() -> None:
+    async def scene() -> None:
+        async with office(num_tokenizer=3) as (frontend, worker):
+            generation = frontend.submit(["a", "b", "c"], PARAMS)
+            uids = [(await worker.take(i)).uid for i in range(3)]
+            worker.say(UserReply(uids[1], finish="stop"))
+            await generation.next()
+            generation.close()
+            generation.close()
+            assert frontend.num_open == 0
+            assert generation.has_ended
+            for i in (0, 2):
+                assert await worker.take(i) == AbortMsg(uids[i]), "the abort follows its request on the same queue"
+            next_one = frontend.submit(["d", "e", "f"], PARAMS)
+            for i in range(3):
+                assert isinstance(await worker.take(i), TokenizeMsg), "nothing was aborted twice"
+            next_one.close()
+
+    run(scene())
+
+
+def test_replies_to_a_request_that_was_given_up_are_dropped() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            given_up, kept = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
+            uids = [(await worker.take()).uid for _ in range(2)]
+            given_up.close()
+            worker.say(UserReply(uids[0], "late"), UserReply(uids[0], finish="abort"), UserReply(12345, "unknown"))
+            worker.say(UserReply(uids[1], "b", finish="stop"))
+            assert [reply.text async for _, reply in kept] == ["b"]
+            assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_a_refusal_arrives_with_its_status_and_the_other_prompts_are_aborted() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            generation = frontend.submit(["a", "b"], PARAMS)
+            first, second = [(await worker.take()).uid for _ in range(2)]
+            worker.say(UserReply(first, error=ReplyError(418, "teapot", "short and stout", "spout")))
+            with pytest.raises(RequestError, match="short and stout") as refusal:
+                await generation.next()
+            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (418, "teapot", "spout")
+            generation.close()
+            assert await worker.take() == AbortMsg(second)
+            assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            waiting = [frontend.submit(["a"], PARAMS) for _ in range(3)] + [frontend.submit(["b", "c"], PARAMS)]
+            tasks = [asyncio.create_task(generation.next()) for generation in waiting]
+            half_read = frontend.submit(["d"], PARAMS)
+            uid = [(await worker.take()).uid for _ in range(6)][-1]
+            worker.say(UserReply(uid, "so far"))
+            assert (await half_read.next())[1].text == "so far"
+
+            frontend.fail("the engine is gone")
+            for error in await asyncio.gather(*tasks, half_read.next(), return_exceptions=True):
+                assert isinstance(error, EngineFailed)
+                assert str(error) == "the engine is gone"
+            assert all(generation.has_ended for generation in (*waiting, half_read))
+            assert frontend.num_open == 0
+            assert frontend.failure is not None
+            with pytest.raises(EngineFailed, match="the engine is gone"):
+                frontend.submit(["e"], PARAMS)
+            for generation in waiting:
+                generation.close()
+
+    run(scene())
+
+
+def test_what_had_come_before_a_failure_can_still_be_read() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            done, cut = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
+            uids = [(await worker.take()).uid for _ in range(2)]
+            worker.say(UserReply(uids[0], "all", finish="stop"), UserReply(uids[1], "part"))
+            await until(lambda: frontend.num_open == 1)
+            frontend.fail("gone")
+            assert [reply.text async for _, reply in done] == ["all"]
+            assert (await cut.next())[1].text == "part"
+            with pytest.raises(EngineFailed):
+                await cut.next()
+
+    run(scene())
+
+
+def test_a_request_that_cannot_be_sent_is_not_open() -> None:
+    async def scene() -> None:
+        async with office(max_open_requests=1) as (frontend, _worker):
+            with pytest.raises(UnicodeEncodeError):
+                frontend.submit(["\ud800"], PARAMS)
+            assert frontend.num_open == 0, "it would take a place for ever"
+
+    run(scene())
+
+
+@pytest.mark.parametrize("num_tokenizer", [1, 3])
+def test_at_the_end_every_tokenizer_is_told_and_one_passes_it_on(num_tokenizer: int) -> None:
+    async def scene() -> None:
+        async with office(num_tokenizer=num_tokenizer) as (frontend, worker):
+            frontend.shut_down()
+            told = [await worker.take(i) for i in range(num_tokenizer)]
+            assert told == [ShutdownMsg(pass_on=i == 0) for i in range(num_tokenizer)]
+
+    run(scene())
+
+
+def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
+    async def scene() -> None:
+        async with office(max_open_requests=64) as (frontend, worker):
+            worker.answer_with(spell("a", "b", "c"))
+
+            async def ask(number: int) -> None:
+                generation = frontend.submit(["x"], PARAMS)
+                try:
+                    for _ in range(number % 4):
+                        await generation.next()
+                finally:
+                    generation.close()
+
+            for start in range(0, 1000, 50):
+                await asyncio.gather(*(ask(number) for number in range(start, start + 50)))
+                assert frontend.num_open == 0
+
+    run(scene())

@@ -1,0 +1,59 @@
+"""What is decided before a process is started."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from minisgl.errors import ConfigError
+from minisgl.server import ServerConfig
+from minisgl.server.launch import _accept_connections, _listen, launch_server
+
+
+def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
+            _listen(ServerConfig(port=port))
+
+
+def test_of_two_servers_that_load_at_once_the_second_to_be_ready_is_refused_the_port() -> None:
+    with _listen(ServerConfig(port=0)) as first, _listen(ServerConfig(port=first.getsockname()[1])) as second:
+        _accept_connections(first)
+        with pytest.raises(ConfigError, match="--port"):
+            _accept_connections(second)
+
+
+def test_port_zero_takes_a_free_one_each_time() -> None:
+    with _listen(ServerConfig(port=0)) as one, _listen(ServerConfig(port=0)) as other:
+        assert one.getsockname()[1] != other.getsockname()[1]
+
+
+@pytest.mark.parametrize("host", ["no such host", "203.0.113.1", ""])
+def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
+    try:
+        _listen(ServerConfig(host=host, port=0)).close()
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        assert host in str(error)
+    else:
+        assert host == "", "the empty name means every address"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model", "{folder}"], "config.json"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_1(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = str(tmp_path_factory.mktemp("empty"))
+    assert launch_server([arg.format(folder=folder) for arg in argv]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("minisgl: error: ")
+    assert said in line

@@ -1,0 +1,320 @@
+"""Which fields of a request are honoured, which are refused by name, and which change nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from minisgl.core import SamplingParams
+from minisgl.errors import InvalidRequest
+from minisgl.message import TokenIds, pack_ids
+from minisgl.server.protocol import ChatRequest, CompletionRequest
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+TEXT = {"model": "m", "prompt": "hello"}
+BODIES = {ChatRequest: CHAT, CompletionRequest: TEXT}
+both = pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+
+# Values that would change an answer, field by field.
+REFUSED: dict[str, list[Any]] = {
+    "n": [2, 0, -1, True, "1"],
+    "best_of": [3],
+    "stop": ["x", ["x"], [""]],
+    "stop_token_ids": [[1]],
+    "presence_penalty": [0.5, -1],
+    "frequency_penalty": [0.5, 2],
+    "repetition_penalty": [1.1, 0],
+    "logit_bias": [{"5": 100}],
+    "logprobs": [True, 1, 0],
+    "top_logprobs": [1],
+    "min_tokens": [1],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "modalities": [["text", "audio"]],
+    "audio": [{"voice": "alloy"}],
+    "reasoning_effort": ["low"],
+    "web_search_options": [{}],
+    "echo": [True],
+    "suffix": ["x"],
+    "skip_special_tokens": [False],
+    "include_stop_str_in_output": [True],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "continue_final_message": [True],
+    "add_generation_prompt": [False],
+}
+NEUTRAL: dict[str, list[Any]] = {
+    "n": [1],
+    "best_of": [1],
+    "stop": ["", []],
+    "presence_penalty": [0, 0.0],
+    "frequency_penalty": [0, 0.0],
+    "repetition_penalty": [1, 1.0],
+    "logit_bias": [{}],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "echo": [False],
+    "suffix": [""],
+    "user": ["somebody"],
+    "metadata": [{"a": "b"}],
+    "store": [True],
+    "service_tier": ["auto"],
+    "safety_identifier": ["x"],
+    "prompt_cache_key": ["x"],
+    "parallel_tool_calls": [True],
+}
+
+
+def pairs(table: dict[str, list[Any]]) -> list[Any]:
+    return [pytest.param(name, value, id=f"{name}={value}") for name, values in table.items() for value in values]
+
+
+def read(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> Any:
+    """The request as it comes over the wire: through JSON."""
+    return kind.model_validate(json.loads(json.dumps({**BODIES[kind], **fields})))
+
+
+def sampling(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> SamplingParams:
+    request = read(kind, **fields)
+    return request.sampling({}, request.limit)  # type: ignore[no-any-return]
+
+
+@both
+@pytest.mark.parametrize(("name", "value"), pairs(REFUSED))
+def test_a_field_that_would_change_the_answer_is_refused_by_name(kind: Any, name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name) as refusal:
+        read(kind, **{name: value})
+    assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
+
+
+@both
+@pytest.mark.parametrize(("name", "value"), pairs(NEUTRAL))
+def test_a_value_that_changes_nothing_is_accepted(kind: Any, name: str, value: Any) -> None:
+    assert read(kind, **{name: value}) == read(kind)
+
+
+@both
+@pytest.mark.parametrize("name", REFUSED)
+def test_null_is_the_same_as_absent(kind: Any, name: str) -> None:
+    assert read(kind, **{name: None}) == read(kind)
+
+
+@both
+@pytest.mark.parametrize("name", ["temprature", "messages_", "Model", "", "max_new_tokens", "stream_option"])
+def test_an_unknown_field_is_an_error_that_names_it(kind: Any, name: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        read(kind, **{name: 1})
+    assert error.value.errors()[0]["loc"] == (name,)
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", 1),
+        ("model", None),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("max_tokens", True),
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("temperature", [1.0]),
+        ("top_p", "1"),
+        ("top_k", 1.5),
+        ("top_k", "all"),
+        ("min_p", {}),
+        ("seed", "7"),
+        ("seed", 1.0),
+        ("ignore_eos", 1),
+        ("ignore_eos", "true"),
+        ("stream", 1),
+        ("stream", "true"),
+        ("stream_options", True),
+        ("stream_options", {"include_usage": 1}),
+        ("stream_options", {"usage": True}),
+    ],
+)
+def test_types_are_not_guessed(kind: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        read(kind, **{name: value})
+    assert error.value.errors()[0]["loc"][0] == name
+
+
+@both
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_numbers_that_are_none_are_refused(kind: Any, name: str, value: str) -> None:
+    body = json.loads(json.dumps({**BODIES[kind], name: 0}).replace(f'"{name}": 0', f'"{name}": {value}'))
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate(body)
+    assert error.value.errors()[0]["loc"] == (name,)
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 10**30),
+        ("temperature", -0.1),
+        ("temperature", 100.5),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 10**30),
+        ("min_p", -0.1),
+        ("min_p", 2),
+        ("seed", 2**63),
+        ("seed", -(10**30)),
+    ],
+)
+def test_a_number_outside_its_bounds_is_refused_by_name(kind: Any, name: str, value: Any) -> None:
+    """Also one that no message between processes could carry."""
+    with pytest.raises(InvalidRequest, match=name) as refusal:
+        sampling(kind, **{name: value})
+    assert refusal.value.param == name
+
+
+@both
+def test_what_is_given_arrives(kind: Any) -> None:
+    given = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "seed": -5}
+    assert sampling(kind, **given, ignore_eos=True) == SamplingParams(**given, ignore_eos=True)
+
+
+@both
+@pytest.mark.parametrize("spelled", [0, -1])
+def test_the_other_spellings_of_all_overrule_the_models_top_k(kind: Any, spelled: int) -> None:
+    request = read(kind, top_k=spelled)
+    chosen = request.sampling({"top_k": 20, "top_p": 0.5}, 5)
+    assert (chosen.top_k, chosen.top_p) == (None, 0.5)
+
+
+@both
+def test_what_is_left_open_comes_from_the_model_and_what_is_given_overrules_it(kind: Any) -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}
+    request = read(kind, temperature=0.0, min_p=0)
+    assert request.sampling(defaults, 5) == SamplingParams(
+        max_tokens=5, temperature=0.0, top_p=0.95, top_k=20, min_p=0.0
+    )
+    assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, "not written to"
+
+
+@both
+def test_without_advice_of_the_model_sampling_is_plain(kind: Any) -> None:
+    assert sampling(kind, max_tokens=4) == SamplingParams(max_tokens=4)
+
+
+def test_max_completion_tokens_wins() -> None:
+    assert read(ChatRequest, max_tokens=5, max_completion_tokens=3).limit == 3
+    assert read(ChatRequest, max_tokens=5).limit == 5
+    assert read(ChatRequest).limit is None
+
+
+def test_a_text_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None:
+    assert read(CompletionRequest).limit == 16
+    assert read(CompletionRequest, max_tokens=2).limit == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", "a"),
+        ("", ""),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ("\0 \u2028 👍", "\0 \u2028 👍"),
+    ],
+)
+def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
+    (turns,) = read(ChatRequest, messages=[{"role": "user", "content": content}]).prompts()
+    assert turns == [{"role": "user", "content": text}]
+
+
+def test_a_developer_is_a_system() -> None:
+    roles = ["developer", "system", "user", "assistant"]
+    (turns,) = read(ChatRequest, messages=[{"role": role, "content": "x"} for role in roles]).prompts()
+    assert [turn["role"] for turn in turns] == ["system", "system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        {},
+        "hello",
+        None,
+        ["hello"],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "robot", "content": "x"}],
+        [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+        [{"role": "User", "content": "x"}],
+        [{"role": None, "content": "x"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "assistant", "content": "x", "tool_calls": []}],
+        [{"role": "user", "content": "x"}, {"role": "user", "content": "x", "weight": 1}],
+    ],
+)
+def test_messages_of_another_shape_are_refused(messages: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        read(ChatRequest, messages=messages)
+    assert error.value.errors()[0]["loc"][0] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([0], [TokenIds(pack_ids([0]))]),
+        ([5, 2**31 - 1], [TokenIds(pack_ids([5, 2**31 - 1]))]),
+        ([[1], [2, 3]], [TokenIds(pack_ids([1])), TokenIds(pack_ids([2, 3]))]),
+    ],
+)
+def test_a_prompt_is_text_or_ids_one_or_several(prompt: Any, expected: list[Any]) -> None:
+    assert read(CompletionRequest, prompt=prompt).prompts() == expected
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_an_empty_prompt_is_refused_by_name(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="empty") as refusal:
+        read(CompletionRequest, prompt=prompt).prompts()
+    assert refusal.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, {}, [1, "a"], ["a", 1], [[1], "a"], [-1], [2**31], [True], [[[1]]]])
+def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        read(CompletionRequest, prompt=prompt)
+    assert error.value.errors()[0]["loc"][0] == "prompt"
+
+
+HALF_A_PAIR = "a\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": HALF_A_PAIR}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF_A_PAIR}]}]}),
+        (CompletionRequest, {"prompt": HALF_A_PAIR}),
+        (CompletionRequest, {"prompt": ["a", HALF_A_PAIR]}),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(kind: Any, fields: Any) -> None:
+    """JSON can spell it, but no message between processes can carry it."""
+    with pytest.raises((ValidationError, InvalidRequest)):
+        read(kind, **fields)

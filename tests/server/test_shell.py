@@ -1,0 +1,295 @@
+"""The chat, with a reader and a writer that belong to the test and a worker that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.errors import EngineFailed
+from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
+from minisgl.server.frontend import Frontend
+from minisgl.server.shell import Shell
+from tests.server.harness import FakeWorker, Script, office, run, until
+
+PARAMS = SamplingParams(temperature=0.0)
+TOO_LONG = ReplyError(400, "context_length_exceeded", "too long for the context", "messages")
+
+
+class Chat:
+    """A shell that is being talked to."""
+
+    def __init__(self, frontend: Frontend, worker: FakeWorker) -> None:
+        self.frontend, self.worker = frontend, worker
+        self.shown = ""
+        self._lines: asyncio.Queue[str | type[BaseException]] = asyncio.Queue()
+        self._num_read = self._num_typed = 0
+        self.shell = Shell(frontend, "m", PARAMS, self._read, self._write)
+        self.running = asyncio.create_task(self.shell.run())
+
+    async def _read(self) -> str:
+        self._num_read += 1
+        line = await self._lines.get()
+        if isinstance(line, str):
+            return line
+        raise line
+
+    def _write(self, text: str) -> None:
+        self.shown += text
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the shell has handled all that was typed and asks for more."""
+        return self._num_read > self._num_typed
+
+    def type(self, line: str | type[BaseException]) -> None:
+        self._num_typed += 1
+        self._lines.put_nowait(line)
+
+    async def say(self, line: str | type[BaseException]) -> str:
+        """Type a line and wait until the shell asks for the next one; what it showed meanwhile."""
+        before = len(self.shown)
+        self.type(line)
+        await until(lambda: self.running.done() or self.is_waiting)
+        return self.shown[before:]
+
+    async def leave(self) -> None:
+        self.type("/exit")
+        await self.running
+
+
+@asynccontextmanager
+async def chatting(script: Script | None = None) -> AsyncIterator[Chat]:
+    async with office() as (frontend, worker):
+        if script:
+            worker.answer_with(script)
+        chat = Chat(frontend, worker)
+        await until(lambda: chat.is_waiting)
+        try:
+            yield chat
+        finally:
+            chat.running.cancel()
+            await asyncio.gather(chat.running, return_exceptions=True)
+
+
+def scene(play: Callable[[Chat], Coroutine[Any, Any, None]], script: Script | None = None) -> None:
+    async def whole() -> None:
+        async with chatting(script) as chat:
+            await play(chat)
+            assert chat.frontend.num_open == 0
+
+    run(whole())
+
+
+def test_it_says_what_it_is_and_leaves_at_exit() -> None:
+    async def play(chat: Chat) -> None:
+        await chat.leave()
+        assert chat.shown.startswith("Chat with m.")
+        assert "/help" in chat.shown
+
+    scene(play)
+
+
+@pytest.mark.parametrize("line", [EOFError, " /exit \n"])
+def test_the_end_of_the_input_and_exit_end_it(line: Any) -> None:
+    async def play(chat: Chat) -> None:
+        await chat.say(line)
+        await chat.running
+
+    scene(play)
+
+
+def test_the_answer_is_written_piece_by_piece() -> None:
+    async def play(chat: Chat) -> None:
+        chat.type("hi")
+        msg = await chat.worker.take()
+        chat.worker.say(UserReply(msg.uid, "Hel"))
+        await until(lambda: chat.shown.endswith("Hel"))
+        chat.worker.say(UserReply(msg.uid, "lo", finish="stop"))
+        await until(lambda: chat.shown.endswith("Hello\n"))
+        await chat.leave()
+
+    scene(play)
+
+
+def test_every_turn_is_sent_with_all_turns_before_it() -> None:
+    async def play(chat: Chat) -> None:
+        prompts = []
+
+        def script(msg: TokenizeMsg) -> list[UserReply]:
+            prompts.append(msg.prompt)
+            assert msg.sampling == PARAMS
+            return [UserReply(msg.uid, f"answer {len(prompts)}", finish="stop")]
+
+        chat.worker.answer_with(script)
+        await chat.say("  one \n")
+        await chat.say("two")
+        assert prompts == [
+            [{"role": "user", "content": "one"}],
+            [
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": "answer 1"},
+                {"role": "user", "content": "two"},
+            ],
+        ]
+
+    scene(play)
+
+
+def test_reset_forgets_the_conversation() -> None:
+    prompts: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        prompts.append(msg.prompt)
+        return [UserReply(msg.uid, "ok", finish="stop")]
+
+    async def play(chat: Chat) -> None:
+        await chat.say("one")
+        assert await chat.say("/reset")
+        await chat.say("two")
+        assert prompts[-1] == [{"role": "user", "content": "two"}]
+
+    scene(play, script)
+
+
+def test_help_lists_every_command() -> None:
+    async def play(chat: Chat) -> None:
+        shown = await chat.say("/help")
+        assert all(command in shown for command in ("/reset", "/help", "/exit", "Ctrl-C"))
+
+    scene(play)
+
+
+@pytest.mark.parametrize("line", ["/", "/reste", "/exit now", "/ exit", "//", "/RESET"])
+def test_an_unknown_command_is_named_and_goes_to_nobody(line: str) -> None:
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        raise AssertionError(f"{msg} was sent")
+
+    async def play(chat: Chat) -> None:
+        shown = await chat.say(line)
+        assert line.split()[0] in shown
+        assert "/help" in shown
+
+    scene(play, script)
+
+
+@pytest.mark.parametrize("line", ["", "   ", "\n", KeyboardInterrupt])
+def test_an_empty_line_and_a_ctrl_c_at_the_prompt_do_nothing(line: Any) -> None:
+    async def play(chat: Chat) -> None:
+        assert await chat.say(line) == ""
+        await chat.leave()
+
+    scene(play)
+
+
+def test_a_refused_message_is_said_and_not_kept() -> None:
+    prompts: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        prompts.append(msg.prompt)
+        if len(prompts) == 2:
+            return [UserReply(msg.uid, error=ReplyError(400, "invalid_value", "that cannot be"))]
+        return [UserReply(msg.uid, "ok", finish="stop")]
+
+    async def play(chat: Chat) -> None:
+        await chat.say("one")
+        assert await chat.say("two") == "that cannot be\n"
+        await chat.say("three")
+        assert [turn["content"] for turn in prompts[-1]] == ["one", "ok", "three"]
+
+    scene(play, script)
+
+
+def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
+    prompts: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        prompts.append(msg.prompt)
+        if len(msg.prompt) > 3:
+            return [UserReply(msg.uid, error=TOO_LONG)]
+        return [UserReply(msg.uid, f"to {msg.prompt[-1]['content']}", finish="stop")]
+
+    async def play(chat: Chat) -> None:
+        await chat.say("one")
+        await chat.say("two")
+        shown = await chat.say("three")
+        assert "dropped" in shown
+        assert shown.endswith("to three\n")
+        assert [turn["content"] for turn in prompts[-1]] == ["two", "to two", "three"]
+        assert [turn["role"] for turn in prompts[-1]] == ["user", "assistant", "user"]
+
+    scene(play, script)
+
+
+def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() -> None:
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        if "long" in msg.prompt[-1]["content"]:
+            return [UserReply(msg.uid, error=TOO_LONG)]
+        return [UserReply(msg.uid, f"{len(msg.prompt)} turns", finish="stop")]
+
+    async def play(chat: Chat) -> None:
+        await chat.say("one")
+        assert (await chat.say("a long one")).endswith("too long for the context\n")
+        assert (await chat.say("two")).endswith("1 turns\n"), "the refused message was dropped, and the old turns too"
+
+    scene(play, script)
+
+
+def test_ctrl_c_stops_the_answer_keeps_what_came_and_the_shell_goes_on() -> None:
+    async def play(chat: Chat) -> None:
+        chat.type("tell me")
+        msg = await chat.worker.take()
+        chat.worker.say(UserReply(msg.uid, "once upon"))
+        await until(lambda: "once upon" in chat.shown)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await chat.worker.take() == AbortMsg(msg.uid)
+        await until(lambda: chat.shown.endswith("[stopped]\n"))
+        chat.type("go on")
+        again = await chat.worker.take()
+        assert [turn["content"] for turn in again.prompt] == ["tell me", "once upon", "go on"]
+        chat.worker.say(UserReply(again.uid, "a time", finish="stop"))
+        await until(lambda: chat.shown.endswith("a time\n"))
+        await chat.leave()
+
+    scene(play)
+
+
+def test_ctrl_c_before_the_first_token_stops_too() -> None:
+    async def play(chat: Chat) -> None:
+        chat.type("tell me")
+        msg = await chat.worker.take()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await chat.worker.take() == AbortMsg(msg.uid)
+        await until(lambda: chat.shown.endswith("[stopped]\n"))
+        await chat.leave()
+
+    scene(play)
+
+
+def test_an_engine_that_dies_ends_it() -> None:
+    async def play(chat: Chat) -> None:
+        chat.type("hi")
+        await chat.worker.take()
+        chat.frontend.fail("the engine is gone")
+        with pytest.raises(EngineFailed, match="the engine is gone"):
+            await chat.running
+
+    scene(play)
+
+
+def test_cancelled_in_mid_answer_it_ends_and_aborts() -> None:
+    async def play(chat: Chat) -> None:
+        chat.type("hi")
+        msg = await chat.worker.take()
+        chat.running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await chat.running
+        assert await chat.worker.take() == AbortMsg(msg.uid)
+
+    scene(play)

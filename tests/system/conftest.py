@@ -1,0 +1,40 @@
+"""One server of a tiny model for all tests that only talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import tiny_checkpoint
+from tests.system.harness import Program, small
+from tests.system.oracle import ARCH, CONTEXT
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with a long context."""
+    return tiny_checkpoint(ARCH, tmp_path_factory.mktemp("system") / ARCH, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def running_server(folder: Path) -> Iterator[Callable[[], Program]]:
+    """A function that returns the server, and starts another one if a test has spoilt it."""
+    with ExitStack() as programs:
+        current: list[Program] = []
+
+        def get() -> Program:
+            if not (current and current[-1].is_healthy() and current[-1].has_all_places()):
+                program = Program(*small(folder, "--overlap"))
+                current.append(programs.enter_context(program).wait_ready())
+            return current[-1]
+
+        yield get
+
+
+@pytest.fixture
+def server(running_server: Callable[[], Program]) -> Program:
+    """It has few rows and places, and all of them are free."""
+    return running_server()

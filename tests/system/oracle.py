@@ -1,0 +1,41 @@
+"""What the tiny model says according to transformers: greedy text, one token at a time, on and on past its end."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from tests.checkpoints import tiny_model, tiny_tokenizer
+
+CONTEXT = 16_384  # long enough that an answer outlasts a test
+ARCH = "llama"
+
+
+@cache
+def _parts() -> tuple[Any, Any]:
+    return tiny_model(ARCH, max_position_embeddings=CONTEXT), tiny_tokenizer()
+
+
+def text_after(prompt: str, num_tokens: int) -> str:
+    """The greedy continuation of a text."""
+    return _continue(_parts()[1](prompt)["input_ids"], num_tokens)
+
+
+def answer_to(content: str, num_tokens: int) -> str:
+    """The greedy answer in a chat of one turn."""
+    turns = [{"role": "user", "content": content}]
+    tokenizer = _parts()[1]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return _continue(tokenizer(text, add_special_tokens=False)["input_ids"], num_tokens)
+
+
+@torch.inference_mode()
+def _continue(prompt: list[int], num_tokens: int) -> str:
+    model, tokenizer = _parts()
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    text: str = tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
+    return text

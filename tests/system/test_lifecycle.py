@@ -1,0 +1,147 @@
+"""How it ends: told to, killed in part or whole, or never started. Nothing is left, and everybody is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.system.harness import PATIENCE_S, ROWS, Program, endless, eventually, open_stream, small
+from tests.system.oracle import text_after
+
+pytestmark = pytest.mark.slow
+
+
+def assert_answers(program: Program) -> None:
+    answer = httpx.post(f"{program.url}/v1/completions", json=endless(max_tokens=24), timeout=PATIENCE_S)
+    assert answer.json()["choices"][0]["text"] == text_after("the dog", 24)
+
+
+def send(program: Program, **fields: Any) -> HTTPConnection:
+    """A request whose response nobody reads yet."""
+    connection = HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE_S)
+    connection.request("POST", "/v1/completions", json.dumps(endless(**fields)), {"content-type": "application/json"})
+    return connection
+
+
+class OpenRequests:
+    """A stream that runs, two whole answers that do, and one that waits for a row, all of them endless."""
+
+    def __init__(self, program: Program, resources: ExitStack) -> None:
+        self._stream = resources.enter_context(open_stream(program))
+        self._whole = [resources.enter_context(closing(send(program))) for _ in range(ROWS)]
+        with closing(send(program, prompt=[10**6])) as last:
+            assert last.getresponse().status == 400  # by the scheduler: the others have reached it before
+
+    def assert_told(self, reason: str) -> None:
+        """Each has got an error that gives the reason."""
+        *_, last = self._stream
+        assert reason in last["error"]["message"]
+        for connection in self._whole:
+            response = connection.getresponse()
+            assert response.status == 503
+            assert reason in json.loads(response.read())["error"]["message"]
+
+
+def last_line(program: Program) -> str:
+    return program.stderr.splitlines()[-1]
+
+
+def test_a_signal_ends_it_and_everybody_is_told(folder: Path) -> None:
+    options = ["--tp", "2", "--num-tokenizer", "2", "--cache", "naive", "--no-overlap", "--max-prefill-length", "3"]
+    with Program(*small(folder, *options)) as program:
+        program.wait_ready()
+        assert_answers(program)
+        with ExitStack() as resources:
+            opened = OpenRequests(program, resources)
+            program.process.send_signal(signal.SIGTERM)
+            opened.assert_told("shutting down")
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+        assert "Traceback" not in program.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "argv"),
+    [
+        ("scheduler-0", 0, ["--tp", "2"]),
+        ("detokenizer", 1, ["--num-tokenizer", "0"]),
+        ("tokenizer-1", 3, ["--num-tokenizer", "2"]),
+    ],
+)
+def test_when_a_worker_is_killed_everybody_is_told_why_and_all_end(
+    name: str, index: int, argv: list[str], folder: Path
+) -> None:
+    with Program(*small(folder, *argv)) as program:
+        program.wait_ready()
+        with ExitStack() as resources:
+            opened = OpenRequests(program, resources)
+            program.workers()[index].kill()
+            opened.assert_told(f"{name} died")
+        assert program.wait() == 1
+        assert f"{name} died with exit code -9" in last_line(program)
+        program.assert_nothing_is_left()
+
+
+def test_when_the_parent_is_killed_its_children_vanish(folder: Path) -> None:
+    env = {"MINISGL_DISABLE_OVERLAP_SCHEDULING": "1"}
+    with Program(*small(folder, "--num-tokenizer", "0", "--overlap"), env=env) as program:
+        program.wait_ready()
+        assert_answers(program)
+        with open_stream(program) as stream:
+            program.process.kill()
+            with pytest.raises(httpx.TransportError):
+                list(stream)
+        program.assert_nothing_is_left(folder=True)
+
+
+def has_folder(program: Program) -> bool:
+    return bool(list(program.folder.glob("minisgl-*")))
+
+
+def has_all_workers(program: Program) -> bool:
+    return len(program.workers()) == 3
+
+
+@pytest.mark.parametrize("moment", [has_folder, has_all_workers])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_loads_ends_it(number: int, moment: Callable[[Program], bool], folder: Path) -> None:
+    with Program(*small(folder)) as program:
+        eventually(lambda: moment(program), "it has begun to load")
+        program.know_workers()
+        program.process.send_signal(number)
+        assert program.wait() == 130
+        program.assert_nothing_is_left()
+
+
+def test_a_port_in_use_is_one_line(server: Program, folder: Path) -> None:
+    with Program(*small(folder), "--port", str(server.port)) as program:
+        assert program.wait() == 1
+        (line,) = program.stderr.splitlines()
+        assert line.startswith("minisgl: error: ")
+        assert str(server.port) in line
+    assert server.is_healthy()
+
+
+def damaged(folder: Path, copy: Path) -> Path:
+    shutil.copytree(folder, copy)
+    weights = next(copy.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return copy
+
+
+def test_damaged_weights_are_one_line(folder: Path, tmp_path: Path) -> None:
+    with Program(*small(damaged(folder, tmp_path / "damaged"))) as program:
+        assert program.wait() == 1
+        assert "Traceback" not in program.stderr
+        assert last_line(program).startswith("minisgl: error: ")
+        assert "safetensors" in last_line(program)
+        assert list(program.folder.glob("minisgl-*")) == []

@@ -1,0 +1,20 @@
+"""The tokenizers of this folder's tests, each loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from minisgl.models import fetch_model
+from minisgl.tokenizer import Tokenizer
+from tests.tokenizer.vocabularies import byte_fallback, byte_level
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+    """From a name to a tokenizer: "byte level", "byte fallback", or "default", the default model's."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    makers = {"byte level": byte_level, "byte fallback": byte_fallback}
+    return cache(lambda name: Tokenizer(makers[name](root / name) if name in makers else fetch_model(None)))

@@ -1,0 +1,179 @@
+"""The pieces of an answer, put together, are the decode of all its ids, and none is held back without need."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from minisgl.message import DetokenizeMsg, ReplyError
+from minisgl.tokenizer import Detokenizer, Tokenizer
+
+TINY = ["byte level", "byte fallback"]
+OUTSIDE = 100_000  # an id that no tokenizer here has: models often have more rows than their tokenizer has tokens
+TEXTS = [
+    "naïve café",
+    "语言模型",
+    "👩‍👩‍👧‍👦 family",
+    "🇩🇪🇫🇷",
+    "a  b   c",
+    " a",
+    "\n\n a\t",
+    "e\u0301",
+    "\ufffd a \ufffd",
+    "...",
+]
+
+names = pytest.mark.parametrize("name", [*TINY, pytest.param("default", marks=pytest.mark.slow)])
+many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some_bytes = st.binary(max_size=8) | st.sampled_from([b"\xf0\x9f", b"\xe8\xaf\xad", b"\xff", b" ", b"\xe2\x96\x81"])
+specials = st.integers(0, 3) | st.just(OUTSIDE)
+
+
+def byte_id(tokenizer: Tokenizer, byte: int) -> int:
+    """The token that stands for one byte."""
+    vocab = tokenizer._tokenizer.get_vocab()
+    spelled = f"<0x{byte:02X}>"
+    return vocab[spelled] if spelled in vocab else vocab[_letter_of(byte)]
+
+
+def _letter_of(byte: int) -> str:
+    """GPT-2's spelling of a byte: itself if it is printable, else the next free letter from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+def ids_of(tokenizer: Tokenizer, parts: Sequence[str | bytes | int]) -> list[int]:
+    """Texts are encoded, bytes become byte tokens, ids stay."""
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, str):
+            ids += tokenizer.encode(part).tolist()
+        else:
+            ids += [part] if isinstance(part, int) else [byte_id(tokenizer, byte) for byte in part]
+    return ids
+
+
+def new(tokenizer: Tokenizer) -> Detokenizer:
+    return tokenizer.make_detokenizer()
+
+
+def pieces(detokenizer: Detokenizer, ids: list[int], last: DetokenizeMsg | None = None) -> list[str]:
+    """What is said of each id, the last of which is the answer's end unless a last message is given."""
+    ends = [None] * len(ids)
+    if last is None:
+        ends[-1] = "length"
+    msgs = [DetokenizeMsg(0, token, finish=end) for token, end in zip(ids, ends, strict=True)]
+    return [detokenizer.step(msg).text for msg in msgs + ([last] if last else [])]
+
+
+parts = st.lists(st.sampled_from(TEXTS) | st.text(max_size=5) | some_bytes | specials, min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("name", TINY)
+@given(parts=parts)
+@example(parts=[b"A", 2, b"\xff"])  # a special token inside a run of bytes: the run is decoded as one
+@example(parts=[b"A", OUTSIDE, b"\xff"])
+@example(parts=[b"\xe8", 2, b"\xaf\xad"])
+@many
+def test_the_pieces_are_the_decode_of_all_ids(
+    name: str, parts: list[str | bytes | int], tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = ids_of(tokenizer(name), parts) or [0]
+    detokenizer = new(tokenizer(name))
+    assert "".join(pieces(detokenizer, ids)) == tokenizer(name).decode(ids)
+    assert detokenizer.num_open == 0
+
+
+@names
+def test_the_pieces_of_long_random_ids_are_their_decode(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    dice = random.Random(0)
+    vocab_size = len(tokenizer(name)._tokenizer)
+    for length in (1, 2, 17, 18, 40, 300):
+        for _ in range(10):
+            ids = [dice.randrange(vocab_size) for _ in range(length)]
+            assert "".join(pieces(new(tokenizer(name)), ids)) == tokenizer(name).decode(ids), ids
+
+
+@names
+@pytest.mark.parametrize("text", [*TEXTS, "".join(TEXTS) * 9])
+def test_the_pieces_of_a_text_are_that_text(name: str, text: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = tokenizer(name).encode(text).tolist()
+    assert "".join(pieces(new(tokenizer(name)), ids)) == tokenizer(name).decode(ids) == text
+
+
+@names
+def test_text_is_handed_out_as_soon_as_it_is_certain(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = tokenizer(name).encode("ab 语 é ab. 👍 a" * 12).tolist()
+    detokenizer, shown, byte_ids = new(tokenizer(name)), "", tokenizer(name).byte_ids
+    for end, token in enumerate(ids, start=1):
+        shown += detokenizer.step(DetokenizeMsg(0, token)).text
+        so_far = tokenizer(name).decode(ids[:end])
+        if token not in byte_ids and not so_far.endswith("\ufffd"):
+            assert shown == so_far
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "last",
+    [
+        DetokenizeMsg(0, 2, finish="stop"),
+        DetokenizeMsg(0, finish="abort"),
+        DetokenizeMsg(0, error=ReplyError(500, "engine_failed", "the engine is gone")),
+    ],
+    ids=["stop", "abort", "error"],
+)
+def test_what_is_held_back_comes_with_the_end_whatever_ends_it(
+    name: str, last: DetokenizeMsg, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = ids_of(tokenizer(name), [b"ab\xf0\x9f"])
+    detokenizer = new(tokenizer(name))
+    told = pieces(detokenizer, ids, last)
+    assert not any("\ufffd" in piece for piece in told[:-1])
+    assert "".join(told) == tokenizer(name).decode(ids)
+    assert "\ufffd" in told[-1]
+    assert detokenizer.num_open == 0
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_token_that_says_stop_is_counted_and_not_shown(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    (visible,) = ids_of(tokenizer(name), [b"."])
+    reply = new(tokenizer(name)).step(DetokenizeMsg(0, visible, finish="stop"))
+    assert (reply.text, reply.num_output, reply.finish) == ("", 1, "stop")
+    reply = new(tokenizer(name)).step(DetokenizeMsg(0, visible, finish="length"))
+    assert (reply.text, reply.num_output, reply.finish) == (".", 1, "length")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_answers_that_grow_at_once_do_not_mix(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    dice = random.Random(1)
+    left = {uid: ids_of(tokenizer(name), [text, b"\xf0\x9f", "end"]) for uid, text in enumerate(TEXTS)}
+    expected = {uid: tokenizer(name).decode(ids) for uid, ids in left.items()}
+    detokenizer, shown = new(tokenizer(name)), dict.fromkeys(left, "")
+    while left:
+        uid = dice.choice(sorted(left))
+        token = left[uid].pop(0)
+        shown[uid] += detokenizer.step(DetokenizeMsg(uid, token, finish=None if left[uid] else "length")).text
+        if not left[uid]:
+            del left[uid]
+        assert detokenizer.num_open <= len(expected)
+    assert shown == expected
+    assert detokenizer.num_open == 0
+
+
+def test_a_uid_may_come_again_after_its_end(tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = ids_of(tokenizer("byte level"), ["the dog"])
+    detokenizer = new(tokenizer("byte level"))
+    assert "".join(pieces(detokenizer, ids)) == "".join(pieces(detokenizer, ids)) == "the dog"
+
+
+def test_an_end_without_a_token_says_the_counts_it_was_given(tokenizer: Callable[[str], Tokenizer]) -> None:
+    detokenizer = new(tokenizer("byte level"))
+    detokenizer.step(DetokenizeMsg(3, 7))
+    reply = detokenizer.step(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
+    assert (reply.num_prompt, reply.num_cached, reply.num_output) == (5, 4, 1)
+    assert detokenizer.num_open == 0

@@ -1,0 +1,117 @@
+"""Prompts of all kinds to ids: special tokens once, and refusals that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl.errors import CheckpointError, InvalidRequest
+from minisgl.message import TokenIds, pack_ids
+from minisgl.tokenizer import Tokenizer
+from tests.checkpoints import BOS_ID, IM_END_ID, IM_START_ID
+from tests.tokenizer.vocabularies import byte_level
+
+TURN = {"role": "user", "content": "the dog"}
+
+
+def with_template(folder: Path, template: str | None) -> Tokenizer:
+    """The byte-level tokenizer with another chat template, or without."""
+    byte_level(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_a_text_gets_the_models_first_token_once(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = tokenizer(name).encode("ab")
+    bos = tokenizer(name)._tokenizer.bos_token_id
+    assert ids.dtype == np.int32
+    assert ids[0] == bos
+    assert bos not in ids[1:]
+
+
+def test_a_chat_whose_template_writes_the_first_token_has_it_once(tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = tokenizer("byte level").encode([TURN]).tolist()
+    assert ids[0] == BOS_ID
+    assert ids.count(BOS_ID) == 1
+    assert ids.count(IM_START_ID) == 2, "the turn's, and the answer's"
+    assert ids.count(IM_END_ID) == 1
+
+
+def test_a_chat_whose_template_writes_no_first_token_has_none(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    assert BOS_ID not in tokenizer.encode([TURN])
+
+
+@pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["user", "assistant", "user"], ["assistant"]])
+def test_every_turn_stands_in_the_prompt_under_its_role(
+    roles: list[str], tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    messages = [{"role": role, "content": f"content {i} é"} for i, role in enumerate(roles)]
+    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    assert tokenizer("byte level").render(messages) == f"<s>{expected}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("ids", [[7], [1, 2, 3, 250], [2**31 - 1, 0], []])
+def test_ids_pass_as_they_are(ids: list[int], tokenizer: Callable[[str], Tokenizer]) -> None:
+    encoded = tokenizer("byte level").encode(TokenIds(pack_ids(ids)))
+    assert encoded.tolist() == ids
+    assert encoded.dtype == np.int32
+
+
+@pytest.mark.parametrize("text", ["", "\0", "<s>", "<|im_end|>", "a" * 20_000, "\ufffd", "\u2028", "﷽" * 500])
+def test_any_text_becomes_ids_of_the_vocabulary(text: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = tokenizer("byte level").encode(text)
+    assert 0 <= ids.min() <= ids.max() < len(tokenizer("byte level")._tokenizer)
+
+
+def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template") as refusal:
+        with_template(tmp_path, None).encode([TURN])
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9]['content'] }}", "messages|undefined|no element"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for %}", "refuses"),
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal(template: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
+        with_template(tmp_path, template).encode([TURN])
+    assert refusal.value.param == "messages"
+    assert refusal.value.status == 400
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        Tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError) as refusal:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_byte_tokens_are_those_that_stand_for_one_byte(tokenizer: Callable[[str], Tokenizer], tmp_path: Path) -> None:
+    names = {
+        tokenizer("byte fallback")._tokenizer.convert_ids_to_tokens(i) for i in tokenizer("byte fallback").byte_ids
+    }
+    assert names == {f"<0x{byte:02X}>" for byte in range(256)}
+    assert tokenizer("byte level").byte_ids == frozenset()

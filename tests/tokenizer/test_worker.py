@@ -1,0 +1,99 @@
+"""The loop of a tokenizer process: every message has its effect, and none but ShutdownMsg ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.message import (
+    AbortBackendMsg,
+    AbortMsg,
+    BatchFrontendMsg,
+    BatchTokenizerMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    ShutdownMsg,
+    TokenIds,
+    TokenizeMsg,
+    TokenizerMsg,
+    UserMsg,
+    UserReply,
+    pack_ids,
+    unpack_ids,
+)
+from minisgl.tokenizer.server import TokenizeWorker
+from tests.tokenizer.vocabularies import byte_fallback
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Inbox:
+    """A queue whose messages are all there; the worker must not ask for more."""
+
+    def __init__(self, *msgs: TokenizerMsg) -> None:
+        self._msgs: Iterator[TokenizerMsg] = iter(msgs)
+
+    def get(self) -> TokenizerMsg:
+        return next(self._msgs)
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.msgs: list[Any] = []
+
+    def put(self, msg: Any) -> None:
+        self.msgs.append(msg)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer without a chat template."""
+    return byte_fallback(tmp_path_factory.mktemp("tokenizer"))
+
+
+def run(folder: Path, *msgs: TokenizerMsg) -> tuple[list[Any], list[Any]]:
+    """What the backend and the frontend get."""
+    backend, frontend = Outbox(), Outbox()
+    TokenizeWorker(folder, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
+    return backend.msgs, frontend.msgs
+
+
+def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
+    (msg,), to_frontend = run(folder, TokenizeMsg(4, TokenIds(pack_ids([5, 6])), GREEDY), ShutdownMsg())
+    assert isinstance(msg, UserMsg)
+    assert (msg.uid, unpack_ids(msg.input_ids).tolist(), msg.sampling) == (4, [5, 6], GREEDY)
+    assert to_frontend == []
+
+
+def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> None:
+    chat = TokenizeMsg(1, [{"role": "user", "content": "a"}], GREEDY)
+    to_backend, (reply,) = run(folder, chat, TokenizeMsg(2, "a", GREEDY), ShutdownMsg())
+    assert isinstance(reply, UserReply)
+    assert (reply.uid, reply.is_final) == (1, True)
+    assert reply.error is not None and (reply.error.status, reply.error.param) == (400, "messages")
+    assert [msg.uid for msg in to_backend] == [2]
+
+
+def test_an_abort_follows_its_request(folder: Path) -> None:
+    to_backend, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
+    assert [type(msg) for msg in to_backend] == [UserMsg, AbortBackendMsg]
+    assert to_backend[1].uid == 1
+
+
+def test_news_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
+    news = [DetokenizeMsg(1, 260, num_prompt=3), DetokenizeMsg(2, finish="abort")]
+    to_backend, (batch,) = run(folder, BatchTokenizerMsg(news), ShutdownMsg())
+    assert isinstance(batch, BatchFrontendMsg)
+    assert [(reply.uid, reply.text, reply.finish) for reply in batch.replies] == [(1, "a", None), (2, "", "abort")]
+    assert to_backend == []
+
+
+@pytest.mark.parametrize("pass_on", [False, True])
+def test_only_one_tokenizer_tells_the_scheduler_to_end(folder: Path, pass_on: bool) -> None:
+    to_backend, to_frontend = run(folder, ShutdownMsg(pass_on=pass_on))
+    assert to_backend == ([ExitMsg()] if pass_on else [])
+    assert to_frontend == []
