@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
     "suffix": ("",),
@@ -56,7 +57,6 @@ _HARMLESS = {
     "prompt_cache_retention",
     "parallel_tool_calls",
     "prediction",
-    "verbosity",
 }
 
 MAX_ID = 2**31 - 1
