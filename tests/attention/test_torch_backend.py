@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.attention import create_attention_backend
 from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
+from minisgl.kernel import store_kv
 from minisgl.kvcache import MHAKVCache
 
 HEAD_DIM, LAYERS = 8, 2
@@ -65,9 +66,9 @@ class World:
         return self.page_table_RP[part.req.row, position // self.page_size] * self.page_size + position % self.page_size
 
     def attend(self, layer: int) -> Tensor:
-        """What the backend makes of the last positions, after the earlier ones were stored."""
+        """What the backend makes of the last positions, after all keys and values were stored."""
         for part, k, v in zip(self.slices, self.k, self.v, strict=True):
-            self.pool.store(layer, k[: part.start], v[: part.start], self.slots(part, 0, part.start).long())
+            store_kv(k, v, self.pool.k_cache(layer), self.pool.v_cache(layer), self.slots(part, 0, part.end).long())
         plan = BatchPlan(self.slices)
         backend = create_attention_backend("torch", self.pool, self.page_table_RP)
         empty = torch.empty(0, dtype=torch.int64)
@@ -79,12 +80,7 @@ class World:
             last_B=empty,
             attn_metadata=backend.prepare(plan),
         )
-        new_k = torch.cat([k[part.start :] for part, k in zip(self.slices, self.k, strict=True)])
-        new_v = torch.cat([v[part.start :] for part, v in zip(self.slices, self.v, strict=True)])
-        qkv_TMH = torch.cat((torch.cat(self.q), new_k, new_v), dim=1)  # as a projection has them
-        return backend.forward(
-            *qkv_TMH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1), layer, batch
-        )
+        return backend.forward(torch.cat(self.q), layer, batch)
 
     def dense(self) -> Tensor:
         """The definition, in float64: one request, one head, one query at a time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minisgl.kernel import store_kv
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 
 LAYERS, HEADS, HEAD_DIM, PAGES, PAGE_SIZE = 3, 2, 4, 5, 4
@@ -28,11 +29,11 @@ def test_store_writes_one_layer_at_its_slots_and_nothing_else() -> None:
     k_TKH, v_TKH = torch.randn(2, 3, HEADS, HEAD_DIM).unbind()
     slot_T = torch.tensor([7, 0, 19])
 
-    pool.store(1, k_TKH, v_TKH, slot_T)
+    store_kv(k_TKH, v_TKH, pool.k_cache(1), pool.v_cache(1), slot_T)
 
     assert torch.equal(pool.k_cache(1)[slot_T], k_TKH)
     assert torch.equal(pool.v_cache(1)[slot_T], v_TKH)
-    pool.store(1, torch.zeros_like(k_TKH), torch.zeros_like(v_TKH), slot_T)
+    store_kv(torch.zeros_like(k_TKH), torch.zeros_like(v_TKH), pool.k_cache(1), pool.v_cache(1), slot_T)
     assert all(not pool.k_cache(i).any() and not pool.v_cache(i).any() for i in range(LAYERS))
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.layers import RMSNorm, RMSNormFused, gelu_and_mul, silu_and_mul
+from minisgl.kernel import gelu_and_mul, silu_and_mul
+from minisgl.layers import RMSNorm, RMSNormFused
 from tests.layers.sources import RandomSource
 
 WIDTH, EPS = 24, 0.01
@@ -24,7 +25,7 @@ def by_formula(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + EPS) * weight.double()
 
 
-@pytest.mark.parametrize("shape", [(0, WIDTH), (1, WIDTH), (5, WIDTH), (5, 3, WIDTH)])
+@pytest.mark.parametrize("shape", [(0, WIDTH), (1, WIDTH), (5, WIDTH)])
 def test_rms_norm_equals_its_formula(shape: tuple[int, ...]) -> None:
     source = RandomSource()
     norm = RMSNorm(WIDTH, EPS)

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from minisgl.errors import CheckpointError
+from minisgl.kernel import rotate
 from minisgl.layers import RotaryConfig, get_rope
 from minisgl.models import ModelConfig
 
@@ -91,7 +92,9 @@ def test_turned_heads_equal_those_of_transformers(spelling: dict[str, Any], tmp_
 
     rope = get_rope(read(spelling, tmp_path), POSITIONS, torch.float32)
     for x_TNH, turned in zip((q_TNH, k_TKH), expected, strict=True):
-        torch.testing.assert_close(rope.forward(position_T).apply(x_TNH), turned[0].transpose(0, 1), atol=2e-4, rtol=0)
+        torch.testing.assert_close(
+            rotate(x_TNH, rope.forward(position_T)), turned[0].transpose(0, 1), atol=2e-4, rtol=0
+        )
 
 
 def test_the_spellings_of_one_rope_mean_the_same(tmp_path: Path) -> None:
@@ -104,7 +107,7 @@ def test_kinds_differ_from_each_other(tmp_path: Path) -> None:
     """So that the test above cannot pass by ignoring the kind."""
     names = ("new default", "new linear", "new llama3", "new yarn")
     ropes = [get_rope(read(SPELLINGS[name], tmp_path), POSITIONS, torch.float32) for name in names]
-    turned = [rope.forward(torch.arange(POSITIONS)).apply(numbers(1)) for rope in ropes]
+    turned = [rotate(numbers(1), rope.forward(torch.arange(POSITIONS))) for rope in ropes]
     for index, one in enumerate(turned):
         assert all((one - other).abs().max() > 0.1 for other in turned[:index])
 
@@ -115,7 +118,7 @@ def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
     config = RotaryConfig(HEAD_DIM, 5e3, 512, "divided", {"divisors": divisors.tolist()})
     x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
 
-    turned = get_rope(config, POSITIONS, torch.float32).forward(position_T).apply(x_TNH)
+    turned = rotate(x_TNH, get_rope(config, POSITIONS, torch.float32).forward(position_T))
 
     frequency = 5e3 ** (-torch.arange(half, dtype=torch.float64) / half) / divisors.double()
     angle_T1X = torch.outer(position_T.double(), frequency)[:, None]
@@ -133,7 +136,7 @@ def test_llama3_written_as_divisors_is_llama3() -> None:
     divided = get_rope(RotaryConfig(HEAD_DIM, 5e3, 512, "divided", scaling), POSITIONS, torch.float32)
     x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
     torch.testing.assert_close(
-        divided.forward(position_T).apply(x_TNH), llama3.forward(position_T).apply(x_TNH), atol=2e-4, rtol=0
+        rotate(x_TNH, divided.forward(position_T)), rotate(x_TNH, llama3.forward(position_T)), atol=2e-4, rtol=0
     )
 
 
@@ -161,7 +164,7 @@ def test_a_parameter_that_is_null_is_an_error_of_the_checkpoint() -> None:
 def test_bfloat16_heads_stay_bfloat16() -> None:
     rope = get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.bfloat16)
     x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
-    turned = rope.forward(position_T).apply(x_TNH.bfloat16())
-    exact = get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.float32).forward(position_T).apply(x_TNH)
+    turned = rotate(x_TNH.bfloat16(), rope.forward(position_T))
+    exact = rotate(x_TNH, get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.float32).forward(position_T))
     assert turned.dtype == torch.bfloat16
     torch.testing.assert_close(turned.float(), exact, atol=5e-2, rtol=0)

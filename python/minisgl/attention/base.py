@@ -23,10 +23,13 @@ class BaseAttnBackend(ABC):
         """Read the page table for this plan. Valid for this step only."""
 
     @abstractmethod
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
-        """Store k and v in the pool at batch.slot_T, then attend.
+    def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:
+        """Attend to the keys and values in the pool, where those of this batch stand already.
 
         Scores are scaled by 1 / sqrt(H). Query head n reads kv head n * K // N.
+
+        Args:
+            q_TNH: contiguous.
 
         Returns:
             o_TNH, q's dtype.

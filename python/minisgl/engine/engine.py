@@ -31,6 +31,7 @@ from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
 from minisgl.moe import create_moe_backend
+from minisgl.utils.arch import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
+            keep_freed_memory()
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
         self._dtype = getattr(torch, config.dtype)
         self._model_config = ModelConfig.from_folder(Path(config.model))

@@ -1,13 +1,36 @@
-"""Kernels: each a Python wrapper that states its contract, with a torch or numpy reference.
+"""Kernels: each a function with one contract, and a reference in plain torch to be compared with.
 
-The wrapper picks the implementation for the device of its tensors. On a CPU the reference is what runs.
+A wrapper picks the implementation by device and dtype: csrc/cpu.cpp on a CPU with a compiler, else the reference.
+Nothing here knows of requests, pages or models. Read `norm.py` for the pattern, then `rotary.py`.
 """
 
+from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
+from minisgl.kernel.attention import attend_decode, causal_softmax
 from minisgl.kernel.linear import CpuLinear
 from minisgl.kernel.moe import moe_reference
+from minisgl.kernel.native import cpu_kernels
 from minisgl.kernel.noise import gumbel_noise
-from minisgl.kernel.norm import rms_norm
+from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
+from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store
 from minisgl.kernel.store import store_kv
 
-__all__ = ["CpuLinear", "common_prefix_length", "gumbel_noise", "moe_reference", "rms_norm", "store_kv"]
+__all__ = [
+    "CpuLinear",
+    "HeadNorms",
+    "Rotation",
+    "add_rms_norm",
+    "attend_decode",
+    "causal_softmax",
+    "common_prefix_length",
+    "cpu_kernels",
+    "gelu_and_mul",
+    "gumbel_noise",
+    "moe_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rotate",
+    "rotate_and_store",
+    "silu_and_mul",
+    "store_kv",
+]

@@ -1,22 +1,37 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
 # Dimension key: T tokens in the batch, D width of the normalised dimension.
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from minisgl.kernel.native import cpu_kernels
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in float32, output in x's dtype.
+    """x / sqrt(mean(x^2) + eps) * weight; computed in float32, output in x's dtype."""
+    kernels = cpu_kernels(x_TD)
+    if kernels is None:
+        return rms_norm_reference(x_TD, weight_D, eps)
+    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    kernels.rms_norm(x_TD, weight_D, eps, y_TD)
+    return y_TD
 
-    torch computes its own `rms_norm` on a CPU in eight small steps. The layer norm of (x, -x), whose mean is zero and
-    whose variance is the mean of x^2, is the same in one, and for the few tokens of a decode twice as fast.
-    """
-    width = x_TD.shape[-1]
-    if x_TD.is_cuda:
-        return F.rms_norm(x_TD, (width,), weight_D, eps)
-    mirrored = torch.cat((x_TD, x_TD.neg()), dim=-1)
-    return F.layer_norm(mirrored, (2 * width,), eps=eps)[..., :width] * weight_D
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Add x to the residual, in place, and return the norm of the sum."""
+    kernels = cpu_kernels(x_TD)
+    if kernels is None:
+        return rms_norm_reference(residual_TD.add_(x_TD), weight_D, eps)
+    y_TD = torch.empty_like(x_TD)
+    kernels.add_rms_norm(x_TD, residual_TD, weight_D, eps, y_TD)
+    return y_TD
+
+
+def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The same in plain torch, for any leading shape."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight_D.float()).to(x.dtype)

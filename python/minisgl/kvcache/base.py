@@ -28,17 +28,13 @@ class BaseKVCachePool(ABC):
     def kv_cache(self, layer: int) -> Tensor:
         """kv_2SKH of a layer, keys before values; a view, its strides are the pool's own affair."""
 
+    @abstractmethod
     def k_cache(self, layer: int) -> Tensor:
         """k_SKH of a layer."""
-        return self.kv_cache(layer)[0]
-
-    def v_cache(self, layer: int) -> Tensor:
-        """v_SKH of a layer."""
-        return self.kv_cache(layer)[1]
 
     @abstractmethod
-    def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:
-        """Write the KV of a step to its slots, in place."""
+    def v_cache(self, layer: int) -> Tensor:
+        """v_SKH of a layer."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ Laid out head first, [layer, 2, K, S, H]: the pages of one head lie side by side
 a request yields, without another copy, the dense matrices that a CPU multiplies fastest.
 """
 
-# Dimension key: S kv slots, K kv heads, H head dim, T tokens in the batch.
+# Dimension key: S kv slots, K kv heads, H head dim.
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.kernel import store_kv
 from minisgl.kvcache.base import BaseKVCachePool
 
 
@@ -36,7 +35,8 @@ class MHAKVCache(BaseKVCachePool):
         self.page_size = page_size
         shape = (num_layers, 2, num_kv_heads, num_pages * page_size, head_dim)
         self._kv_2SKH: list[Tensor] = list(_zeros(shape, dtype, device).transpose(2, 3))
-        self._pairs = [kv_2SKH.unbind() for kv_2SKH in self._kv_2SKH]
+        self._k_SKH: list[Tensor] = [kv_2SKH[0] for kv_2SKH in self._kv_2SKH]
+        self._v_SKH: list[Tensor] = [kv_2SKH[1] for kv_2SKH in self._kv_2SKH]
 
     @staticmethod
     def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int) -> int:
@@ -46,9 +46,11 @@ class MHAKVCache(BaseKVCachePool):
     def kv_cache(self, layer: int) -> Tensor:
         return self._kv_2SKH[layer]
 
-    def store(self, layer: int, k_TKH: Tensor, v_TKH: Tensor, slot_T: Tensor) -> None:
-        k_SKH, v_SKH = self._pairs[layer]
-        store_kv(k_TKH, v_TKH, k_SKH, v_SKH, slot_T)
+    def k_cache(self, layer: int) -> Tensor:
+        return self._k_SKH[layer]
+
+    def v_cache(self, layer: int) -> Tensor:
+        return self._v_SKH[layer]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

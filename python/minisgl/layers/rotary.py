@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minisgl.errors import CheckpointError
+from minisgl.kernel import Rotation
 from minisgl.layers.base import BaseOP, StateLessOP
 
 
@@ -39,23 +40,8 @@ class RotaryConfig:
     scaling: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The angles of one step's positions, looked up once and used in every layer."""
-
-    cos_T1H: Tensor
-    sin_T1H: Tensor
-
-    def apply(self, x_TNH: Tensor) -> Tensor:
-        """Turn each pair (i, i + H/2) of each head; a new tensor of x's shape and dtype."""
-        return torch.addcmul(x_TNH * self.cos_T1H, x_TNH.roll(x_TNH.shape[-1] // 2, -1), self.sin_T1H)
-
-
 class RotaryEmbedding(StateLessOP):
-    """A table of angles by position.
-
-    It holds [cos, cos] and [-sin, sin], so that turning a head is x * cos + x.roll(H/2) * sin.
-    """
+    """A table of angles by position; see `Rotation`."""
 
     def __init__(self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype) -> None:
         angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
@@ -67,8 +53,8 @@ class RotaryEmbedding(StateLessOP):
         self._cos_LH, self._sin_LH = self._cos_LH.to(device), self._sin_LH.to(device)
 
     def forward(self, position_T: Tensor) -> Rotation:
-        """Look up int64 positions, all below the table's length."""
-        return Rotation(self._cos_LH[position_T].unsqueeze(1), self._sin_LH[position_T].unsqueeze(1))
+        """Look up int64 positions, all below the table's length, once for all layers."""
+        return Rotation(self._cos_LH[position_T], self._sin_LH[position_T])
 
 
 def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> RotaryEmbedding:

@@ -17,6 +17,7 @@ from torch import Tensor
 from minisgl.core import Batch, Context
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError
+from minisgl.kernel import Rotation, gelu_and_mul, silu_and_mul
 from minisgl.layers import (
     AttentionLayer,
     BaseOP,
@@ -28,11 +29,8 @@ from minisgl.layers import (
     RMSNorm,
     RMSNormFused,
     RotaryEmbedding,
-    Rotation,
     VocabParallelEmbedding,
-    gelu_and_mul,
     get_rope,
-    silu_and_mul,
 )
 from minisgl.models.config import ModelConfig
 
@@ -65,8 +63,7 @@ class AttentionBlock(BaseOP):
         self.o_proj = LinearRowParallel(config.num_heads * head_dim, width, comm, bias=options.output_bias)
         self.q_norm = RMSNorm(head_dim, config.norm_eps) if options.head_norm else None
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if options.head_norm else None
-        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.attention = AttentionLayer(layer, heads, kv_heads, self.q_norm, self.k_norm)
+        self.attention = AttentionLayer(layer, self.q_norm, self.k_norm)
 
     def forward(self, x_TD: Tensor, rotation: Rotation, batch: Batch, ctx: Context) -> Tensor:
         qkv_TMH = self.qkv_proj.forward_heads(x_TD)

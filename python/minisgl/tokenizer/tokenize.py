@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Tokenizer:
         """A detokenizer for this vocabulary."""
         return Detokenizer(self.decode, self.byte_ids)
 
-    @property
+    @cached_property
     def byte_ids(self) -> frozenset[int]:
         """The tokens that stand for a single byte, in tokenizers that fall back to bytes ("<0x0A>")."""
         vocab: dict[str, int] = self._tokenizer.get_vocab()

@@ -47,6 +47,19 @@ def available_memory() -> int:
     return free if limit == "max" else min(free, int(limit) - int(used))
 
 
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed for the next allocation, instead of giving it back to the system.
+
+    A step frees and takes the same megabytes of activations again and again; each time the system would hand out zeroed
+    pages, one fault each, which takes a tenth of a prefill on a CPU.
+    """
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of mallopt(3)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(trim_threshold, 2**30)
+    mallopt(top_pad, 2**26)
+    mallopt(mmap_threshold, 2**25)
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies, however that happens (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,26 @@
+"""Gated activations of an MLP."""
+
+# Dimension key: T tokens in the batch, F mlp width.
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.kernel.native import cpu_kernels
+
+
+def silu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202); rows may lie apart, a row is contiguous."""
+    kernels = cpu_kernels(gate_TF)
+    if kernels is None:
+        return F.silu(gate_TF).mul_(up_TF)
+    y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
+    kernels.silu_and_mul(gate_TF, up_TF, y_TF)
+    return y_TF
+
+
+def gelu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh approximation of gelu."""
+    return F.gelu(gate_TF, approximate="tanh").mul_(up_TF)

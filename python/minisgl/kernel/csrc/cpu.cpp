@@ -1,0 +1,251 @@
+// The small steps between a CPU's matrix products, each in one pass over its data.
+//
+// torch runs each as several operators of a few microseconds; a decode of one token has a few hundred of them.
+// References and contracts stand beside the Python wrappers. Dimension key as there: T tokens, D width, N query heads,
+// K kv heads, H head dim, S kv slots, M heads in all, L positions.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using tvm::ffi::TensorView;
+
+using bf16 = uint16_t;  // its bits; a plain integer, so that loops over it become vectors
+
+inline float get(float x) { return x; }
+inline float get(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
+inline void put(float& y, float x) { y = x; }
+inline void put(bf16& y, float x) {  // to nearest, ties to even
+  uint32_t u = std::bit_cast<uint32_t>(x);
+  y = static_cast<bf16>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+constexpr int64_t kParallelWork = 1 << 14;  // elements below which waking another thread costs more than it brings
+
+// exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
+inline float exp_nonpositive(float x) {
+  float t = std::max(x * 1.44269504f, -126.0f), n = std::nearbyint(t), r = t - n;  // 2^n * 2^r
+  float p = 1.33390381e-3f;
+  p = p * r + 9.61817e-3f;
+  p = p * r + 5.55033e-2f;
+  p = p * r + 2.40226511e-1f;
+  p = p * r + 6.93147182e-1f;
+  p = p * r + 1.0f;
+  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+}
+
+template <class T>
+T* row(const TensorView& x, int64_t i) {
+  return static_cast<T*>(x.data_ptr()) + i * x.stride(0);
+}
+
+template <class T>
+float inverse_rms(const T* x, int64_t width, float eps) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < width; ++i) sum += get(x[i]) * get(x[i]);
+  return 1.0f / std::sqrt(sum / float(width) + eps);
+}
+
+template <class T>
+void normalize(const T* x, const T* weight, int64_t width, float eps, T* y) {
+  float scale = inverse_rms(x, width, eps);
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) put(y[i], get(x[i]) * scale * get(weight[i]));
+}
+
+// softmax(x * scale) in place; the exponentials pass through a buffer in float.
+template <class T>
+void softmax(T* x, int64_t length, float scale, float* buffer) {
+  float top = get(x[0]), total = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < length; ++i) top = std::max(top, get(x[i]));
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < length; ++i) total += buffer[i] = exp_nonpositive((get(x[i]) - top) * scale);
+  float share = 1.0f / total;
+#pragma omp simd
+  for (int64_t i = 0; i < length; ++i) put(x[i], buffer[i] * share);
+}
+
+// Call f with the width as a constant if it is a common one, so that loops over it unroll.
+template <class F>
+void for_width(int64_t width, F f) {
+  if (width == 64) return f(std::integral_constant<int64_t, 64>{});
+  if (width == 128) return f(std::integral_constant<int64_t, 128>{});
+  f(width);
+}
+
+// Call f with a value of the tensors' element type.
+template <class F>
+void for_dtype(const TensorView& x, F f) {
+  DLDataType dtype = x.dtype();
+  if (dtype.code == kDLBfloat && dtype.bits == 16) return f(bf16{});
+  if (dtype.code == kDLFloat && dtype.bits == 32) return f(float{});
+  TVM_FFI_THROW(TypeError) << "expected bfloat16 or float32";
+}
+
+}  // namespace
+
+void rms_norm(TensorView x_TD, TensorView weight_D, double eps, TensorView y_TD) {
+  for_dtype(x_TD, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t rows = x_TD.size(0), width = x_TD.size(1);
+#pragma omp parallel for if (rows * width > kParallelWork)
+    for (int64_t t = 0; t < rows; ++t)
+      normalize(row<T>(x_TD, t), row<T>(weight_D, 0), width, float(eps), row<T>(y_TD, t));
+  });
+}
+
+void add_rms_norm(TensorView x_TD, TensorView residual_TD, TensorView weight_D, double eps, TensorView y_TD) {
+  for_dtype(x_TD, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t rows = x_TD.size(0), width = x_TD.size(1);
+#pragma omp parallel for if (rows * width > kParallelWork)
+    for (int64_t t = 0; t < rows; ++t) {
+      T *x = row<T>(x_TD, t), *residual = row<T>(residual_TD, t);
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) put(residual[i], get(x[i]) + get(residual[i]));
+      normalize(residual, row<T>(weight_D, 0), width, float(eps), row<T>(y_TD, t));
+    }
+  });
+}
+
+void silu_and_mul(TensorView gate_TF, TensorView up_TF, TensorView y_TF) {
+  for_dtype(gate_TF, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t rows = gate_TF.size(0), width = gate_TF.size(1);
+#pragma omp parallel for if (rows * width > kParallelWork)
+    for (int64_t t = 0; t < rows; ++t) {
+      T *gate = row<T>(gate_TF, t), *up = row<T>(up_TF, t), *y = row<T>(y_TF, t);
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) {
+        float g = get(gate[i]), e = exp_nonpositive(-std::abs(g));
+        put(y[i], g * (g < 0 ? e : 1.0f) / (1.0f + e) * get(up[i]));
+      }
+    }
+  });
+}
+
+// Norms (if q_norm_H has elements), turns and hands out the heads of each token: queries to q_TNH, keys and values to
+// their slots. Pools are [S, K, H] of any strides with stride(2) == 1.
+void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps, TensorView cos_TH,
+                      TensorView sin_TH, TensorView slot_T, TensorView q_TNH, TensorView k_SKH, TensorView v_SKH) {
+  for_dtype(qkv_TMH, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t num_tokens = qkv_TMH.size(0), width = qkv_TMH.size(2), half = width / 2;
+    int64_t num_heads = q_TNH.size(1), num_kv_heads = k_SKH.size(1);
+    bool has_norm = q_norm_H.size(0) > 0;
+    const int64_t* slots = static_cast<const int64_t*>(slot_T.data_ptr());
+#pragma omp parallel for if (qkv_TMH.numel() > kParallelWork)
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      std::vector<T> normed(width);
+      const T *cos = row<T>(cos_TH, t), *sin = row<T>(sin_TH, t);
+      T* k = row<T>(k_SKH, slots[t]);
+      T* v = row<T>(v_SKH, slots[t]);
+      for (int64_t m = 0; m < num_heads + num_kv_heads; ++m) {
+        bool is_query = m < num_heads;
+        const T* x = row<T>(qkv_TMH, t) + m * qkv_TMH.stride(1);
+        T* y = is_query ? row<T>(q_TNH, t) + m * q_TNH.stride(1) : k + (m - num_heads) * k_SKH.stride(1);
+        if (has_norm) {
+          normalize(x, row<T>(is_query ? q_norm_H : k_norm_H, 0), width, float(eps), normed.data());
+          x = normed.data();
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < half; ++i) {
+          float a = get(x[i]), b = get(x[i + half]);
+          put(y[i], a * get(cos[i]) + b * get(sin[i]));
+          put(y[i + half], b * get(cos[i + half]) + a * get(sin[i + half]));
+        }
+      }
+      for (int64_t h = 0; h < num_kv_heads; ++h) {
+        const T* x = row<T>(qkv_TMH, t) + (num_heads + num_kv_heads + h) * qkv_TMH.stride(1);
+        std::copy_n(x, width, v + h * v_SKH.stride(1));
+      }
+    }
+  });
+}
+
+// One query a request against its paged context; a task is the queries that share a kv head.
+void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP, TensorView token_B,
+                   TensorView row_B, TensorView end_B, int64_t page_size, double scale, TensorView o_TNH) {
+  auto tokens = static_cast<const int64_t*>(token_B.data_ptr());
+  auto rows = static_cast<const int64_t*>(row_B.data_ptr());
+  auto ends = static_cast<const int64_t*>(end_B.data_ptr());
+  int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1), group = q_TNH.size(1) / num_kv_heads;
+  int64_t work = std::accumulate(ends, ends + batch, int64_t(0)) * q_TNH.size(1) * q_TNH.size(2);
+  auto attend = [&](auto zero, auto width) {
+    using T = decltype(zero);
+#pragma omp parallel for schedule(dynamic) if (work > 2 * kParallelWork)
+    for (int64_t task = 0; task < batch * num_kv_heads; ++task) {
+      int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads, end = ends[b];
+      const int32_t* pages = row<int32_t>(page_table_RP, rows[b]);
+      auto at = [&](const TensorView& pool, int64_t l) {
+        int64_t slot = pages[l / page_size] * page_size + l % page_size;
+        return row<T>(pool, slot) + kv_head * pool.stride(1);
+      };
+      std::vector<float> score(group * end), q(group * width), o(group * width), line(width);
+      auto unpack = [&](const T* x) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) line[i] = get(x[i]);
+      };
+      const T* queries = row<T>(q_TNH, tokens[b]) + kv_head * group * width;
+      for (int64_t i = 0; i < group * width; ++i) q[i] = get(queries[i]) * float(scale);
+      for (int64_t l = 0; l < end; ++l) {
+        unpack(at(k_SKH, l));
+        for (int64_t g = 0; g < group; ++g) {
+          float sum = 0;
+#pragma omp simd reduction(+ : sum)
+          for (int64_t i = 0; i < width; ++i) sum += q[g * width + i] * line[i];
+          score[g * end + l] = sum;
+        }
+      }
+      for (int64_t g = 0; g < group; ++g) softmax(&score[g * end], end, 1.0f, &score[g * end]);
+      for (int64_t l = 0; l < end; ++l) {
+        unpack(at(v_SKH, l));
+        for (int64_t g = 0; g < group; ++g) {
+          float weight = score[g * end + l];
+#pragma omp simd
+          for (int64_t i = 0; i < width; ++i) o[g * width + i] += weight * line[i];
+        }
+      }
+      T* outputs = row<T>(o_TNH, tokens[b]) + kv_head * group * width;
+      for (int64_t i = 0; i < group * width; ++i) put(outputs[i], o[i]);
+    }
+  };
+  for_dtype(q_TNH, [&](auto zero) { for_width(q_TNH.size(2), [&](auto width) { attend(zero, width); }); });
+}
+
+void causal_softmax(TensorView score_KXL, int64_t start, int64_t length, double scale) {
+  for_dtype(score_KXL, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t rows = score_KXL.size(0) * score_KXL.size(1), width = score_KXL.size(2);
+#pragma omp parallel if (rows * width > kParallelWork)
+    {
+      std::vector<float> buffer(width);
+#pragma omp for
+      for (int64_t r = 0; r < rows; ++r) {
+        T* scores = static_cast<T*>(score_KXL.data_ptr()) + r * width;
+        int64_t seen = start + r % length + 1;  // each head's rows are a multiple of length
+        softmax(scores, seen, float(scale), buffer.data());
+        std::fill(scores + seen, scores + width, T(0));
+      }
+    }
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rms_norm, add_rms_norm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, rotate_and_store);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_decode, attend_decode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(causal_softmax, causal_softmax);

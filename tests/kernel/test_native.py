@@ -1,0 +1,159 @@
+"""The compiled kernels of a CPU against their references in torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import (
+    HeadNorms,
+    Rotation,
+    add_rms_norm,
+    attend_decode,
+    causal_softmax,
+    cpu_kernels,
+    native,
+    rms_norm,
+    rotate_and_store,
+    silu_and_mul,
+)
+
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+SIZES = [1, 3, 40, 400]  # tokens: below and above what wakes a second thread
+
+
+@pytest.fixture
+def random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """What the compiled kernel and what the reference makes of the same input."""
+    assert native._build() is not None
+    compiled = call()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_build", lambda: None)
+        return compiled, call()
+
+
+def same(results: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    compiled, reference = results
+    assert compiled.dtype == reference.dtype == dtype
+    torch.testing.assert_close(compiled, reference, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", SIZES)
+def test_norms(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(n, 72, generator=random).to(dtype) for n in (tokens, tokens, 1))
+    same(both(monkeypatch, lambda: rms_norm(x, weight[0], 1e-5)), dtype)
+    same(both(monkeypatch, lambda: add_rms_norm(x, residual.clone(), weight[0], 1e-5)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", SIZES)
+def test_silu(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype) -> None:
+    gate, up = (torch.randn(tokens, 130, generator=random) * 20).to(dtype).chunk(2, dim=1)
+    same(both(monkeypatch, lambda: silu_and_mul(gate, up)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", SIZES)
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_heads_are_normed_turned_and_stored(
+    monkeypatch: pytest.MonkeyPatch,
+    random: torch.Generator,
+    has_norms: bool,
+    width: int,
+    tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    qkv = torch.randn(tokens, 6 + 2 + 2, width, generator=random).to(dtype)
+    rotation = Rotation(*torch.randn(2, tokens, width, generator=random).to(dtype))
+    weights = torch.randn(2, width, generator=random).to(dtype)
+    slot_T = torch.randperm(500, generator=random)[:tokens]
+
+    def call() -> Tensor:
+        pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(1, 2)  # head first, as the pool has it
+        norms = HeadNorms(weights[0], weights[1], 1e-5) if has_norms else None
+        q = rotate_and_store(qkv, norms, rotation, slot_T, pools[0], pools[1])
+        return torch.cat((q.flatten(), pools.flatten()))
+
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 6e-2}[dtype]  # torch rounds after every operator
+    compiled, reference = both(monkeypatch, call)
+    torch.testing.assert_close(compiled, reference, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("width", [20, 64, 128])
+def test_decodes(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, width: int, group: int, dtype: torch.dtype
+) -> None:
+    page_size, num_kv_heads = 4, 2
+    pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
+    page_table = torch.randperm(100, generator=random).int().view(4, 25)
+    q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
+    token, row, end = torch.tensor([8, 0, 3]), torch.tensor([2, 0, 3]), torch.tensor([1, 99, 42])
+
+    def call() -> Tensor:
+        o = torch.zeros_like(q)
+        attend_decode(q, pool[0], pool[1], page_table, page_size, token, row, end, o)
+        return o
+
+    same(both(monkeypatch, call), dtype)
+    assert not call()[[1, 2, 4, 5, 6, 7]].any(), "rows of other tokens were written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 5), (7, 3), (100, 128)])
+def test_causal_softmax(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, start: int, length: int, dtype: torch.dtype
+) -> None:
+    score = (torch.randn(2, 3 * length, start + length, generator=random) * 30).to(dtype)
+
+    def call() -> Tensor:
+        mine = score.clone()
+        causal_softmax(mine, start, length, 0.3)
+        return mine
+
+    same(both(monkeypatch, call), dtype)
+    visible = call().unflatten(1, (3, length)) > 0
+    assert not visible.triu(start + 1).any()
+
+
+def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
+    assert cpu_kernels(torch.empty(1, dtype=torch.float16)) is None
+    assert cpu_kernels(torch.empty(1, device="meta")) is None
+    assert torch.equal(rms_norm(torch.ones(1, 4).half(), torch.ones(4).half(), 0.0), torch.ones(1, 4).half())
+
+
+def test_without_a_compiler_the_reference_is_used_and_it_is_said_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with caplog.at_level(logging.WARNING):
+        assert native._build.__wrapped__() is None
+    assert "'c++'" in caplog.text
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "bin" / "c++"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho what flag is this >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{broken.parent}:/usr/bin:/bin")
+    with caplog.at_level(logging.WARNING):
+        assert native._build.__wrapped__() is None
+    assert "what flag is this" in caplog.text
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
