@@ -16,7 +16,8 @@ from minisgl.kernel import (
     add_rms_norm,
     attend_decode,
     causal_softmax,
-    cpu_kernels,
+    dispatch,
+    kernels_for,
     native,
     rms_norm,
     rotate_and_store,
@@ -34,10 +35,10 @@ def random() -> torch.Generator:
 
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """What the compiled kernel and what the reference makes of the same input."""
-    assert native._build() is not None
+    assert native.load_cpu_kernels() is not None
     compiled = call()
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_build", lambda: None)
+        patch.setattr(dispatch, "load_cpu_kernels", lambda: None)
         return compiled, call()
 
 
@@ -75,7 +76,9 @@ def test_heads_are_normed_turned_and_stored(
     dtype: torch.dtype,
 ) -> None:
     qkv = torch.randn(tokens, 6 + 2 + 2, width, generator=random).to(dtype)
-    rotation = Rotation(*torch.randn(2, tokens, width, generator=random).to(dtype))
+    rotation = Rotation(
+        *torch.randn(2, 50, width, generator=random).to(dtype), torch.randint(50, (tokens,), generator=random)
+    )
     weights = torch.randn(2, width, generator=random).to(dtype)
     slot_T = torch.randperm(500, generator=random)[:tokens]
 
@@ -129,8 +132,8 @@ def test_causal_softmax(
 
 
 def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
-    assert cpu_kernels(torch.empty(1, dtype=torch.float16)) is None
-    assert cpu_kernels(torch.empty(1, device="meta")) is None
+    assert kernels_for(torch.empty(1, dtype=torch.float16)) is None
+    assert kernels_for(torch.empty(1, device="meta")) is None
     assert torch.equal(rms_norm(torch.ones(1, 4).half(), torch.ones(4).half(), 0.0), torch.ones(1, 4).half())
 
 
@@ -140,7 +143,7 @@ def test_without_a_compiler_the_reference_is_used_and_it_is_said_why(
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     with caplog.at_level(logging.WARNING):
-        assert native._build.__wrapped__() is None
+        assert native.load_cpu_kernels.__wrapped__() is None
     assert "'c++'" in caplog.text
 
 
@@ -154,6 +157,6 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{broken.parent}:/usr/bin:/bin")
     with caplog.at_level(logging.WARNING):
-        assert native._build.__wrapped__() is None
+        assert native.load_cpu_kernels.__wrapped__() is None
     assert "what flag is this" in caplog.text
     assert not list((tmp_path / "cache" / "kernels").iterdir())

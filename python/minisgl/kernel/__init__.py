@@ -1,14 +1,15 @@
 """Kernels: each a function with one contract, and a reference in plain torch to be compared with.
 
-A wrapper picks the implementation by device and dtype: csrc/cpu.cpp on a CPU with a compiler, else the reference.
+A wrapper picks the implementation by device and dtype (`dispatch.py`): csrc/cpu.cpp on a CPU with a compiler, gpu/ on a
+GPU, else the reference.
 Nothing here knows of requests, pages or models. Read `norm.py` for the pattern, then `rotary.py`.
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
 from minisgl.kernel.attention import attend_decode, causal_softmax
+from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.linear import CpuLinear
 from minisgl.kernel.moe import moe_reference
-from minisgl.kernel.native import cpu_kernels
 from minisgl.kernel.noise import gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
@@ -23,9 +24,9 @@ __all__ = [
     "attend_decode",
     "causal_softmax",
     "common_prefix_length",
-    "cpu_kernels",
     "gelu_and_mul",
     "gumbel_noise",
+    "kernels_for",
     "moe_reference",
     "rms_norm",
     "rms_norm_reference",

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.native import cpu_kernels
+from minisgl.kernel.dispatch import kernels_for
 
 
 def silu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020, arXiv:2002.05202); rows may lie apart, a row is contiguous."""
-    kernels = cpu_kernels(gate_TF)
+    kernels = kernels_for(gate_TF)
     if kernels is None:
         return F.silu(gate_TF).mul_(up_TF)
-    y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
+    y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype, device=gate_TF.device)
     kernels.silu_and_mul(gate_TF, up_TF, y_TF)
     return y_TF
 

@@ -10,9 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import tvm_ffi
-from torch import Tensor
 from tvm_ffi import libinfo
 
 from minisgl.utils.env import cache_folder
@@ -26,15 +24,9 @@ _FLAGS = [
 ]
 
 
-def cpu_kernels(x: Tensor) -> Any | None:
-    """The compiled functions if they take tensors like x, else None: the caller then runs its reference in torch."""
-    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32):
-        return None
-    return _build()
-
-
 @functools.cache
-def _build() -> Any | None:
+def load_cpu_kernels() -> Any | None:
+    """The compiled functions; None, with a warning, if they cannot be compiled here."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
     identity = "\n".join([_SOURCE.read_text(), tvm_ffi.__version__, *_FLAGS, *features])

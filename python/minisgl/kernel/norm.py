@@ -7,22 +7,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel.native import cpu_kernels
+from minisgl.kernel.dispatch import kernels_for
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight; computed in float32, output in x's dtype."""
-    kernels = cpu_kernels(x_TD)
+    kernels = kernels_for(x_TD)
     if kernels is None:
         return rms_norm_reference(x_TD, weight_D, eps)
-    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     kernels.rms_norm(x_TD, weight_D, eps, y_TD)
     return y_TD
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Add x to the residual, in place, and return the norm of the sum."""
-    kernels = cpu_kernels(x_TD)
+    kernels = kernels_for(x_TD)
     if kernels is None:
         return rms_norm_reference(residual_TD.add_(x_TD), weight_D, eps)
     y_TD = torch.empty_like(x_TD)

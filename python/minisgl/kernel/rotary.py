@@ -1,6 +1,6 @@
 """What happens to the heads of a step between their projection and attention."""
 
-# Dimension key: T tokens in the batch, M heads in all, N query heads, K kv heads, H head dim, S kv slots.
+# Dimension key: T tokens in the batch, M heads in all, N query heads, K kv heads, H head dim, S kv slots, L positions.
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.native import cpu_kernels
+from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.norm import rms_norm_reference
 from minisgl.kernel.store import store_kv
 
@@ -23,15 +23,17 @@ class HeadNorms(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The angles of one step's positions: [cos, cos] and [-sin, sin], in the activations' dtype."""
+    """The angles of one step: rows of a table of [cos, cos] and one of [-sin, sin], in the activations' dtype."""
 
-    cos_TH: Tensor
-    sin_TH: Tensor
+    cos_LH: Tensor
+    sin_LH: Tensor
+    position_T: Tensor
 
 
 def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
     """Turn each pair (i, i + H/2) of each head; a new tensor of x's shape and dtype."""
-    cos_T1H, sin_T1H = (angle_TH.unsqueeze(1) for angle_TH in rotation)
+    cos_T1H = rotation.cos_LH[rotation.position_T].unsqueeze(1)
+    sin_T1H = rotation.sin_LH[rotation.position_T].unsqueeze(1)
     return torch.addcmul(x_TNH * cos_T1H, x_TNH.roll(x_TNH.shape[-1] // 2, -1), sin_T1H)
 
 
@@ -49,9 +51,9 @@ def rotate_and_store(
     """
     num_kv_heads = k_SKH.shape[1]
     num_heads = qkv_TMH.shape[1] - 2 * num_kv_heads
-    kernels = cpu_kernels(qkv_TMH)
+    kernels = kernels_for(qkv_TMH)
     if kernels is not None:
-        q_TNH = torch.empty(len(qkv_TMH), num_heads, qkv_TMH.shape[2], dtype=qkv_TMH.dtype)
+        q_TNH = qkv_TMH.new_empty(len(qkv_TMH), num_heads, qkv_TMH.shape[2])
         q_weight_H, k_weight_H, eps = norms or (q_TNH[0, 0, :0], q_TNH[0, 0, :0], 0.0)
         kernels.rotate_and_store(qkv_TMH, q_weight_H, k_weight_H, eps, *rotation, slot_T, q_TNH, k_SKH, v_SKH)
         return q_TNH

@@ -53,8 +53,8 @@ class RotaryEmbedding(StateLessOP):
         self._cos_LH, self._sin_LH = self._cos_LH.to(device), self._sin_LH.to(device)
 
     def forward(self, position_T: Tensor) -> Rotation:
-        """Look up int64 positions, all below the table's length, once for all layers."""
-        return Rotation(self._cos_LH[position_T], self._sin_LH[position_T])
+        """The angles of positions, all below the table's length."""
+        return Rotation(self._cos_LH, self._sin_LH, position_T)
 
 
 def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> RotaryEmbedding:

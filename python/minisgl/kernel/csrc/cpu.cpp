@@ -138,18 +138,20 @@ void silu_and_mul(TensorView gate_TF, TensorView up_TF, TensorView y_TF) {
 
 // Norms (if q_norm_H has elements), turns and hands out the heads of each token: queries to q_TNH, keys and values to
 // their slots. Pools are [S, K, H] of any strides with stride(2) == 1.
-void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps, TensorView cos_TH,
-                      TensorView sin_TH, TensorView slot_T, TensorView q_TNH, TensorView k_SKH, TensorView v_SKH) {
+void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps, TensorView cos_LH,
+                      TensorView sin_LH, TensorView position_T, TensorView slot_T, TensorView q_TNH, TensorView k_SKH,
+                      TensorView v_SKH) {
   for_dtype(qkv_TMH, [&](auto zero) {
     using T = decltype(zero);
     int64_t num_tokens = qkv_TMH.size(0), width = qkv_TMH.size(2), half = width / 2;
     int64_t num_heads = q_TNH.size(1), num_kv_heads = k_SKH.size(1);
     bool has_norm = q_norm_H.size(0) > 0;
-    const int64_t* slots = static_cast<const int64_t*>(slot_T.data_ptr());
+    auto positions = static_cast<const int64_t*>(position_T.data_ptr());
+    auto slots = static_cast<const int64_t*>(slot_T.data_ptr());
 #pragma omp parallel for if (qkv_TMH.numel() > kParallelWork)
     for (int64_t t = 0; t < num_tokens; ++t) {
       std::vector<T> normed(width);
-      const T *cos = row<T>(cos_TH, t), *sin = row<T>(sin_TH, t);
+      const T *cos = row<T>(cos_LH, positions[t]), *sin = row<T>(sin_LH, positions[t]);
       T* k = row<T>(k_SKH, slots[t]);
       T* v = row<T>(v_SKH, slots[t]);
       for (int64_t m = 0; m < num_heads + num_kv_heads; ++m) {

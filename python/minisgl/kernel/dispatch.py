@@ -1,0 +1,34 @@
+"""Which implementation of the kernels takes a tensor."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.errors import ConfigError
+from minisgl.kernel.native import load_cpu_kernels
+
+
+def kernels_for(x: Tensor) -> Any | None:
+    """The functions of csrc/cpu.cpp or of `gpu/`; None where there are none, and the caller runs its reference.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    if x.is_cuda:
+        return _gpu_kernels()
+    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32):
+        return load_cpu_kernels()
+    return None
+
+
+@functools.cache
+def _gpu_kernels() -> Any:
+    try:
+        from minisgl.kernel import gpu
+    except ImportError as error:
+        raise ConfigError(f"a GPU needs Triton: pip install 'minisgl[cuda]' ({error})") from None
+    return gpu

@@ -1,0 +1,53 @@
+"""The device's page table and token pool: take the host's changes, look up a step's inputs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+
+_BLOCK = 256
+
+
+@triton.jit
+def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    wait_for_inputs(PDL)
+    tl.store(table + tl.load(index + i, mask=mask, other=0), tl.load(value + i, mask=mask, other=0), mask=mask)
+
+
+def scatter(table: Tensor, index_X: Tensor, value_X: Tensor) -> None:
+    """table.view(-1)[index] = value, all int32."""
+    count = len(index_X)
+    if count:
+        _scatter[(triton.cdiv(count, _BLOCK),)](table, index_X, value_X, count, BLOCK=_BLOCK, **pdl(table))
+
+
+@triton.jit
+def _look_up(
+    row, position, token_pool, page_table, input_ids, slot, stride_tokens, stride_pages, page_size, count,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    wait_for_inputs(PDL)
+    r = tl.load(row + i, mask=mask, other=0).to(tl.int64)
+    p = tl.load(position + i, mask=mask, other=0)
+    token = tl.load(token_pool + r * stride_tokens + p, mask=mask, other=0)
+    page = tl.load(page_table + r * stride_pages + p // page_size, mask=mask, other=0).to(tl.int64)
+    tl.store(input_ids + i, token.to(tl.int64), mask=mask)
+    tl.store(slot + i, page * page_size + p % page_size, mask=mask)
+
+
+def look_up(
+    row_T: Tensor, position_T: Tensor, token_pool_RL: Tensor, page_table_RP: Tensor, page_size: int,
+    input_ids_T: Tensor, slot_T: Tensor,
+) -> None:  # fmt: skip
+    count = len(row_T)
+    _look_up[(triton.cdiv(count, _BLOCK),)](
+        row_T, position_T, token_pool_RL, page_table_RP, input_ids_T, slot_T,
+        token_pool_RL.stride(0), page_table_RP.stride(0), page_size, count, BLOCK=_BLOCK, **pdl(row_T),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""The Triton kernels against the references: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import HeadNorms, Rotation, gumbel_noise, rms_norm_reference, rotate_and_store
+
+pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.kernel import dispatch, gpu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def random() -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(0)
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    tolerance = DTYPES[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def numbers(random: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=random, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 64), (1, 64), (3, 576), (5, 5120)])
+def test_norms(random: torch.Generator, tokens: int, width: int, dtype: torch.dtype) -> None:
+    x, residual = (numbers(random, tokens, width, dtype=dtype) for _ in range(2))
+    weight, y = numbers(random, width, dtype=dtype), torch.empty_like(x)
+    gpu.rms_norm(x, weight, 1e-5, y)
+    same(y, rms_norm_reference(x, weight, 1e-5))
+    total = x + residual
+    gpu.add_rms_norm(x, residual, weight, 1e-5, y)
+    same(residual, total)  # the interpreter rounds bfloat16 towards zero
+    same(y, rms_norm_reference(residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 8), (3, 1500)])
+def test_silu(random: torch.Generator, tokens: int, width: int, dtype: torch.dtype) -> None:
+    gate, up = (numbers(random, tokens, 2 * width, dtype=dtype) * 5).chunk(2, dim=1)
+    y = torch.empty(tokens, width, dtype=dtype, device=DEVICE)
+    gpu.silu_and_mul(gate, up, y)
+    same(y, (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "width"), [(2, 2, 16), (6, 2, 64), (16, 2, 128), (40, 8, 32), (5, 1, 20)]
+)
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_heads_are_normed_turned_and_stored(
+    monkeypatch: pytest.MonkeyPatch,
+    random: torch.Generator,
+    has_norms: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+) -> None:
+    tokens = 5
+    qkv = numbers(random, tokens, num_heads + 2 * num_kv_heads, width, dtype=dtype)
+    cos, sin = torch.rand(2, 50, width // 2, device=DEVICE, generator=random).to(dtype)
+    position_T = torch.randint(50, (tokens,), generator=random, device=DEVICE)
+    rotation = Rotation(torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1), position_T)
+    q_weight, k_weight = numbers(random, 2, width, dtype=dtype)
+    norms = HeadNorms(q_weight, k_weight, 1e-5) if has_norms else None
+    slot_T = torch.randperm(64, generator=random, device=DEVICE)[:tokens]
+
+    def call(kernels: object) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
+        monkeypatch.setattr(dispatch, "_gpu_kernels", lambda: kernels)
+        pools = torch.zeros(2, 64, num_kv_heads, width, dtype=dtype, device=DEVICE)
+        return rotate_and_store(qkv, norms, rotation, slot_T, pools[0], pools[1]), pools
+
+    for actual, expected in zip(call(gpu), call(None), strict=True):
+        torch.testing.assert_close(actual, expected, atol=3 * DTYPES[dtype], rtol=3 * DTYPES[dtype])
+
+
+def test_tables_are_changed_and_looked_up(random: torch.Generator) -> None:
+    pages = torch.randint(100, (7, 30), generator=random, device=DEVICE, dtype=torch.int32)
+    tokens = torch.randint(1000, (7, 30 * 4), generator=random, device=DEVICE, dtype=torch.int32)
+    expected, index = pages.clone(), torch.randperm(pages.numel(), generator=random, device=DEVICE)[:40].int()
+    value = torch.arange(40, dtype=torch.int32, device=DEVICE)
+    expected.view(-1)[index.long()] = value
+    gpu.scatter(pages, index, value)
+    assert torch.equal(pages, expected)
+
+    row_T = torch.randint(7, (300,), generator=random, device=DEVICE, dtype=torch.int32)
+    position_T = torch.randint(120, (300,), generator=random, device=DEVICE, dtype=torch.int32)
+    ids_T, slot_T = torch.empty(2, 300, dtype=torch.int64, device=DEVICE)
+    gpu.look_up(row_T, position_T, tokens, pages, 4, ids_T, slot_T)
+    assert torch.equal(ids_T, tokens[row_T.long(), position_T.long()].long())
+    assert torch.equal(slot_T, pages[row_T.long(), position_T.long() // 4].long() * 4 + position_T % 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 5000), (3, 130), (3, 9001)])
+def test_tokens_are_the_best_after_noise(
+    random: torch.Generator, batch_size: int, vocab_size: int, dtype: torch.dtype
+) -> None:
+    logits_BV = numbers(random, batch_size, vocab_size, dtype=dtype)
+    temperature_B = torch.tensor([0.0, 0.7, 2.0], device=DEVICE)[-batch_size:]
+    seed_B = torch.tensor([-5, 2**40 + 17, 3], device=DEVICE)[-batch_size:]
+    position_B = torch.tensor([4, 90, 0], dtype=torch.int32, device=DEVICE)[-batch_size:]
+    row_B = torch.tensor([2, 0, 3], dtype=torch.int32, device=DEVICE)[-batch_size:]
+    pool_RL = torch.full((5, 100), -1, dtype=torch.int32, device=DEVICE)
+    seed_B2 = seed_B.view(torch.int32).view(-1, 2)
+    for share in (None, 0.999):
+        lowest_B = None if share is None else logits_BV.float().quantile(share, dim=1)
+        token_B = gpu.sample(logits_BV, lowest_B, temperature_B, seed_B2, position_B, row_B, pool_RL)
+        kept_BV = logits_BV.float()
+        if lowest_B is not None:
+            hidden = (kept_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
+            kept_BV = kept_BV.masked_fill(hidden, -torch.inf)
+        noise_BV = gumbel_noise(seed_B, position_B.long(), vocab_size)
+        assert torch.equal(token_B.long(), (kept_BV + temperature_B[:, None] * noise_BV).argmax(dim=1))
+        assert torch.equal(pool_RL[row_B.long(), position_B.long()], token_B)
+    assert (pool_RL >= 0).sum() == batch_size
+
+
+def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
+    ints = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    pool_RL = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    logits_BV = torch.zeros(1, 5000, device=DEVICE)
+    logits_BV[0, [70, 3000, 4999]] = 1.0
+    token_B = gpu.sample(logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints, ints, pool_RL)
+    assert token_B.tolist() == [70]
