@@ -35,7 +35,7 @@ WITHIN_A_TIER = {
     ("server", "tokenizer"),
     ("llm", "tokenizer"),
 }
-CORE_LINES = 5000
+CORE_LINES = 5500
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -143,7 +143,12 @@ def test_every_public_module_and_class_has_a_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", [path.parent.name for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]
+    "package",
+    [
+        ".".join(path.parent.relative_to(PACKAGE).parts)
+        for path in FILES
+        if path.name == "__init__.py" and path.parent != PACKAGE
+    ],
 )
 def test_all_names_what_is_there(package: str) -> None:
     module = importlib.import_module(f"minisgl.{package}")

@@ -29,7 +29,17 @@ if TYPE_CHECKING:  # names for the type checker; at run time core imports nothin
     from minisgl.kvcache.base import BaseKVCachePool
     from minisgl.moe.base import BaseMoeBackend
 
-__all__ = ["Batch", "BatchPlan", "Context", "FinishReason", "IntArray", "Req", "ReqSlice", "SamplingParams"]
+__all__ = [
+    "Batch",
+    "BatchPlan",
+    "Context",
+    "FinishReason",
+    "IntArray",
+    "Req",
+    "ReqSlice",
+    "SamplingParams",
+    "TableWrites",
+]
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
@@ -183,12 +193,32 @@ class ReqSlice:
     def __len__(self) -> int:
         return self.end - self.start
 
+    @property
+    def row(self) -> int:
+        """Of the tables; a slice is of an admitted request."""
+        assert self.req.row is not None
+        return self.req.row
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrites:
+    """What the host changes in the device's tables before a step: flat int32 indices, each at most once, and values."""
+
+    page_index: IntArray
+    pages: IntArray
+    token_index: IntArray
+    tokens: IntArray
+
+
+NO_WRITES = TableWrites(*[np.empty(0, dtype=np.int32)] * 4)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What one step computes. A request stands in it at most once."""
+    """What one step computes, and what it needs to be told first. A request stands in it at most once."""
 
     slices: list[ReqSlice]
+    writes: TableWrites = NO_WRITES
 
     @property
     def num_tokens(self) -> int:
@@ -204,18 +234,18 @@ class Batch:
     """One step, ready for the device.
 
     Attributes:
-        plan: the slices in the order of the tensors.
-        input_ids_T, position_T: int64.
+        row_T, position_T: integers; where in the tables each token stands.
+        input_ids_T: int64.
         slot_T: int64, where the KV of each token goes.
-        last_B: int64, index into T of the last token of each slice that samples.
+        last_B: int64, index into T of the last token of each slice that samples; None if all tokens are such.
         attn_metadata: made by the attention backend from the plan.
     """
 
-    plan: BatchPlan
-    input_ids_T: Tensor
+    row_T: Tensor
     position_T: Tensor
+    input_ids_T: Tensor
     slot_T: Tensor
-    last_B: Tensor
+    last_B: Tensor | None
     attn_metadata: BaseAttnMetadata
 
 

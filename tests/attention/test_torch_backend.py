@@ -70,12 +70,12 @@ class World:
         for part, k, v in zip(self.slices, self.k, self.v, strict=True):
             store_kv(k, v, self.pool.k_cache(layer), self.pool.v_cache(layer), self.slots(part, 0, part.end).long())
         plan = BatchPlan(self.slices)
-        backend = create_attention_backend("torch", self.pool, self.page_table_RP)
+        backend = create_attention_backend("torch", self.pool, self.page_table_RP, self.num_heads)
         empty = torch.empty(0, dtype=torch.int64)
         batch = Batch(
-            plan=plan,
-            input_ids_T=empty,
+            row_T=empty,
             position_T=empty,
+            input_ids_T=empty,
             slot_T=torch.cat([self.slots(part, part.start, part.end) for part in self.slices]).long(),
             last_B=empty,
             attn_metadata=backend.prepare(plan),
@@ -179,4 +179,4 @@ def test_queries_are_left_alone() -> None:
 def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> None:
     world = World([(0, 1)], 1, 1, page_size=1)
     with pytest.raises(ConfigError, match=r"unknown attention backend 'flash'; there is .*torch"):
-        create_attention_backend("flash", world.pool, world.page_table_RP)
+        create_attention_backend("flash", world.pool, world.page_table_RP, 1)

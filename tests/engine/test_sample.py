@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.engine import BatchSamplingArgs, sample
+from minisgl.engine.staging import Staging
+from minisgl.kernel import noise
 
 CPU = torch.device("cpu")
 SMALL, LARGE = 50, 1500  # the sampler looks at 1024 candidates first
@@ -23,8 +24,8 @@ def part(params: SamplingParams, seed: int = 0, position: int = 1) -> ReqSlice:
     return ReqSlice(req, 0, position, samples=True)
 
 
-def args_of(parts: list[ReqSlice], vocab_size: int) -> BatchSamplingArgs | None:
-    return BatchSamplingArgs.of(parts, vocab_size, CPU)
+def args_of(parts: list[ReqSlice], vocab_size: int) -> BatchSamplingArgs:
+    return BatchSamplingArgs.of(parts, vocab_size, Staging(CPU))
 
 
 def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:
@@ -35,8 +36,7 @@ def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPat
     """The tokens that can be chosen: those that are if noise prefers them beyond measure."""
     size = len(logits_V)
     preference_VV = torch.eye(size) * 1e9
-    sampler = importlib.import_module("minisgl.engine.sample")  # the attribute of this name is the function
-    monkeypatch.setattr(sampler, "gumbel_noise", lambda *_: preference_VV)
+    monkeypatch.setattr(noise, "gumbel_noise", lambda *_: preference_VV)
     chosen_V = sample(logits_V.repeat(size, 1), args_of([part(params)] * size, size))
     return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
 
@@ -157,7 +157,7 @@ def test_tokens_are_as_frequent_as_their_softmax_says(temperature: float, filter
 def test_greedy_requests_get_the_likeliest_token() -> None:
     logits_BV = torch.stack([random_logits(SMALL, 1.0, seed) for seed in range(8)])
     args = args_of([part(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8, SMALL)
-    assert args is None
+    assert args.filters is None
     assert torch.equal(sample(logits_BV, args), logits_BV.argmax(dim=1))
 
 

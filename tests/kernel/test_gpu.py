@@ -111,26 +111,21 @@ def test_tokens_are_the_best_after_noise(
     temperature_B = torch.tensor([0.0, 0.7, 2.0], device=DEVICE)[-batch_size:]
     seed_B = torch.tensor([-5, 2**40 + 17, 3], device=DEVICE)[-batch_size:]
     position_B = torch.tensor([4, 90, 0], dtype=torch.int32, device=DEVICE)[-batch_size:]
-    row_B = torch.tensor([2, 0, 3], dtype=torch.int32, device=DEVICE)[-batch_size:]
-    pool_RL = torch.full((5, 100), -1, dtype=torch.int32, device=DEVICE)
     seed_B2 = seed_B.view(torch.int32).view(-1, 2)
     for share in (None, 0.999):
         lowest_B = None if share is None else logits_BV.float().quantile(share, dim=1)
-        token_B = gpu.sample(logits_BV, lowest_B, temperature_B, seed_B2, position_B, row_B, pool_RL)
+        token_B = gpu.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B2, position_B)
         kept_BV = logits_BV.float()
         if lowest_B is not None:
             hidden = (kept_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
             kept_BV = kept_BV.masked_fill(hidden, -torch.inf)
         noise_BV = gumbel_noise(seed_B, position_B.long(), vocab_size)
         assert torch.equal(token_B.long(), (kept_BV + temperature_B[:, None] * noise_BV).argmax(dim=1))
-        assert torch.equal(pool_RL[row_B.long(), position_B.long()], token_B)
-    assert (pool_RL >= 0).sum() == batch_size
 
 
 def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
     ints = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    pool_RL = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     logits_BV = torch.zeros(1, 5000, device=DEVICE)
     logits_BV[0, [70, 3000, 4999]] = 1.0
-    token_B = gpu.sample(logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints, ints, pool_RL)
+    token_B = gpu.choose_tokens(logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints)
     assert token_B.tolist() == [70]

@@ -8,14 +8,12 @@ what a request must answer is known beforehand (`reference_answer`) and does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from minisgl.core import BatchPlan, Context, FinishReason, Req, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -101,33 +99,34 @@ class FakeExecutor:
     """
 
     def __init__(self, limits: EngineLimits, num_rows: int, *, asynchronous: bool = False) -> None:
-        self.limits = limits
         pages_per_row = -(-limits.max_seq_len // limits.page_size)
-        nothing = cast(Any, None)
-        self.context = Context(
-            page_table_RP=torch.full((num_rows, pages_per_row), GARBAGE, dtype=torch.int32),
-            token_pool_RL=torch.full((num_rows, limits.max_seq_len), GARBAGE, dtype=torch.int32),
-            kv_pool=nothing,
-            attn_backend=nothing,
-            moe_backend=nothing,
-        )
+        self.limits = replace(limits, num_rows=num_rows)
+        self.page_table_RP = np.full((num_rows, pages_per_row), GARBAGE, dtype=np.int32)
+        self.token_pool_RL = np.full((num_rows, limits.max_seq_len), GARBAGE, dtype=np.int32)
         self.kv_S: Fingerprints = np.full(limits.num_pages * limits.page_size, GARBAGE, dtype=np.int64)
         self.plans: list[list[tuple[int, int, int, bool]]] = []
         self._asynchronous = asynchronous
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
-        self._page_table_RP = self.context.page_table_RP.numpy()
-        self._token_pool_RL = self.context.token_pool_RL.numpy()
 
     def launch(self, plan: BatchPlan) -> FakeOutput:
         if self._newest:
             self._newest.compute()
         self.plans.append([(part.req.uid, part.start, part.end, part.samples) for part in plan.slices])
         _check_plan(plan)
+        self._write_tables(plan.writes)
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
         return self._newest
+
+    def _write_tables(self, writes: TableWrites) -> None:
+        for table, index, values in (
+            (self.page_table_RP, writes.page_index, writes.pages),
+            (self.token_pool_RL, writes.token_index, writes.tokens),
+        ):
+            assert len(set(index.tolist())) == len(index), "a place is written twice, in no order"
+            table.reshape(-1)[index] = values
 
     def forget(self, pages: NDArray[np.int32]) -> None:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""
@@ -150,18 +149,18 @@ class FakeExecutor:
         """Until a plan is finished its requests keep their rows, and the rows keep their pages."""
         for it in launched:
             assert it.part.req.row == it.row, f"{it.part.req} was released while a launched batch refers to it"
-            now = self._page_table_RP[it.row, : len(it.pages)]
+            now = self.page_table_RP[it.row, : len(it.pages)]
             assert np.array_equal(now, it.pages), f"{it.part.req} was remapped while a launched batch refers to it"
 
     def _remember(self, part: ReqSlice) -> _Launched:
         row = part.req.row
         assert row is not None
         num_pages = -(-part.end // self.limits.page_size)
-        return _Launched(part, row, self._page_table_RP[row, :num_pages].copy())
+        return _Launched(part, row, self.page_table_RP[row, :num_pages].copy())
 
     def _store(self, it: _Launched) -> int:
         """Write a slice's KV; the fingerprint of its last position."""
-        tokens = self._token_pool_RL[it.row, it.part.start : it.part.end].tolist()
+        tokens = self.token_pool_RL[it.row, it.part.start : it.part.end].tolist()
         slots = self._slots(it, it.part.end)
         before = int(self.kv_S[slots[it.part.start - 1]]) if it.part.start else EMPTY_PREFIX
         new = fingerprints(tokens, before)
@@ -170,7 +169,7 @@ class FakeExecutor:
 
     def _write_token(self, it: _Launched, token: int) -> None:
         assert it.part.end < self.limits.max_seq_len, f"{it.part.req} has no place for another token"
-        self._token_pool_RL[it.row, it.part.end] = token
+        self.token_pool_RL[it.row, it.part.end] = token
 
     def _check_kv(self, it: _Launched, end: int) -> None:
         kv = self.kv_S[self._slots(it, end)]
@@ -179,7 +178,7 @@ class FakeExecutor:
 
     def _slots(self, it: _Launched, end: int) -> NDArray[np.int64]:
         position = np.arange(end)
-        pages = self._page_table_RP[it.row, position // self.limits.page_size]
+        pages = self.page_table_RP[it.row, position // self.limits.page_size]
         assert (pages >= 0).all(), f"{it.part.req} has no page for a position below {end}"
         return pages.astype(np.int64) * self.limits.page_size + position % self.limits.page_size
 

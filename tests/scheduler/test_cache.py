@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from minisgl.core import Req, SamplingParams
 from minisgl.kvcache import create_prefix_cache
@@ -17,9 +16,9 @@ class Pages:
     """A cache manager of a few pages of 4 tokens, and the table that it writes to."""
 
     def __init__(self, num_pages: int, cache: str = "radix", page_size: int = 4) -> None:
-        self.page_table_RP = torch.full((NUM_ROWS, -(-MAX_LENGTH // page_size)), -1, dtype=torch.int32)
-        self.token_pool_RL = torch.full((NUM_ROWS, MAX_LENGTH), -1, dtype=torch.int32)
-        self.table = TableManager(self.page_table_RP, self.token_pool_RL)
+        self._page_table_RP = np.full((NUM_ROWS, -(-MAX_LENGTH // page_size)), -1, dtype=np.int32)
+        self._token_pool_RL = np.full((NUM_ROWS, MAX_LENGTH), -1, dtype=np.int32)
+        self.table = TableManager(NUM_ROWS, self._page_table_RP.shape[1], MAX_LENGTH)
         self.manager = CacheManager(num_pages, create_prefix_cache(cache, page_size), self.table)
         self._num_made = 0
 
@@ -35,7 +34,18 @@ class Pages:
 
     def row(self, req: Req) -> list[int]:
         assert req.row is not None
-        return [page for page in self.page_table_RP[req.row].tolist() if page >= 0]
+        self._write()
+        return [page for page in self._page_table_RP[req.row].tolist() if page >= 0]
+
+    def tokens(self, req: Req) -> list[int]:
+        self._write()
+        return [token for token in self._token_pool_RL[req.row].tolist() if token >= 0]
+
+    def _write(self) -> None:
+        """As the device does with a plan's writes."""
+        writes = self.table.take_writes()
+        self._page_table_RP.reshape(-1)[writes.page_index] = writes.pages
+        self._token_pool_RL.reshape(-1)[writes.token_index] = writes.tokens
 
     def end(self, req: Req) -> None:
         """Its tokens are all computed; take its pages back."""
@@ -55,7 +65,7 @@ def test_admission_gives_a_row_with_the_tokens_and_pages_for_all_of_them() -> No
     req = pages.admitted(9)
 
     assert len(pages.row(req)) == len(set(pages.row(req))) == 3
-    assert pages.token_pool_RL[req.row, :9].tolist() == list(range(9))
+    assert pages.tokens(req) == list(range(9))
     assert (req.num_computed, req.num_cached, pages.manager.num_available) == (0, 0, 5)
     pages.manager.check_integrity([req])
 

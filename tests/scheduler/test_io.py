@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
+import numpy as np
 import pytest
 
 from minisgl.core import SamplingParams
@@ -109,7 +110,7 @@ def test_leader_and_followers_make_the_same_plans(connect: Connect, seed: int) -
     for follower in followers:
         assert not follower.scheduler.is_running
         assert follower.executor.plans == leader.executor.plans
-        assert follower.executor.context.page_table_RP.equal(leader.executor.context.page_table_RP)
+        assert np.array_equal(follower.executor.page_table_RP, leader.executor.page_table_RP)
         assert follower.book.answers == leader.book.answers
         assert follower.seeds() == leader.seeds()
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan
+from minisgl.core import Batch, BatchPlan, IntArray
 
 
 class BaseAttnMetadata(ABC):  # noqa: B024 - a common name; each backend has its own fields
@@ -18,9 +18,22 @@ class BaseAttnMetadata(ABC):  # noqa: B024 - a common name; each backend has its
 class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries over its request's keys and values so far."""
 
+    records_graphs = False
+
     @abstractmethod
     def prepare(self, plan: BatchPlan) -> BaseAttnMetadata:
         """Read the page table for this plan. Valid for this step only."""
+
+    def prepare_capture(self, row_G: Tensor) -> BaseAttnMetadata:
+        """For a graph of G decodes whose rows of the page table will stand in row_G (int32)."""
+        raise NotImplementedError
+
+    def prepare_replay(self, metadata: BaseAttnMetadata, position_G: IntArray) -> None:
+        """Make the metadata of a graph those of decodes at these positions."""
+        raise NotImplementedError
+
+    def begin(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do
+        """What the device has to do once a step, before the layers; part of a recorded graph."""
 
     @abstractmethod
     def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:

@@ -50,24 +50,25 @@ class TorchAttnMetadata(BaseAttnMetadata):
 class TorchAttentionBackend(BaseAttnBackend):
     """Plain torch over any pool. Slots that were never written must be finite."""
 
-    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor) -> None:
+    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
         self._pool = kv_pool
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
         layers = [kv_pool.kv_cache(layer).transpose(1, 2) for layer in range(kv_pool.num_layers)]
         self._paged_2KPsH: list[Tensor] = [kv.unflatten(2, (-1, self._page_size)) for kv in layers]
-        _, self._num_kv_heads, _, self._head_dim = layers[0].shape
+        _, num_kv_heads, _, self._head_dim = layers[0].shape
+        self._heads = (num_kv_heads, num_heads // num_kv_heads)
         self._scale = 1.0 / math.sqrt(self._head_dim)
 
     def prepare(self, plan: BatchPlan) -> TorchAttnMetadata:
         prompts: list[_Prompt] = []
-        decodes: list[tuple[int, int | None, int]] = []
+        decodes: list[tuple[int, int, int]] = []
         first = 0
         for part in plan.slices:
             if len(part) == 1:
-                decodes.append((first, part.req.row, part.end))
+                decodes.append((first, part.row, part.end))
             else:
-                page_P = self._page_table_RP[part.req.row, : -(-part.end // self._page_size)].long()
+                page_P = self._page_table_RP[part.row, : -(-part.end // self._page_size)].long()
                 prompts.append(_Prompt(first, len(part), part.start, page_P))
             first += len(part)
         decodes_3B = torch.tensor(decodes, dtype=torch.int64, device=self._page_table_RP.device).view(-1, 3).T
@@ -89,12 +90,12 @@ class TorchAttentionBackend(BaseAttnBackend):
     def _attend_prompt(self, q_TNH: Tensor, layer: int, prompt: _Prompt, o_TNH: Tensor) -> None:
         """Blocks of queries, written to o_TNH."""
         k_KLH, v_KLH = self._paged_2KPsH[layer].index_select(2, prompt.page_P).flatten(2, 3)
-        q_KGTH = q_TNH.unflatten(1, (self._num_kv_heads, -1)).permute(1, 2, 0, 3)
-        o_KGTH = o_TNH.unflatten(1, (self._num_kv_heads, -1)).permute(1, 2, 0, 3)
+        q_KGTH = q_TNH.unflatten(1, self._heads).permute(1, 2, 0, 3)
+        o_KGTH = o_TNH.unflatten(1, self._heads).permute(1, 2, 0, 3)
         for begin in range(0, prompt.length, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, prompt.length)
             length, seen = end - begin, prompt.start + end
-            q = q_KGTH[:, :, begin:end].reshape(self._num_kv_heads, -1, self._head_dim)
+            q = q_KGTH[:, :, begin:end].reshape(self._heads[0], -1, self._head_dim)
             weights = torch.bmm(q, k_KLH[:, :seen].transpose(1, 2))
             causal_softmax(weights, seen - length, length, self._scale)
             o_KGTH[:, :, begin:end] = torch.bmm(weights, v_KLH[:, :seen]).unflatten(1, (-1, length))

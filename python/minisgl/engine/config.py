@@ -46,15 +46,20 @@ class EngineConfig:
     )
     max_seq_len: int | None = option(None, "longest prompt and answer together, in tokens; auto: the model's context")
     max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
+    max_prefill_length: int = option(8192, "prompt tokens that one step computes at most")
+    cuda_graph_max_bs: int = option(256, "largest batch of decodes that is recorded as a CUDA graph; 0: none")
+    dummy_weight: bool = option(False, "random weights; the model folder needs only its config")
     pack_weights: bool | None = option(
         None, "on a CPU, keep a second copy of the weights, packed for batches; auto: if memory is ample"
     )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "page_size", "num_pages", "max_seq_len", "max_running_requests"):
+        for name in ("tp", "page_size", "num_pages", "max_seq_len", "max_running_requests", "max_prefill_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
+        if self.cuda_graph_max_bs < 0:
+            raise ConfigError(f"--cuda-graph-max-bs must be >= 0, got {self.cuda_graph_max_bs}")
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
         for name, choices in (
@@ -82,7 +87,7 @@ class EngineConfig:
             self,
             device=device,
             dtype=self.dtype or ("bfloat16" if hardware.has_bf16 else half),
-            attn=self.attn or "torch",
+            attn=self.attn or ("fi" if device == "cuda" else "torch"),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
         )
 

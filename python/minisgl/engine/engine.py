@@ -10,6 +10,7 @@ host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import create_attention_backend
-from minisgl.core import Batch, BatchPlan, Context
+from minisgl.core import Batch, BatchPlan, Context, TableWrites
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.config import EngineConfig
+from minisgl.engine.graph import GraphRunner
 from minisgl.engine.memory import may_pack, num_pages
 from minisgl.engine.sample import BatchSamplingArgs, sample
+from minisgl.engine.staging import Staging
 from minisgl.errors import ConfigError
+from minisgl.kernel import look_up, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
@@ -43,6 +47,7 @@ class EngineLimits:
     Attributes:
         max_seq_len: tokens of a prompt and its answer together: the model's context, or less where the pool is
             smaller than that.
+        num_rows: requests that can hold pages at a time.
     """
 
     num_pages: int
@@ -50,6 +55,12 @@ class EngineLimits:
     max_seq_len: int
     vocab_size: int
     eos_ids: frozenset[int]
+    num_rows: int = 1
+
+    @property
+    def num_row_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_seq_len // self.page_size)
 
 
 class ForwardOutput:
@@ -57,7 +68,7 @@ class ForwardOutput:
 
     def __init__(self, token_B: Tensor) -> None:
         if token_B.is_cuda:
-            self._token_B = token_B.to("cpu", non_blocking=True)
+            self._token_B = token_B.to("cpu", non_blocking=True)  # to pinned memory
             self._copied: torch.cuda.Event | None = torch.cuda.Event()
             self._copied.record()
         else:
@@ -95,7 +106,9 @@ class Engine:
         self._comm = create_communicator(info, self._device, meeting)
         max_seq_len = _context_length(config, self._model_config)
         self._model = self._load_model(config, max_seq_len)
+        self._staging = Staging(self._device)
         self.context, self.limits = self._make_context(config, max_seq_len)
+        self._graphs = self._record_graphs(config)
         logger.info(
             "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",
             self._model_config.architecture,
@@ -112,7 +125,7 @@ class Engine:
         assert config.model
         model_class = get_model_class(self._model_config.architecture)
         model = model_class(self._model_config, self._comm, max_seq_len, self._dtype)
-        load_weight(model, Path(config.model), self._dtype, self._device)
+        load_weight(model, Path(config.model), self._dtype, self._device, dummy=config.dummy_weight)
         set_rope_device(model, self._device)
         linears = [op for op in model.walk() if isinstance(op, LinearBase)]
         pack = may_pack(config, sum(linear.num_bytes for linear in linears), self._device)
@@ -126,64 +139,90 @@ class Engine:
         shape = (model.num_layers, num_kv_heads, model.head_dim)
         page_bytes = MHAKVCache.page_bytes(*shape, page_size, self._dtype.itemsize)
         pages = num_pages(config, page_bytes, max_seq_len, self._device, self._comm)
-        max_seq_len = min(max_seq_len, pages * page_size)
-        pool = create_kvcache_pool(*shape, pages, page_size, self._dtype, self._device)
-        rows = config.max_running_requests
-        page_table_RP = self._zeros(rows, -(-max_seq_len // page_size))
+        limits = EngineLimits(
+            pages,
+            page_size,
+            min(max_seq_len, pages * page_size),
+            model.vocab_size,
+            model.eos_ids,
+            config.max_running_requests,
+        )
+        # One row and one page more than the scheduler knows of, for what pads a batch.
+        pool = create_kvcache_pool(*shape, pages + 1, page_size, self._dtype, self._device)
+        page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages).fill_(pages)
+        num_heads = len(self._comm.info.share(model.num_heads, "attention heads"))
         assert config.attn
         context = Context(
             page_table_RP=page_table_RP,
-            token_pool_RL=self._zeros(rows, max_seq_len),
+            token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
             kv_pool=pool,
-            attn_backend=create_attention_backend(config.attn, pool, page_table_RP),
+            attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
             moe_backend=create_moe_backend("torch"),
         )
-        limits = EngineLimits(pages, page_size, max_seq_len, model.vocab_size, model.eos_ids)
         return context, limits
 
+    @torch.inference_mode()
+    def _record_graphs(self, config: EngineConfig) -> GraphRunner | None:
+        max_batch_size = min(config.cuda_graph_max_bs, config.max_running_requests)
+        can_record = self.context.attn_backend.records_graphs and self._comm.info.size == 1
+        if self._device.type != "cuda" or max_batch_size == 0 or not can_record:
+            return None
+        return GraphRunner(self._forward, self.context, max_batch_size, idle_row=self.limits.num_rows)
+
     def _zeros(self, *shape: int) -> Tensor:
+        if math.prod(shape) >= 2**31:
+            raise ConfigError(f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables can hold")
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start computing a plan. Its tokens are in the token pool for every plan launched after it."""
-        batch = self._prepare(plan)
-        logits_BV = self._model.forward(batch, self.context)
-        parts = plan.sampling
-        if not parts:
-            return ForwardOutput(torch.empty(0, dtype=torch.int64))
-        token_B = self._choose(plan, logits_BV)
-        row_B = self._indices([part.req.row for part in parts])
-        self.context.token_pool_RL[row_B, self._indices([part.end for part in parts])] = token_B.int()
+        self._write_tables(plan.writes)
+        if self._graphs and self._graphs.takes(plan):
+            x_BD = self._graphs.run(plan)
+        else:
+            x_BD = self._forward(self._prepare(plan))
+        if not plan.sampling:
+            return ForwardOutput(torch.empty(0, dtype=torch.int32))
+        token_B = self._choose(plan, self._model.logits(x_BD))
+        places = [part.row * self.limits.max_seq_len + part.end for part in plan.sampling]
+        [index_B] = self._staging.send(np.array(places, dtype=np.int32))
+        scatter(self.context.token_pool_RL, index_B, token_B)
         return ForwardOutput(token_B)
+
+    def _write_tables(self, writes: TableWrites) -> None:
+        if len(writes.pages) + len(writes.tokens):
+            page_index, pages, token_index, tokens = self._staging.send(
+                writes.page_index, writes.pages, writes.token_index, writes.tokens
+            )
+            scatter(self.context.page_table_RP, page_index, pages)
+            scatter(self.context.token_pool_RL, token_index, tokens)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        self.context.attn_backend.begin(batch)
+        return self._model.forward(batch, self.context)
 
     def _choose(self, plan: BatchPlan, logits_BV: Tensor | None) -> Tensor:
         """Rank 0 samples; the others are told, so that all ranks go on with the same tokens."""
         if logits_BV is None:
-            return self._comm.broadcast(self._indices([0] * len(plan.sampling)))
-        args = BatchSamplingArgs.of(plan.sampling, logits_BV.shape[1], self._device)
+            return self._comm.broadcast(torch.zeros(len(plan.sampling), dtype=torch.int32, device=self._device))
+        args = BatchSamplingArgs.of(plan.sampling, logits_BV.shape[1], self._staging)
         return self._comm.broadcast(sample(logits_BV, args))
 
     def _prepare(self, plan: BatchPlan) -> Batch:
-        lengths = np.array([len(part) for part in plan.slices])
-        rows = np.repeat([part.req.row for part in plan.slices], lengths)
-        ends = np.cumsum(lengths)
-        starts = np.array([part.start for part in plan.slices])
-        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
-        row_T, position_T = self._indices(rows), self._indices(positions)
-        page_size = self.context.kv_pool.page_size
-        page_T = self.context.page_table_RP[row_T, position_T // page_size].long()
-        return Batch(
-            plan=plan,
-            input_ids_T=self.context.token_pool_RL[row_T, position_T].long(),
-            position_T=position_T,
-            slot_T=page_T * page_size + position_T % page_size,
-            last_B=self._indices([end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples]),
-            attn_metadata=self.context.attn_backend.prepare(plan),
+        lengths = np.array([len(part) for part in plan.slices], dtype=np.int32)
+        starts = np.array([part.start for part in plan.slices], dtype=np.int32)
+        rows = np.array([part.row for part in plan.slices], dtype=np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        offsets = np.repeat(starts - (ends - lengths), lengths)
+        lasts = np.array([end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples], dtype=np.int32)
+        metadata = self.context.attn_backend.prepare(plan)
+        row_T, position_T, last_B = self._staging.send(
+            np.repeat(rows, lengths), np.arange(ends[-1], dtype=np.int32) + offsets, lasts
         )
-
-    def _indices(self, values: list[int | None] | list[int] | np.typing.NDArray[np.int64]) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(self._device, non_blocking=True)
+        tables = (self.context.token_pool_RL, self.context.page_table_RP)
+        input_ids_T, slot_T = look_up(row_T, position_T, *tables, self.limits.page_size)
+        return Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
 
     def close(self) -> None:
         """Leave the tensor-parallel group."""

@@ -10,11 +10,12 @@ from minisgl.kernel.attention import attend_decode, causal_softmax
 from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.linear import CpuLinear
 from minisgl.kernel.moe import moe_reference
-from minisgl.kernel.noise import gumbel_noise
+from minisgl.kernel.noise import choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store
 from minisgl.kernel.store import store_kv
+from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
     "CpuLinear",
@@ -23,15 +24,18 @@ __all__ = [
     "add_rms_norm",
     "attend_decode",
     "causal_softmax",
+    "choose_tokens",
     "common_prefix_length",
     "gelu_and_mul",
     "gumbel_noise",
     "kernels_for",
+    "look_up",
     "moe_reference",
     "rms_norm",
     "rms_norm_reference",
     "rotate",
     "rotate_and_store",
+    "scatter",
     "silu_and_mul",
     "store_kv",
 ]

@@ -1,4 +1,4 @@
-"""Counter-based noise for sampling: a pure function of seed, position and token id.
+"""Tokens by noise that is a pure function of seed, position and token id.
 
 A 32-bit integer hash in place of a generator with state, so that a request's noise does not depend on its
 batch, on the step in which it is drawn, or on the device. The mixer is `lowbias32` of C. Wellons' hash
@@ -6,14 +6,46 @@ prospector; two rounds with the key folded in between, after the counter-based c
 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
-# Dimension key: B requests, V vocab.
+# Dimension key: B requests, V vocab, X those requests that are not greedy.
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from minisgl.kernel.dispatch import kernels_for
+
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
+
+
+def choose_tokens(
+    logits_BV: Tensor, lowest_B: Tensor | None, temperature_B: Tensor, seed_B2: Tensor, position_B: Tensor
+) -> Tensor:
+    """The argmax of logits + temperature * noise; without noise where the temperature is 0.
+
+    Args:
+        lowest_B: float32; where the temperature is not 0, no token whose logit is below may be chosen. None: all may.
+        temperature_B: float32.
+        seed_B2: int32, the low and the high half of a 64-bit seed.
+        position_B: int32.
+
+    Returns:
+        int32 [B]; of equal ones the lowest.
+    """
+    kernels = kernels_for(logits_BV)
+    if logits_BV.is_cuda and kernels is not None:
+        token_B: Tensor = kernels.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B2, position_B)
+        return token_B
+    token_B = logits_BV.argmax(dim=-1)
+    sampled_X = temperature_B.nonzero().flatten()
+    if len(sampled_X):
+        score_XV = logits_BV[sampled_X].float()
+        if lowest_B is not None:
+            score_XV.masked_fill_(score_XV < lowest_B[sampled_X, None], -torch.inf)
+        seed_X = seed_B2[sampled_X].contiguous().view(torch.int64).flatten()
+        noise_XV = gumbel_noise(seed_X, position_B[sampled_X].long(), logits_BV.shape[1])
+        token_B[sampled_X] = torch.addcmul(score_XV, temperature_B[sampled_X, None], noise_XV).argmax(dim=-1)
+    return token_B.int()
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-Laid out head first, [layer, 2, K, S, H]: the pages of one head lie side by side, so that gathering the context of
-a request yields, without another copy, the dense matrices that a CPU multiplies fastest.
+On a CPU laid out head first, [layer, 2, K, S, H]: the pages of one head lie side by side, so that gathering the context
+of a request yields, without another copy, the dense matrices that a CPU multiplies fastest. On a GPU token first,
+[layer, 2, S, K, H], as its attention kernels have it.
 """
 
 # Dimension key: S kv slots, K kv heads, H head dim.
@@ -33,8 +34,14 @@ class MHAKVCache(BaseKVCachePool):
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (num_layers, 2, num_kv_heads, num_pages * page_size, head_dim)
-        self._kv_2SKH: list[Tensor] = list(_zeros(shape, dtype, device).transpose(2, 3))
+        num_slots = num_pages * page_size
+        if device.type == "cpu":
+            head_first = _zeros((num_layers, 2, num_kv_heads, num_slots, head_dim), dtype)
+            self._kv_2SKH: list[Tensor] = list(head_first.transpose(2, 3))
+        else:
+            self._kv_2SKH = list(
+                torch.zeros(num_layers, 2, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+            )
         self._k_SKH: list[Tensor] = [kv_2SKH[0] for kv_2SKH in self._kv_2SKH]
         self._v_SKH: list[Tensor] = [kv_2SKH[1] for kv_2SKH in self._kv_2SKH]
 
@@ -53,10 +60,8 @@ class MHAKVCache(BaseKVCachePool):
         return self._v_SKH[layer]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU as pages that the system fills in when first touched, so a large pool costs nothing yet."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros as pages that the system fills in when first touched, so that a large pool costs nothing yet."""
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 

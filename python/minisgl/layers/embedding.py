@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,10 +56,10 @@ class ParallelLMHead(LinearBase):
             self._weight_FD = source.read(f"{name}.weight", self._shape, rows=self._share)
 
     def forward(self, x_BD: Tensor) -> Tensor | None:
-        """logits_BV in float32 on rank 0, None on the others."""
+        """logits_BV on rank 0, None on the others."""
         logits = self.multiply(x_BD)
         padding = -(-self._shape[0] // self._comm.info.size) - len(self._share)
         if padding:
             logits = F.pad(logits, (0, padding))
         logits_BV = self._comm.gather(logits)
-        return None if logits_BV is None else logits_BV[:, : self._shape[0]].to(torch.float32)
+        return None if logits_BV is None else logits_BV[:, : self._shape[0]]

@@ -134,8 +134,9 @@ class Decoder(BaseOP):
         for layer in layers:
             x_TD, residual_TD = layer.transform(*layer.attend(x_TD, residual_TD, rotation, batch, ctx), ctx)
         x_TD, residual_TD = last.attend(x_TD, residual_TD, rotation, batch, ctx)
-        x_BD, residual_BD = x_TD[batch.last_B], residual_TD[batch.last_B]  # nobody looks at the other tokens any more
-        return self.norm.forward(*last.transform(x_BD, residual_BD, ctx))[0]
+        if batch.last_B is not None:  # nobody looks at the other tokens any more
+            x_TD, residual_TD = x_TD[batch.last_B], residual_TD[batch.last_B]
+        return self.norm.forward(*last.transform(x_TD, residual_TD, ctx))[0]
 
 
 class BaseLLMModel(BaseOP):
@@ -164,6 +165,10 @@ class BaseLLMModel(BaseOP):
     def _mlp(self, layer: int, config: ModelConfig, comm: DistributedCommunicator) -> MLP:  # noqa: ARG002
         return GatedMLP(config, comm)
 
-    def forward(self, batch: Batch, ctx: Context) -> Tensor | None:
-        """logits_BV in float32 of the requests that sample, on rank 0; None on the others."""
-        return self.lm_head.forward(self.model.forward(batch, ctx))
+    def forward(self, batch: Batch, ctx: Context) -> Tensor:
+        """x_BD, the last hidden states of the tokens from which a request samples."""
+        return self.model.forward(batch, ctx)
+
+    def logits(self, x_BD: Tensor) -> Tensor | None:
+        """logits_BV in the model's dtype on rank 0; None on the others."""
+        return self.lm_head.forward(x_BD)

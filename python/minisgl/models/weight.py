@@ -95,6 +95,22 @@ class GGUFCheckpoint(Checkpoint):
         return torch.from_numpy(self._file.tensor(name, part))
 
 
+class DummyWeights:
+    """A `WeightSource` of random numbers, small enough that activations stay finite; norms are 1."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:  # noqa: ARG002 - all are alike
+        size = [len(parts.get(axis, range(full))) for axis, full in zip(("rows", "cols"), shape, strict=False)]
+        weight = torch.empty([*size, *shape[2:]], dtype=self._dtype, device=self._device)
+        return weight.normal_(std=0.02) if len(shape) > 1 else weight.fill_(1.0)
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint:
     """
     Raises:
@@ -105,13 +121,13 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> C
     return SafetensorsCheckpoint(folder, dtype, device)
 
 
-def load_weight(model: BaseOP, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model this rank's part of the weights in a folder.
+def load_weight(model: BaseOP, folder: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool = False) -> None:
+    """Give a model this rank's part of the weights in a folder, or random ones.
 
     Raises:
         CheckpointError: a tensor is missing, damaged or of another shape than the config says.
     """
-    model.load(open_checkpoint(folder, dtype, device))
+    model.load(DummyWeights(dtype, device) if dummy else open_checkpoint(folder, dtype, device))
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

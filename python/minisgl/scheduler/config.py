@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from minisgl.engine.config import EngineConfig, option
-from minisgl.errors import ConfigError
 from minisgl.kvcache import PREFIX_CACHES
 from minisgl.utils import Hardware
 from minisgl.utils.env import overlap_disabled
@@ -18,7 +17,6 @@ class SchedulerConfig(EngineConfig):
     """What the scheduler needs to know, besides what its engine does."""
 
     cache: str = option("radix", "prefix cache: radix shares the KV of equal prefixes", PREFIX_CACHES.names)
-    max_prefill_length: int = option(8192, "prompt tokens that one step computes at most")
     overlap: bool | None = option(
         None,
         "plan the next step while the device computes; auto: on for GPUs (MINISGL_DISABLE_OVERLAP_SCHEDULING=1: off)",
@@ -28,8 +26,6 @@ class SchedulerConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         PREFIX_CACHES[self.cache]
-        if self.max_prefill_length < 1:
-            raise ConfigError(f"--max-prefill-length must be >= 1, got {self.max_prefill_length}")
 
     def resolve(self, hardware: Hardware) -> Self:
         resolved = super().resolve(hardware)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from minisgl.core import MAX_SEED, BatchPlan, Context, FinishReason, IntArray, Req, ReqSlice
+from minisgl.core import MAX_SEED, BatchPlan, FinishReason, IntArray, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
 from minisgl.kvcache import create_prefix_cache
@@ -42,9 +42,6 @@ class Executor(Protocol):
     """What runs a plan: the `Engine`."""
 
     @property
-    def context(self) -> Context: ...
-
-    @property
     def limits(self) -> EngineLimits: ...
 
     def launch(self, plan: BatchPlan) -> ForwardOutput:
@@ -65,9 +62,9 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
-        limits, context = executor.limits, executor.context
+        limits = executor.limits
         self.is_running = True
-        self.table = TableManager(context.page_table_RP, context.token_pool_RL)
+        self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.max_seq_len)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table)
@@ -97,8 +94,8 @@ class Scheduler:
     def step(self) -> None:
         """Launch batch n, then finish batch n-1 (with overlap) or n (without)."""
         self._take_in(self._inbox.receive(block=self.is_idle))
-        plan = self._plan()
-        launched = self._launch(plan) if plan.slices else None
+        slices = self._plan()
+        launched = self._launch(slices) if slices else None
         previous, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
         if previous:
             self._finish(previous)
@@ -143,7 +140,7 @@ class Scheduler:
             raise PromptTooLong(len(prompt), max_tokens or 1, limit)
         return limit if max_tokens is None else len(prompt) + max_tokens
 
-    def _plan(self) -> BatchPlan:
+    def _plan(self) -> list[ReqSlice]:
         """All decodes that have pages, and beside them prompts up to the prefill budget."""
         decodes, starved = self.decode.plan()
         if starved and not self._retiring:  # else pages are on their way back already
@@ -152,9 +149,10 @@ class Scheduler:
             self._retire(victim)
             decodes = [part for part in decodes if part.req is not victim]
         prefills = self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
-        return BatchPlan(decodes + prefills)
+        return decodes + prefills
 
-    def _launch(self, plan: BatchPlan) -> _InFlight:
+    def _launch(self, slices: list[ReqSlice]) -> _InFlight:
+        plan = BatchPlan(slices, self.table.take_writes())
         output = self._executor.launch(plan)
         for part in plan.slices:
             self._advance(part)

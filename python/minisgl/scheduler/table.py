@@ -1,27 +1,35 @@
 """Rows of the page table and the token pool: one row for each admitted request.
 
-Owns which rows are free. A row's pages are only ever appended to while its request lives; the row is reused
-only after the last batch that refers to it has finished (the scheduler sees to that).
+Owns which rows are free, and what the host has written to rows since the last plan: the tables themselves are the
+device's. A row's pages are only ever appended to while its request lives; the row is reused only after the last batch
+that refers to it has finished (the scheduler sees to that).
 """
-
-# Dimension key: R table rows, L positions, P pages.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable
 
-from minisgl.core import IntArray
+import numpy as np
+
+from minisgl.core import IntArray, TableWrites
+
+_Write = tuple[int, IntArray]  # flat index of the first value, values
 
 
 class TableManager:
-    """Hands out rows and writes to them."""
+    """Hands out rows and writes to them.
 
-    def __init__(self, page_table_RP: Tensor, token_pool_RL: Tensor) -> None:
-        self._page_table_RP = page_table_RP
-        self._token_pool_RL = token_pool_RL
-        self._num_rows = page_table_RP.shape[0]
-        self._free = list(range(self._num_rows))[::-1]
+    Args:
+        num_pages, num_tokens: of a row.
+    """
+
+    def __init__(self, num_rows: int, num_pages: int, num_tokens: int) -> None:
+        self._num_rows = num_rows
+        self._num_pages = num_pages
+        self._num_tokens = num_tokens
+        self._free = list(range(num_rows))[::-1]
+        self._pages: dict[int, list[_Write]] = {}
+        self._tokens: dict[int, _Write] = {}
 
     @property
     def has_free(self) -> bool:
@@ -30,16 +38,35 @@ class TableManager:
     def allocate(self, tokens: IntArray) -> int:
         """Take a row and write the request's known tokens to it."""
         row = self._free.pop()
-        self._token_pool_RL[row, : len(tokens)] = torch.from_numpy(tokens)
+        self._tokens[row] = (row * self._num_tokens, tokens)
         return row
 
     def append_pages(self, row: int, num_held: int, pages: IntArray) -> None:
         """Write pages behind the num_held pages that the row has."""
-        self._page_table_RP[row, num_held : num_held + len(pages)] = torch.from_numpy(pages)
+        self._pages.setdefault(row, []).append((row * self._num_pages + num_held, pages))
 
     def release(self, row: int) -> None:
         assert row not in self._free
         self._free.append(row)
+        self._pages.pop(row, None)
+        self._tokens.pop(row, None)
+
+    def take_writes(self) -> TableWrites:
+        """All that was written since the last call."""
+        writes = TableWrites(
+            *_flatten(write for writes in self._pages.values() for write in writes), *_flatten(self._tokens.values())
+        )
+        self._pages, self._tokens = {}, {}
+        return writes
 
     def check_integrity(self, rows_in_use: list[int]) -> None:
         assert sorted(rows_in_use + self._free) == list(range(self._num_rows))
+
+
+def _flatten(writes: Iterable[_Write]) -> tuple[IntArray, IntArray]:
+    """Indices and values of all writes, one after the other."""
+    pairs = list(writes)
+    if not pairs:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+    index = np.concatenate([np.arange(first, first + len(values), dtype=np.int32) for first, values in pairs])
+    return index, np.concatenate([values for _, values in pairs])

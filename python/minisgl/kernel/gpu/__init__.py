@@ -6,7 +6,16 @@ What they compute is said in the wrappers one folder up, which call them. Read `
 from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
-from minisgl.kernel.gpu.sample import sample
-from minisgl.kernel.gpu.tables import look_up, scatter
+from minisgl.kernel.gpu.sample import choose_tokens
+from minisgl.kernel.gpu.tables import list_pages, look_up, scatter
 
-__all__ = ["add_rms_norm", "look_up", "rms_norm", "rotate_and_store", "sample", "scatter", "silu_and_mul"]
+__all__ = [
+    "add_rms_norm",
+    "choose_tokens",
+    "list_pages",
+    "look_up",
+    "rms_norm",
+    "rotate_and_store",
+    "scatter",
+    "silu_and_mul",
+]

@@ -55,23 +55,19 @@ def _best_of_part(
 
 
 @triton.jit
-def _best_of_all(
-    best, token, row, position, token_pool, output, stride_pool, num_parts, PARTS: tl.constexpr, PDL: tl.constexpr
-):
+def _best_of_all(best, token, output, num_parts, vocab_size, PARTS: tl.constexpr, PDL: tl.constexpr):
     b = tl.program_id(0)
     i = tl.arange(0, PARTS)
     wait_for_inputs(PDL)
     score = tl.load(best + b * num_parts + i, mask=i < num_parts, other=-float("inf"))
     candidate = tl.load(token + b * num_parts + i, mask=i < num_parts, other=2147483647)
     chosen = tl.min(tl.where(score == tl.max(score, axis=0), candidate, 2147483647), axis=0)
-    tl.store(output + b, chosen)
-    tl.store(token_pool + tl.load(row + b).to(tl.int64) * stride_pool + tl.load(position + b), chosen)
+    tl.store(output + b, tl.minimum(chosen, vocab_size - 1))  # NaN is no best: an id all the same
 
 
-def sample(
-    logits_BV: Tensor, lowest_B: Tensor | None, temperature_B: Tensor, seed_B2: Tensor, position_B: Tensor,
-    row_B: Tensor, token_pool_RL: Tensor,
-) -> Tensor:  # fmt: skip
+def choose_tokens(
+    logits_BV: Tensor, lowest_B: Tensor | None, temperature_B: Tensor, seed_B2: Tensor, position_B: Tensor
+) -> Tensor:
     batch_size, vocab_size = logits_BV.shape
     parts_wanted = max(1, _PROGRAMS // batch_size)
     part_size = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab_size, parts_wanted)))
@@ -85,7 +81,7 @@ def sample(
         HAS_LOWEST=lowest_B is not None, PART=part_size, BLOCK=_BLOCK, num_warps=8, **pdl(logits_BV),
     )  # fmt: skip
     _best_of_all[(batch_size,)](
-        best, token, row_B, position_B, token_pool_RL, output_B, token_pool_RL.stride(0), num_parts,
+        best, token, output_B, num_parts, vocab_size,
         PARTS=triton.next_power_of_2(num_parts), num_warps=1, **pdl(logits_BV),
     )  # fmt: skip
     return output_B

@@ -51,3 +51,20 @@ def look_up(
         row_T, position_T, token_pool_RL, page_table_RP, input_ids_T, slot_T,
         token_pool_RL.stride(0), page_table_RP.stride(0), page_size, count, BLOCK=_BLOCK, **pdl(row_T),
     )  # fmt: skip
+
+
+@triton.jit
+def _list_pages(row, indptr, page_table, pages, stride_pages, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    b = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
+    start = tl.load(indptr + b)
+    mask = i < tl.load(indptr + b + 1) - start
+    page = tl.load(page_table + tl.load(row + b).to(tl.int64) * stride_pages + i, mask=mask, other=0)
+    tl.store(pages + start + i, page, mask=mask)
+
+
+def list_pages(row_B: Tensor, indptr: Tensor, page_table_RP: Tensor, pages_X: Tensor) -> None:
+    """The pages of each row one after the other: those of row_B[b] at [indptr[b], indptr[b + 1]); all int32."""
+    grid = (len(row_B), triton.cdiv(page_table_RP.shape[1], 1024))
+    _list_pages[grid](row_B, indptr, page_table_RP, pages_X, page_table_RP.stride(0), BLOCK=1024, **pdl(row_B))

@@ -1,0 +1,172 @@
+"""FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
+
+The decodes at the head of a plan go to its decode kernels, all other slices to its prefill kernels (FlashAttention 3 on
+Hopper, 2 elsewhere). How a step's work is split over the device is planned on the host, from lengths alone, so a plan can
+be made before the tokens of the step before are known. The lists of pages are made on the device from the page table.
+"""
+
+# Dimension key: T tokens in the batch, B slices, G requests of a graph, N query heads, K kv heads, H head dim, P pages,
+# s page size, R table rows, X pages of all slices.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
+from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
+from minisgl.errors import ConfigError
+from minisgl.kernel import kernels_for
+from minisgl.kvcache import BaseKVCachePool
+
+_WORKSPACE_BYTES = 256 << 20
+_CUDA_CORE_GROUPS = (1, 2, 4, 8)  # query heads a kv head that the decode kernel without tensor cores is made for
+
+
+@dataclass(slots=True)
+class _Group:
+    """Slices that one wrapper computes together.
+
+    Attributes:
+        row_B: int32, on the device.
+        page_indptr: int32 [B + 1], on the device.
+    """
+
+    wrapper: Any
+    row_B: Tensor
+    page_indptr: Tensor
+    pages_X: Tensor
+
+
+@dataclass(slots=True)
+class FlashInferMetadata(BaseAttnMetadata):
+    """The wrappers that a step runs, each with its slices, in the order of the batch."""
+
+    num_decodes: int
+    groups: list[_Group] = field(default_factory=list)
+
+
+class FlashInferBackend(BaseAttnBackend):
+    """Over a pool whose tokens have their heads side by side."""
+
+    records_graphs = True
+
+    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise ConfigError(f"--attn fi needs FlashInfer: pip install 'minisgl[cuda]' ({error})") from None
+        self._flashinfer = flashinfer
+        self._page_table_RP = page_table_RP
+        self._device = page_table_RP.device
+        self._page_size = kv_pool.page_size
+        layers = range(kv_pool.num_layers)
+        caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
+        self._pages = [tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in caches]
+        _, num_kv_heads, head_dim = caches[0][0].shape
+        self._shape = (num_heads, num_kv_heads, head_dim)
+        self._dtype = caches[0][0].dtype
+        self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend="fa3" if is_hopper else "fa2"
+        )
+        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
+        )
+        self._no_pages = torch.empty(0, dtype=torch.int32)
+        self._graph_pages_X = torch.zeros(page_table_RP.numel(), dtype=torch.int32, device=self._device)
+        self._replayed = torch.cuda.Event()
+
+    def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
+        num_decodes = next((i for i, part in enumerate(plan.slices) if len(part) > 1), len(plan.slices))
+        metadata = FlashInferMetadata(num_decodes)
+        if decodes := plan.slices[:num_decodes]:
+            lists = self._page_lists(decodes)
+            self._plan_decode(self._decode, *lists)
+            metadata.groups.append(self._group(self._decode, decodes))
+        if prompts := plan.slices[num_decodes:]:
+            indptr, last_page_len, num_pages = self._page_lists(prompts)
+            query_indptr = _running_sum([len(part) for part in prompts])
+            pages_X = torch.empty(num_pages, dtype=torch.int32, device=self._device)
+            self._prefill.plan(
+                query_indptr, indptr, pages_X, last_page_len, *self._shape, self._page_size,
+                causal=True, q_data_type=self._dtype, kv_data_type=self._dtype,
+            )  # fmt: skip
+            metadata.groups.append(self._group(self._prefill, prompts))
+        return metadata
+
+    def _page_lists(self, parts: list[ReqSlice]) -> tuple[Tensor, Tensor, int]:
+        """indptr of the page lists, tokens on the last pages, pages in all; on the host, pinned."""
+        return _page_lists(np.array([part.end for part in parts], dtype=np.int32), self._page_size)
+
+    def _plan_decode(self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int) -> None:
+        recorded = wrapper.is_cuda_graph_enabled
+        pages_X = self._no_pages if recorded else torch.empty(num_pages, dtype=torch.int32, device=self._device)
+        wrapper.plan(
+            indptr, pages_X, last_page_len, *self._shape, self._page_size,
+            q_data_type=self._dtype, kv_data_type=self._dtype,
+        )  # fmt: skip
+
+    def _group(self, wrapper: Any, parts: list[ReqSlice]) -> _Group:
+        row_B = torch.tensor([part.row for part in parts], dtype=torch.int32).pin_memory()
+        row_B = row_B.to(self._device, non_blocking=True)
+        return _Group(wrapper, row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
+
+    def prepare_capture(self, row_G: Tensor) -> FlashInferMetadata:
+        size = len(row_G)
+        indptr = torch.zeros(size + 1, dtype=torch.int32, device=self._device)
+        wrapper = self._flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            indptr,
+            self._graph_pages_X,
+            torch.ones(size, dtype=torch.int32, device=self._device),
+            "NHD",
+            use_tensor_cores=self._use_tensor_cores,
+        )
+        metadata = FlashInferMetadata(size, [_Group(wrapper, row_G, indptr, self._graph_pages_X)])
+        self.prepare_replay(metadata, np.zeros(size, dtype=np.int32))
+        return metadata
+
+    def prepare_replay(self, metadata: BaseAttnMetadata, position_G: IntArray) -> None:
+        assert isinstance(metadata, FlashInferMetadata)
+        self._replayed.synchronize()  # FlashInfer's pinned memory is read until then
+        self._plan_decode(metadata.groups[0].wrapper, *_page_lists(position_G + 1, self._page_size))
+        self._replayed.record()
+
+    def begin(self, batch: Batch) -> None:
+        assert isinstance(batch.attn_metadata, FlashInferMetadata)
+        kernels = kernels_for(self._page_table_RP)
+        assert kernels is not None
+        for group in batch.attn_metadata.groups:
+            kernels.list_pages(group.row_B, group.page_indptr, self._page_table_RP, group.pages_X)
+
+    def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, FlashInferMetadata)
+        if len(metadata.groups) == 1:
+            o_TNH: Tensor = metadata.groups[0].wrapper.run(q_TNH, self._pages[layer])
+            return o_TNH
+        o_TNH, split = torch.empty_like(q_TNH), metadata.num_decodes
+        for group, rows in zip(metadata.groups, (slice(split), slice(split, None)), strict=True):
+            group.wrapper.run(q_TNH[rows], self._pages[layer], out=o_TNH[rows])
+        return o_TNH
+
+
+def _page_lists(end_B: NDArray[np.int32], page_size: int) -> tuple[Tensor, Tensor, int]:
+    num_pages_B = -(-end_B // page_size)
+    last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
+    return _running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
+
+
+def _running_sum(counts: list[int] | NDArray[np.int32]) -> Tensor:
+    """int32 [B + 1] from 0, pinned."""
+    total = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=total[1:])
+    return torch.from_numpy(total).pin_memory()
