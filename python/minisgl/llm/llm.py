@@ -27,7 +27,6 @@ from minisgl.message import (
     ChatMessage,
     DetokenizeMsg,
     ExitMsg,
-    TokenIds,
     UserMsg,
     pack_ids,
 )
@@ -91,6 +90,7 @@ class LLM:
 
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
+        skip_tokenizer_init: take and give token ids only; texts stay empty.
         options: any field of `SchedulerConfig`; docs/features.md lists them.
 
     Raises:
@@ -98,7 +98,7 @@ class LLM:
         EngineFailed: a rank did not start.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
         config = SchedulerConfig(model=None if model is None else str(model), **options)
         folder = fetch_model(config.model, config.model_source)
         config = replace(config, model=str(folder)).resolve(detect_hardware())
@@ -117,7 +117,7 @@ class LLM:
             inbox = lead(self._mailbox, config.tp, addresses)
             stack.callback(inbox.close)
             self._scheduler = Scheduler(config, engine, inbox, self._mailbox)
-            self._tokenizer = Tokenizer(folder)
+            self._optional_tokenizer = None if skip_tokenizer_init else Tokenizer(folder)
             self._resources = stack.pop_all()
 
     def generate(
@@ -144,13 +144,26 @@ class LLM:
         answers = [_Collected() for _ in several]
         with tqdm(total=len(several), disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
             num_tokens = 0
-            for index, news, text in self._run(several, sampling_params):
-                answers[index].take(news, text)
+            for index, news in self._run(several, sampling_params):
+                answers[index].take(news)
                 num_tokens += news.token is not None
                 if news.finish:
                     bar.update()
                     bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
-        return [answer.output() for answer in answers]
+        return [self._output(answer) for answer in answers]
+
+    def _output(self, answer: _Collected) -> GenerationOutput:
+        last = answer.last
+        assert last is not None and last.finish is not None
+        said = answer.ids[:-1] if last.finish == "stop" else answer.ids
+        text = self._optional_tokenizer.decode(said) if self._optional_tokenizer else ""
+        return GenerationOutput(text, answer.ids, last.finish, last.num_prompt, last.num_cached)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._optional_tokenizer is None:
+            raise InvalidRequest("without a tokenizer (skip_tokenizer_init) prompts must be token ids")
+        return self._optional_tokenizer
 
     def stream(
         self,
@@ -158,8 +171,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
         """Like `generate`, token by token as they come. Closing the iterator aborts what has not finished."""
-        for index, news, text in self._run(_several(prompts), sampling_params):
-            yield StreamOutput(index, news.token, text, news.finish)
+        detokenizer = self._tokenizer.make_detokenizer()
+        for index, news in self._run(_several(prompts), sampling_params):
+            yield StreamOutput(index, news.token, detokenizer.step(news).text, news.finish)
 
     def chat(
         self,
@@ -175,12 +189,11 @@ class LLM:
 
     def _run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Iterator[tuple[int, DetokenizeMsg, str]]:
-        """Step until all have finished; yields the index of a prompt, its news, and their text."""
+    ) -> Iterator[tuple[int, DetokenizeMsg]]:
+        """Step until all have finished; yields the index of a prompt and its news."""
         mail: deque[DetokenizeMsg] = deque()
         first = self._submit(prompts, params, mail)
         unfinished = set(range(first, first + len(prompts)))
-        detokenizer = self._tokenizer.make_detokenizer()
         try:
             while unfinished:
                 while not mail:
@@ -190,7 +203,7 @@ class LLM:
                     unfinished.discard(news.uid)
                 if news.error is not None:
                     raise RequestError(news.error.message, param=news.error.param, code=news.error.code)
-                yield news.uid - first, news, detokenizer.step(news).text
+                yield news.uid - first, news
         finally:
             self._abort(unfinished)
 
@@ -206,11 +219,11 @@ class LLM:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
-        ids = [self._tokenizer.encode(_as_message(prompt)) for prompt in prompts]
+        ids = [pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
         for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
             self._readers[uid] = mail
-            self._mailbox.to_scheduler.append(UserMsg(uid, pack_ids(prompt_ids), sampling))
+            self._mailbox.to_scheduler.append(UserMsg(uid, prompt_ids, sampling))
         return uids[0] if uids else 0
 
     def _step(self) -> None:
@@ -254,20 +267,13 @@ class _Collected:
     """An answer while it grows."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._last: DetokenizeMsg | None = None
+        self.ids: list[int] = []
+        self.last: DetokenizeMsg | None = None
 
-    def take(self, news: DetokenizeMsg, text: str) -> None:
-        self._texts.append(text)
+    def take(self, news: DetokenizeMsg) -> None:
         if news.token is not None:
-            self._ids.append(news.token)
-        self._last = news
-
-    def output(self) -> GenerationOutput:
-        last = self._last
-        assert last is not None and last.finish is not None
-        return GenerationOutput("".join(self._texts), self._ids, last.finish, last.num_prompt, last.num_cached)
+            self.ids.append(news.token)
+        self.last = news
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -275,7 +281,3 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_message(prompt: Prompt) -> str | TokenIds:
-    return prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt))
