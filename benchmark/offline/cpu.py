@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minisgl.benchmark import Figure, append_figures, median_of
+from minisgl.benchmark.perf import Figure, append_figures, median_of
 from minisgl.llm import LLM, SamplingParams
 from minisgl.models import fetch_model, open_checkpoint
 from minisgl.models.default_model import DEFAULT_MODEL

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minisgl.benchmark import Figure, append_figures
+from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.llm import LLM, SamplingParams
 from minisgl.models import ModelConfig
 from minisgl.scheduler import SchedulerConfig

@@ -25,7 +25,7 @@ from minisgl.kernel import kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
-_CUDA_CORE_GROUPS = (1, 2, 4, 8)  # query heads a kv head that the decode kernel without tensor cores is made for
+_CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads a kv head that the decode kernel without tensor cores is made for
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ def attend_decode(
         q_TNH, o_TNH: contiguous; query head n reads kv head n * K // N.
         token_B, row_B, end_B: int64.
     """
-    kernels, scale = kernels_for(q_TNH), 1.0 / math.sqrt(q_TNH.shape[2])
+    kernels, scale = None if q_TNH.is_cuda else kernels_for(q_TNH), 1.0 / math.sqrt(q_TNH.shape[2])
     if kernels is not None:
         kernels.attend_decode(q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, end_B, page_size, scale, o_TNH)
         return
@@ -50,7 +50,7 @@ def causal_softmax(score_KXL: Tensor, start: int, length: int, scale: float) -> 
     Args:
         score_KXL: contiguous; L = start + length.
     """
-    kernels = kernels_for(score_KXL)
+    kernels = None if score_KXL.is_cuda else kernels_for(score_KXL)
     if kernels is not None:
         kernels.causal_softmax(score_KXL, start, length, scale)
         return
