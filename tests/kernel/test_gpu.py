@@ -6,13 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import HeadNorms, Rotation, gumbel_noise, rms_norm_reference, rotate_and_store
+from minisgl.kernel import (
+    HeadNorms,
+    Rotation,
+    attend_decode_reference,
+    gumbel_noise,
+    rms_norm_reference,
+    rotate_and_store,
+)
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import dispatch, gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DOT_DTYPES = list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]  # the interpreter multiplies no bfloat16
 pytestmark = pytest.mark.gpu
 
 
@@ -129,3 +137,40 @@ def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
     logits_BV[0, [70, 3000, 4999]] = 1.0
     token_B = gpu.choose_tokens(logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints)
     assert token_B.tolist() == [70]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (64, 7), (1024, 6), (1500, 5), (3072, 4)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_product_of_one_token(
+    random: torch.Generator, has_bias: bool, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x, weight = numbers(random, 1, inputs, dtype=dtype), numbers(random, outputs, inputs, dtype=dtype) / inputs**0.5
+    bias = numbers(random, outputs, dtype=dtype) if has_bias else None
+    expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    same(gpu.one_token_linear(x, weight, bias), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize(("page_size", "width"), [(1, 64), (16, 128), (3, 20)])
+def test_decodes(random: torch.Generator, page_size: int, width: int, group: int, dtype: torch.dtype) -> None:
+    num_kv_heads, num_pages = 2, 400 // page_size
+    pool = numbers(random, 2, num_pages * page_size, num_kv_heads, width, dtype=dtype)
+    pages = torch.randperm(num_pages, generator=random, device=DEVICE).int()[: num_pages // 4 * 4].view(4, -1)
+    q = numbers(random, 9, group * num_kv_heads, width, dtype=dtype)
+    token, row, position = (torch.tensor(x, device=DEVICE) for x in ([8, 0, 3], [2, 0, 3], [0, 95, 41]))
+    outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
+    gpu.attend_decode(q, *pool, pages, page_size, token, row, position, outputs[0])
+    attend_decode_reference(q, *pool, pages, page_size, token, row, position, outputs[1])
+    same(outputs[0], outputs[1])
+
+
+def test_the_pages_of_rows_are_listed(random: torch.Generator) -> None:
+    pages = torch.randint(100, (7, 3000), generator=random, device=DEVICE, dtype=torch.int32)
+    row_B = torch.tensor([5, 0, 6], dtype=torch.int32, device=DEVICE)
+    indptr = torch.tensor([0, 2500, 2500, 2503], dtype=torch.int32, device=DEVICE)
+    listed = torch.full((2600,), -1, dtype=torch.int32, device=DEVICE)
+    gpu.list_pages(row_B, indptr, pages, listed)
+    assert torch.equal(listed[:2503], torch.cat((pages[5, :2500], pages[6, :3])))
+    assert (listed[2503:] == -1).all()

@@ -103,11 +103,11 @@ def test_decodes(
     pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
     page_table = torch.randperm(100, generator=random).int().view(4, 25)
     q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
-    token, row, end = torch.tensor([8, 0, 3]), torch.tensor([2, 0, 3]), torch.tensor([1, 99, 42])
+    token, row, position = torch.tensor([8, 0, 3]), torch.tensor([2, 0, 3]), torch.tensor([0, 98, 41])
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
-        attend_decode(q, pool[0], pool[1], page_table, page_size, token, row, end, o)
+        attend_decode(q, pool[0], pool[1], page_table, page_size, token, row, position, o)
         return o
 
     same(both(monkeypatch, call), dtype)

@@ -1,8 +1,9 @@
 """FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
 
 The decodes at the head of a plan go to its decode kernels, all other slices to its prefill kernels (FlashAttention 3 on
-Hopper, 2 elsewhere). How a step's work is split over the device is planned on the host, from lengths alone, so a plan can
-be made before the tokens of the step before are known. The lists of pages are made on the device from the page table.
+Hopper, 2 elsewhere). How a step's work is split over the device is planned on the host, from lengths alone, so a plan
+can be made before the tokens of the step before are known. The lists of pages are made on the device from the page
+table.
 """
 
 # Dimension key: T tokens in the batch, B slices, G requests of a graph, N query heads, K kv heads, H head dim, P pages,
@@ -21,10 +22,11 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
 from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
 from minisgl.errors import ConfigError
-from minisgl.kernel import kernels_for
+from minisgl.kernel import attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
+_FEW_HEADS = 64  # requests times kv heads up to which our own kernel, which needs no plan, is faster
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads a kv head that the decode kernel without tensor cores is made for
 
 
@@ -45,7 +47,7 @@ class _Group:
 
 @dataclass(slots=True)
 class FlashInferMetadata(BaseAttnMetadata):
-    """The wrappers that a step runs, each with its slices, in the order of the batch."""
+    """The wrappers that a step runs, each with its slices, in the order of the batch; none for few decodes."""
 
     num_decodes: int
     groups: list[_Group] = field(default_factory=list)
@@ -66,11 +68,11 @@ class FlashInferBackend(BaseAttnBackend):
         self._device = page_table_RP.device
         self._page_size = kv_pool.page_size
         layers = range(kv_pool.num_layers)
-        caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
-        self._pages = [tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in caches]
-        _, num_kv_heads, head_dim = caches[0][0].shape
+        self._caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
+        self._pages = [tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in self._caches]
+        _, num_kv_heads, head_dim = self._caches[0][0].shape
         self._shape = (num_heads, num_kv_heads, head_dim)
-        self._dtype = caches[0][0].dtype
+        self._dtype = self._caches[0][0].dtype
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9
@@ -83,6 +85,7 @@ class FlashInferBackend(BaseAttnBackend):
         self._no_pages = torch.empty(0, dtype=torch.int32)
         self._graph_pages_X = torch.zeros(page_table_RP.numel(), dtype=torch.int32, device=self._device)
         self._replayed = torch.cuda.Event()
+        self._token_B = torch.arange(_FEW_HEADS, dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
         num_decodes = next((i for i, part in enumerate(plan.slices) if len(part) > 1), len(plan.slices))
@@ -121,6 +124,8 @@ class FlashInferBackend(BaseAttnBackend):
 
     def prepare_capture(self, row_G: Tensor) -> FlashInferMetadata:
         size = len(row_G)
+        if size * self._shape[1] <= _FEW_HEADS:
+            return FlashInferMetadata(size)
         indptr = torch.zeros(size + 1, dtype=torch.int32, device=self._device)
         wrapper = self._flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -136,6 +141,8 @@ class FlashInferBackend(BaseAttnBackend):
 
     def prepare_replay(self, metadata: BaseAttnMetadata, position_G: IntArray) -> None:
         assert isinstance(metadata, FlashInferMetadata)
+        if not metadata.groups:
+            return
         self._replayed.synchronize()  # FlashInfer's pinned memory is read until then
         self._plan_decode(metadata.groups[0].wrapper, *_page_lists(position_G + 1, self._page_size))
         self._replayed.record()
@@ -150,12 +157,17 @@ class FlashInferBackend(BaseAttnBackend):
     def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, FlashInferMetadata)
-        if len(metadata.groups) == 1:
-            o_TNH: Tensor = metadata.groups[0].wrapper.run(q_TNH, self._pages[layer])
-            return o_TNH
         o_TNH, split = torch.empty_like(q_TNH), metadata.num_decodes
-        for group, rows in zip(metadata.groups, (slice(split), slice(split, None)), strict=True):
-            group.wrapper.run(q_TNH[rows], self._pages[layer], out=o_TNH[rows])
+        if not metadata.groups:
+            attend_decode(
+                q_TNH, *self._caches[layer], self._page_table_RP, self._page_size,
+                self._token_B[:split], batch.row_T, batch.position_T, o_TNH,
+            )  # fmt: skip
+        elif len(metadata.groups) == 1:
+            metadata.groups[0].wrapper.run(q_TNH, self._pages[layer], out=o_TNH)
+        else:
+            for group, rows in zip(metadata.groups, (slice(split), slice(split, None)), strict=True):
+                group.wrapper.run(q_TNH[rows], self._pages[layer], out=o_TNH[rows])
         return o_TNH
 
 

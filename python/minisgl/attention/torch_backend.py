@@ -38,13 +38,14 @@ class TorchAttnMetadata(BaseAttnMetadata):
     """The slices of a plan, sorted by how they are computed.
 
     Attributes:
-        token_B, row_B, end_B: int64; of the decodes, their row in the batch and in the page table, their context.
+        token_B, row_B, position_B: int64; of the decodes, their row in the batch and in the page table, and where
+            they stand.
     """
 
     prompts: list[_Prompt]
     token_B: Tensor
     row_B: Tensor
-    end_B: Tensor
+    position_B: Tensor
 
 
 class TorchAttentionBackend(BaseAttnBackend):
@@ -66,7 +67,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         first = 0
         for part in plan.slices:
             if len(part) == 1:
-                decodes.append((first, part.row, part.end))
+                decodes.append((first, part.row, part.start))
             else:
                 page_P = self._page_table_RP[part.row, : -(-part.end // self._page_size)].long()
                 prompts.append(_Prompt(first, len(part), part.start, page_P))
@@ -82,7 +83,7 @@ class TorchAttentionBackend(BaseAttnBackend):
             rows = slice(prompt.first, prompt.first + prompt.length)
             self._attend_prompt(q_TNH[rows], layer, prompt, o_TNH[rows])
         if len(metadata.token_B):
-            decodes = (metadata.token_B, metadata.row_B, metadata.end_B)
+            decodes = (metadata.token_B, metadata.row_B, metadata.position_B)
             pool = (self._pool.k_cache(layer), self._pool.v_cache(layer))
             attend_decode(q_TNH, *pool, self._page_table_RP, self._page_size, *decodes, o_TNH)
         return o_TNH

@@ -1,7 +1,7 @@
 """The way of a step's numbers from the host to the device: one copy, out of pinned memory.
 
-There are two pinned buffers, used in turn, so that the numbers of a step can be written while those of the step before
-are still on their way. On a CPU nothing moves.
+The pinned buffers are used in turn, enough of them that the numbers of a step can be written while all those of the
+step before are still on their way. On a CPU nothing moves.
 """
 
 # Dimension key: X numbers.
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_NUM_PINNED = 16
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
@@ -26,6 +27,8 @@ class Staging:
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
         self._device = device
+        self._turn = 0
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
         if device.type != "cpu":
             self._grow(capacity)
 
@@ -36,7 +39,7 @@ class Staging:
         total = sum(len(array) for array in arrays)
         if total > len(self._device_X):
             self._grow(2 * total)
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % _NUM_PINNED
         host_X, copied = self._pinned[self._turn]
         copied.synchronize()
         np.concatenate([array.view(np.int32) for array in arrays], out=host_X.numpy()[:total])
@@ -47,8 +50,7 @@ class Staging:
 
     def _grow(self, capacity: int) -> None:
         torch.cuda.synchronize(self._device)
-        self._turn = 0
         self._device_X = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         self._pinned = [
-            (torch.empty(capacity, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+            (torch.empty(capacity, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(_NUM_PINNED)
         ]

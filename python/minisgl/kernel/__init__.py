@@ -6,9 +6,9 @@ Nothing here knows of requests, pages or models. Read `norm.py` for the pattern,
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
-from minisgl.kernel.attention import attend_decode, causal_softmax
+from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
 from minisgl.kernel.dispatch import kernels_for
-from minisgl.kernel.linear import CpuLinear
+from minisgl.kernel.linear import CpuLinear, one_token_linear
 from minisgl.kernel.moe import moe_reference
 from minisgl.kernel.noise import choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -23,6 +23,7 @@ __all__ = [
     "Rotation",
     "add_rms_norm",
     "attend_decode",
+    "attend_decode_reference",
     "causal_softmax",
     "choose_tokens",
     "common_prefix_length",
@@ -31,6 +32,7 @@ __all__ = [
     "kernels_for",
     "look_up",
     "moe_reference",
+    "one_token_linear",
     "rms_norm",
     "rms_norm_reference",
     "rotate",

@@ -21,26 +21,39 @@ def attend_decode(
     page_size: int,
     token_B: Tensor,
     row_B: Tensor,
-    end_B: Tensor,
+    position_B: Tensor,
     o_TNH: Tensor,
 ) -> None:
-    """Write row token_B[b] of the output: that query's attention to positions [0, end_B[b]) of table row row_B[b].
+    """Write row token_B[b] of the output: that query's attention to positions [0, position_B[b]] of table row row_B[b].
 
     Args:
         q_TNH, o_TNH: contiguous; query head n reads kv head n * K // N.
-        token_B, row_B, end_B: int64.
+        token_B, row_B, position_B: int64; on a GPU any integers.
     """
-    kernels, scale = None if q_TNH.is_cuda else kernels_for(q_TNH), 1.0 / math.sqrt(q_TNH.shape[2])
-    if kernels is not None:
-        kernels.attend_decode(q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, end_B, page_size, scale, o_TNH)
-        return
+    kernels = kernels_for(q_TNH)
+    attend = attend_decode_reference if kernels is None else kernels.attend_decode
+    attend(q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH)
+
+
+def attend_decode_reference(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    token_B: Tensor,
+    row_B: Tensor,
+    position_B: Tensor,
+    o_TNH: Tensor,
+) -> None:
+    """The same, one request after the other."""
     group = q_TNH.shape[1] // k_SKH.shape[1]
-    for token, row, end in zip(token_B.tolist(), row_B.tolist(), end_B.tolist(), strict=True):
-        position_L = torch.arange(end, device=q_TNH.device)
+    for token, row, position in zip(token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True):
+        position_L = torch.arange(position + 1, device=q_TNH.device)
         slot_L = page_table_RP[row, position_L // page_size].long() * page_size + position_L % page_size
         q_K1GH = q_TNH[token].unflatten(0, (-1, group))
         k_KLH, v_KLH = k_SKH[slot_L].transpose(0, 1), v_SKH[slot_L].transpose(0, 1)
-        weights_KGL = torch.softmax(q_K1GH.float() @ k_KLH.float().transpose(1, 2) * scale, dim=-1)
+        weights_KGL = torch.softmax(q_K1GH.float() @ k_KLH.float().transpose(1, 2) / math.sqrt(q_TNH.shape[2]), dim=-1)
         o_TNH[token] = (weights_KGL @ v_KLH.float()).flatten(0, 1).to(o_TNH.dtype)
 
 

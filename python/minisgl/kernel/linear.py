@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel.dispatch import kernels_for
+
 _PACK_FOR_TOKENS = 32
+
+
+def one_token_linear(x_1D: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """y_1F = x_1D @ weight_FD.T + bias_F on a GPU."""
+    kernels = kernels_for(x_1D)
+    if kernels is None or not x_1D.is_cuda:
+        return F.linear(x_1D, weight_FD, bias_F)
+    y_1F: Tensor = kernels.one_token_linear(x_1D, weight_FD, bias_F)
+    return y_1F
 
 
 class CpuLinear:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, DistributedInfo
-from minisgl.kernel import CpuLinear
+from minisgl.kernel import CpuLinear, one_token_linear
 from minisgl.layers.base import BaseOP, WeightSource
 
 
@@ -37,7 +37,11 @@ class LinearBase(BaseOP):
         return self._weight_FD.nbytes
 
     def multiply(self, x_TD: Tensor) -> Tensor:
-        return self._cpu(x_TD) if self._cpu else F.linear(x_TD, self._weight_FD, self._bias_F)
+        if self._cpu:
+            return self._cpu(x_TD)
+        if len(x_TD) == 1 and x_TD.is_cuda:
+            return one_token_linear(x_TD, self._weight_FD, self._bias_F)
+        return F.linear(x_TD, self._weight_FD, self._bias_F)
 
 
 class LinearColParallelMerged(LinearBase):

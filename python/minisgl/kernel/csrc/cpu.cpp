@@ -178,18 +178,19 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
 }
 
 // One query a request against its paged context; a task is the queries that share a kv head.
-void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP, TensorView token_B,
-                   TensorView row_B, TensorView end_B, int64_t page_size, double scale, TensorView o_TNH) {
+void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP, int64_t page_size,
+                   TensorView token_B, TensorView row_B, TensorView position_B, TensorView o_TNH) {
   auto tokens = static_cast<const int64_t*>(token_B.data_ptr());
   auto rows = static_cast<const int64_t*>(row_B.data_ptr());
-  auto ends = static_cast<const int64_t*>(end_B.data_ptr());
+  auto positions = static_cast<const int64_t*>(position_B.data_ptr());
   int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1), group = q_TNH.size(1) / num_kv_heads;
-  int64_t work = std::accumulate(ends, ends + batch, int64_t(0)) * q_TNH.size(1) * q_TNH.size(2);
+  int64_t work = std::accumulate(positions, positions + batch, batch) * q_TNH.size(1) * q_TNH.size(2);
+  float scale = 1.0f / std::sqrt(float(q_TNH.size(2)));
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
 #pragma omp parallel for schedule(dynamic) if (work > 2 * kParallelWork)
     for (int64_t task = 0; task < batch * num_kv_heads; ++task) {
-      int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads, end = ends[b];
+      int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads, end = positions[b] + 1;
       const int32_t* pages = row<int32_t>(page_table_RP, rows[b]);
       auto at = [&](const TensorView& pool, int64_t l) {
         int64_t slot = pages[l / page_size] * page_size + l % page_size;
@@ -201,7 +202,7 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
         for (int64_t i = 0; i < width; ++i) line[i] = get(x[i]);
       };
       const T* queries = row<T>(q_TNH, tokens[b]) + kv_head * group * width;
-      for (int64_t i = 0; i < group * width; ++i) q[i] = get(queries[i]) * float(scale);
+      for (int64_t i = 0; i < group * width; ++i) q[i] = get(queries[i]) * scale;
       for (int64_t l = 0; l < end; ++l) {
         unpack(at(k_SKH, l));
         for (int64_t g = 0; g < group; ++g) {

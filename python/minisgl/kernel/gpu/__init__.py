@@ -4,6 +4,8 @@ What they compute is said in the wrappers one folder up, which call them. Read `
 """
 
 from minisgl.kernel.gpu.activation import silu_and_mul
+from minisgl.kernel.gpu.attention import attend_decode
+from minisgl.kernel.gpu.linear import one_token_linear
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
 from minisgl.kernel.gpu.sample import choose_tokens
@@ -11,9 +13,11 @@ from minisgl.kernel.gpu.tables import list_pages, look_up, scatter
 
 __all__ = [
     "add_rms_norm",
+    "attend_decode",
     "choose_tokens",
     "list_pages",
     "look_up",
+    "one_token_linear",
     "rms_norm",
     "rotate_and_store",
     "scatter",

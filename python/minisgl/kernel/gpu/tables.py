@@ -11,7 +11,7 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 _BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
@@ -26,7 +26,7 @@ def scatter(table: Tensor, index_X: Tensor, value_X: Tensor) -> None:
         _scatter[(triton.cdiv(count, _BLOCK),)](table, index_X, value_X, count, BLOCK=_BLOCK, **pdl(table))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _look_up(
     row, position, token_pool, page_table, input_ids, slot, stride_tokens, stride_pages, page_size, count,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
