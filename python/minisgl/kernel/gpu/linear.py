@@ -32,8 +32,8 @@ def _one_token_linear(
     begin = BLOCK
     while begin < inputs:
         j = begin + i
-        w = tl.load(rows + j[None, :], mask=inside & (j < inputs)[None, :], other=0.0).to(tl.float32)
-        total += w * tl.load(x + j, mask=j < inputs, other=0.0).to(tl.float32)[None, :]
+        w = tl.load(rows + j[None, :], mask=inside & (j < inputs)[None, :], other=0.0)
+        total += w.to(tl.float32) * tl.load(x + j, mask=j < inputs, other=0.0).to(tl.float32)[None, :]
         begin += BLOCK
     result = tl.sum(total, axis=1)
     if HAS_BIAS:

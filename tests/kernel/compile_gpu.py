@@ -1,0 +1,71 @@
+"""Compiles every Triton kernel for a Hopper GPU, on any machine: run by test_gpu.py in a process of its own.
+
+A driver without a device stands in for the GPU's; kernels are compiled as they would be for a launch, and not launched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from minisgl.kernel import gpu
+from minisgl.kernel.gpu import launch
+
+
+class NoDevice:
+    """What Triton asks of a driver in order to compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    compiled = run(self, *args, grid=grid, warmup=True, **options)
+    print(f"{self.__name__}: {len(compiled.asm['cubin'])} bytes, griddepcontrol: {'griddepcontrol' in compiled.asm['ptx']}")
+
+
+def main() -> None:
+    bf16, int32 = torch.bfloat16, torch.int32
+    x = torch.empty(4, 1024, dtype=bf16)
+    ints = torch.zeros(64, dtype=int32)
+    longs = torch.zeros(64, dtype=torch.int64)
+    table = torch.zeros(8, 64, dtype=int32)
+    for rows in (1, 4):
+        gpu.rms_norm(x[:rows], x[0], 1e-6, x[:rows])
+        gpu.add_rms_norm(x[:rows], x[:rows], x[0], 1e-6, x[:rows])
+    gpu.silu_and_mul(x[:, :512], x[:, 512:], x[:, :512].contiguous())
+    pool = torch.empty(2, 256, 8, 128, dtype=bf16)
+    qkv, q = torch.empty(4, 32, 128, dtype=bf16), torch.empty(4, 16, 128, dtype=bf16)
+    angles = torch.empty(2, 64, 128, dtype=bf16)
+    for weight in (q[0, 0], q[0, 0, :0]):
+        gpu.rotate_and_store(qkv, weight, weight, 1e-6, *angles, longs[:4], longs[:4], q, *pool)
+    gpu.scatter(table, ints, ints)
+    gpu.look_up(ints, ints, table, table, 16, longs, longs)
+    gpu.list_pages(ints[:4], ints[:5], table, ints)
+    logits = torch.empty(4, 1000, dtype=bf16)
+    for lowest in (None, torch.empty(4)):
+        gpu.choose_tokens(logits, lowest, torch.empty(4), ints[:8].view(4, 2), ints[:4])
+    gpu.one_token_linear(x[:1], x, None)
+    gpu.one_token_linear(x[:1], x, x[0])
+    gpu.attend_decode(q, *pool, table, 16, ints[:4], ints[:4], ints[:4], q)
+
+
+if __name__ == "__main__":
+    run = JITFunction.run
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(NoDevice())
+    launch._options = lambda device: {"PDL": True, "launch_pdl": True}
+    launch.pdl.__globals__["torch"] = torch
+    for module in (gpu.norm, gpu.activation, gpu.rotary, gpu.tables, gpu.sample, gpu.linear, gpu.attention):
+        module.pdl = launch._options
+    main()
