@@ -215,10 +215,15 @@ NO_WRITES = TableWrites(*[np.empty(0, dtype=np.int32)] * 4)
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What one step computes, and what it needs to be told first. A request stands in it at most once."""
+    """What one step computes, and what it needs to be told first. A request stands in it at most once.
+
+    Attributes:
+        num_shared: leading tokens whose pages all slices have in common; a multiple of the page size.
+    """
 
     slices: list[ReqSlice]
     writes: TableWrites = NO_WRITES
+    num_shared: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -54,7 +54,7 @@ def test_auto_becomes_what_fits_the_machine(hardware: Hardware, device: str, dty
 
 
 def test_what_was_said_stays() -> None:
-    said = EngineConfig(device="cpu", dtype="float16", memory_ratio=0.25, attn="torch", tp=3)
+    said = EngineConfig(device="cpu", dtype="float16", memory_ratio=0.25, attn="torch", tp=3, page_size=3)
     assert said.resolve(TWO_GPUS) == said
 
 

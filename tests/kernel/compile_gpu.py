@@ -31,7 +31,8 @@ class NoDevice:
 
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = run(self, *args, grid=grid, warmup=True, **options)
-    print(f"{self.__name__}: {len(compiled.asm['cubin'])} bytes, griddepcontrol: {'griddepcontrol' in compiled.asm['ptx']}")
+    waits = "griddepcontrol.wait" in compiled.asm["ptx"]
+    print(f"{self.__name__}: {len(compiled.asm['cubin'])} bytes, {'waits' if waits else 'does not wait'}")
 
 
 def main() -> None:
@@ -57,7 +58,8 @@ def main() -> None:
         gpu.choose_tokens(logits, lowest, torch.empty(4), ints[:8].view(4, 2), ints[:4])
     gpu.one_token_linear(x[:1], x, None)
     gpu.one_token_linear(x[:1], x, x[0])
-    gpu.attend_decode(q, *pool, table, 16, ints[:4], ints[:4], ints[:4], q)
+    for shared in (None, ints[:1]):
+        gpu.attend_decode(q, *pool, table, 16, ints[:4], ints[:4], ints[:4], q, shared)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +21,20 @@ from minisgl.kernel import (
 )
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from triton.runtime import interpreter
+
 from minisgl.kernel import dispatch, gpu
+
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_tensor_for_new_numpy(tensor: type, scope: object) -> None:
+    """A loop's bound is an array of one number, which numpy no longer takes for a number."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # type: ignore[attr-defined]
+
+
+interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -166,6 +184,29 @@ def test_decodes(random: torch.Generator, page_size: int, width: int, group: int
     same(outputs[0], outputs[1])
 
 
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("num_shared", [0, 4, 64, 92])
+@pytest.mark.parametrize(("batch_size", "group"), [(1, 2), (5, 1), (40, 3)])
+def test_decodes_that_share_their_first_pages(
+    random: torch.Generator, batch_size: int, group: int, num_shared: int, dtype: torch.dtype
+) -> None:
+    page_size, num_kv_heads, width = 4, 2, 32
+    pool = numbers(random, 2, 4000, num_kv_heads, width, dtype=dtype)
+    pages = torch.randperm(1000, generator=random, device=DEVICE).int()[: 40 * 25].view(40, 25)
+    pages[:, : num_shared // page_size] = pages[0, : num_shared // page_size]
+    q = numbers(random, batch_size, group * num_kv_heads, width, dtype=dtype)
+    row = torch.randperm(40, generator=random, device=DEVICE)[:batch_size]
+    position = torch.randint(num_shared, 100, (batch_size,), generator=random, device=DEVICE)
+    shared, token = (
+        torch.tensor([num_shared], dtype=torch.int32, device=DEVICE),
+        torch.arange(batch_size, device=DEVICE),
+    )
+    outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
+    gpu.attend_decode(q, *pool, pages, page_size, token, row, position, outputs[0], shared)
+    attend_decode_reference(q, *pool, pages, page_size, token, row, position, outputs[1])
+    same(outputs[0], outputs[1])
+
+
 def test_the_pages_of_rows_are_listed(random: torch.Generator) -> None:
     pages = torch.randint(100, (7, 3000), generator=random, device=DEVICE, dtype=torch.int32)
     row_B = torch.tensor([5, 0, 6], dtype=torch.int32, device=DEVICE)
@@ -174,3 +215,13 @@ def test_the_pages_of_rows_are_listed(random: torch.Generator) -> None:
     gpu.list_pages(row_B, indptr, pages, listed)
     assert torch.equal(listed[:2503], torch.cat((pages[5, :2500], pages[6, :3])))
     assert (listed[2503:] == -1).all()
+
+
+def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_gpu.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len({line.split(":")[0] for line in lines}) >= 12
+    assert all(line.endswith("bytes, waits") for line in lines), done.stdout

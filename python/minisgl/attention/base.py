@@ -24,12 +24,17 @@ class BaseAttnBackend(ABC):
     def prepare(self, plan: BatchPlan) -> BaseAttnMetadata:
         """Read the page table for this plan. Valid for this step only."""
 
-    def prepare_capture(self, row_G: Tensor) -> BaseAttnMetadata:
-        """For a graph of G decodes whose rows of the page table will stand in row_G (int32)."""
+    def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> BaseAttnMetadata:
+        """For a graph over num_tokens tokens of R requests: decodes, one token each, or else a prompt and its padding.
+
+        Args:
+            row_R: int32, where the requests' rows of the page table will stand.
+            shared_1: int32, where the number of tokens will stand that all of them share.
+        """
         raise NotImplementedError
 
-    def prepare_replay(self, metadata: BaseAttnMetadata, position_G: IntArray) -> None:
-        """Make the metadata of a graph those of decodes at these positions."""
+    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
+        """Make the metadata of a graph those of slices [start, end)."""
         raise NotImplementedError
 
     def begin(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do

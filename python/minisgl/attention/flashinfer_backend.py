@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
@@ -27,7 +26,7 @@ from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
 _FEW_HEADS = 64  # requests times kv heads up to which our own kernel, which needs no plan, is faster
-_CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads a kv head that the decode kernel without tensor cores is made for
+_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster
 
 
 @dataclass(slots=True)
@@ -51,6 +50,7 @@ class FlashInferMetadata(BaseAttnMetadata):
 
     num_decodes: int
     groups: list[_Group] = field(default_factory=list)
+    shared_1: Tensor | None = None
 
 
 class FlashInferBackend(BaseAttnBackend):
@@ -85,66 +85,80 @@ class FlashInferBackend(BaseAttnBackend):
         self._no_pages = torch.empty(0, dtype=torch.int32)
         self._graph_pages_X = torch.zeros(page_table_RP.numel(), dtype=torch.int32, device=self._device)
         self._replayed = torch.cuda.Event()
-        self._token_B = torch.arange(_FEW_HEADS, dtype=torch.int32, device=self._device)
+        self._token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
         num_decodes = next((i for i, part in enumerate(plan.slices) if len(part) > 1), len(plan.slices))
         metadata = FlashInferMetadata(num_decodes)
         if decodes := plan.slices[:num_decodes]:
-            lists = self._page_lists(decodes)
-            self._plan_decode(self._decode, *lists)
+            self._plan_decode(self._decode, *_page_lists(_ends(decodes), self._page_size))
             metadata.groups.append(self._group(self._decode, decodes))
         if prompts := plan.slices[num_decodes:]:
-            indptr, last_page_len, num_pages = self._page_lists(prompts)
-            query_indptr = _running_sum([len(part) for part in prompts])
-            pages_X = torch.empty(num_pages, dtype=torch.int32, device=self._device)
-            self._prefill.plan(
-                query_indptr, indptr, pages_X, last_page_len, *self._shape, self._page_size,
-                causal=True, q_data_type=self._dtype, kv_data_type=self._dtype,
-            )  # fmt: skip
+            lengths = np.array([len(part) for part in prompts], dtype=np.int32)
+            self._plan_prompts(self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size))
             metadata.groups.append(self._group(self._prefill, prompts))
         return metadata
 
-    def _page_lists(self, parts: list[ReqSlice]) -> tuple[Tensor, Tensor, int]:
-        """indptr of the page lists, tokens on the last pages, pages in all; on the host, pinned."""
-        return _page_lists(np.array([part.end for part in parts], dtype=np.int32), self._page_size)
-
     def _plan_decode(self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int) -> None:
-        recorded = wrapper.is_cuda_graph_enabled
-        pages_X = self._no_pages if recorded else torch.empty(num_pages, dtype=torch.int32, device=self._device)
-        wrapper.plan(
-            indptr, pages_X, last_page_len, *self._shape, self._page_size,
-            q_data_type=self._dtype, kv_data_type=self._dtype,
-        )  # fmt: skip
+        dtypes = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+        pages_X = self._room_for_pages(wrapper, num_pages)
+        wrapper.plan(indptr, pages_X, last_page_len, *self._shape, self._page_size, **dtypes)
+
+    def _plan_prompts(
+        self, wrapper: Any, length_B: IntArray, indptr: Tensor, last_page_len: Tensor, num_pages: int
+    ) -> None:
+        dtypes = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+        queries, pages_X = _running_sum(length_B), self._room_for_pages(wrapper, num_pages)
+        wrapper.plan(queries, indptr, pages_X, last_page_len, *self._shape, self._page_size, causal=True, **dtypes)
+
+    def _room_for_pages(self, wrapper: Any, num_pages: int) -> Tensor:
+        """Where `begin` will list the pages; a graph's wrapper has its place already."""
+        if wrapper.is_cuda_graph_enabled:
+            return self._no_pages
+        return torch.empty(num_pages, dtype=torch.int32, device=self._device)
 
     def _group(self, wrapper: Any, parts: list[ReqSlice]) -> _Group:
         row_B = torch.tensor([part.row for part in parts], dtype=torch.int32).pin_memory()
         row_B = row_B.to(self._device, non_blocking=True)
         return _Group(wrapper, row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
 
-    def prepare_capture(self, row_G: Tensor) -> FlashInferMetadata:
-        size = len(row_G)
-        if size * self._shape[1] <= _FEW_HEADS:
-            return FlashInferMetadata(size)
-        indptr = torch.zeros(size + 1, dtype=torch.int32, device=self._device)
-        wrapper = self._flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            indptr,
-            self._graph_pages_X,
-            torch.ones(size, dtype=torch.int32, device=self._device),
-            "NHD",
-            use_tensor_cores=self._use_tensor_cores,
+    def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> FlashInferMetadata:
+        num_requests, is_prompt = len(row_R), num_tokens > len(row_R)
+        if shared_1 is not None or (not is_prompt and num_requests * self._shape[1] <= _FEW_HEADS):
+            return FlashInferMetadata(num_requests, shared_1=shared_1)
+        indptr, query_indptr = torch.zeros(2, num_requests + 1, dtype=torch.int32, device=self._device).unbind()
+        last_page_len = torch.ones(num_requests, dtype=torch.int32, device=self._device)
+        if is_prompt:
+            wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", True, query_indptr, indptr, self._graph_pages_X, last_page_len, backend="fa2"
+            )
+        else:
+            wrapper = self._flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                indptr,
+                self._graph_pages_X,
+                last_page_len,
+                "NHD",
+                use_tensor_cores=self._use_tensor_cores,
+            )
+        metadata = FlashInferMetadata(
+            0 if is_prompt else num_requests, [_Group(wrapper, row_R, indptr, self._graph_pages_X)]
         )
-        metadata = FlashInferMetadata(size, [_Group(wrapper, row_G, indptr, self._graph_pages_X)])
-        self.prepare_replay(metadata, np.zeros(size, dtype=np.int32))
+        start_R = np.zeros(num_requests, dtype=np.int32)
+        end_R = np.array([num_tokens - 1, 1], dtype=np.int32) if is_prompt else start_R + 1
+        self.prepare_replay(metadata, start_R, end_R)
         return metadata
 
-    def prepare_replay(self, metadata: BaseAttnMetadata, position_G: IntArray) -> None:
+    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         if not metadata.groups:
             return
         self._replayed.synchronize()  # FlashInfer's pinned memory is read until then
-        self._plan_decode(metadata.groups[0].wrapper, *_page_lists(position_G + 1, self._page_size))
+        wrapper, lists = metadata.groups[0].wrapper, _page_lists(end_R, self._page_size)
+        if metadata.num_decodes:
+            self._plan_decode(wrapper, *lists)
+        else:
+            self._plan_prompts(wrapper, end_R - start_R, *lists)
         self._replayed.record()
 
     def begin(self, batch: Batch) -> None:
@@ -161,7 +175,7 @@ class FlashInferBackend(BaseAttnBackend):
         if not metadata.groups:
             attend_decode(
                 q_TNH, *self._caches[layer], self._page_table_RP, self._page_size,
-                self._token_B[:split], batch.row_T, batch.position_T, o_TNH,
+                self._token_B[:split], batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
             )  # fmt: skip
         elif len(metadata.groups) == 1:
             metadata.groups[0].wrapper.run(q_TNH, self._pages[layer], out=o_TNH)
@@ -171,13 +185,18 @@ class FlashInferBackend(BaseAttnBackend):
         return o_TNH
 
 
-def _page_lists(end_B: NDArray[np.int32], page_size: int) -> tuple[Tensor, Tensor, int]:
+def _page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
+    """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
     num_pages_B = -(-end_B // page_size)
     last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
     return _running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
 
 
-def _running_sum(counts: list[int] | NDArray[np.int32]) -> Tensor:
+def _ends(parts: list[ReqSlice]) -> IntArray:
+    return np.array([part.end for part in parts], dtype=np.int32)
+
+
+def _running_sum(counts: IntArray) -> Tensor:
     """int32 [B + 1] from 0, pinned."""
     total = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=total[1:])

@@ -38,7 +38,7 @@ class EngineConfig:
     dtype: str | None = option(None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES)
     tp: int = option(1, "tensor-parallel ranks, one process each")
     attn: str | None = option(None, "attention backend; auto: the fastest there is", ATTENTION_BACKENDS.names)
-    page_size: int = option(16, "tokens in one page of the KV cache")
+    page_size: int | None = option(None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU")
     num_pages: int | None = option(None, "pages of the KV cache; auto: as many as --memory-ratio allows")
     memory_ratio: float | None = option(
         None,
@@ -88,6 +88,7 @@ class EngineConfig:
             device=device,
             dtype=self.dtype or ("bfloat16" if hardware.has_bf16 else half),
             attn=self.attn or ("fi" if device == "cuda" else "torch"),
+            page_size=self.page_size or (64 if device == "cuda" else 16),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
         )
 

@@ -135,6 +135,7 @@ class Engine:
 
     def _make_context(self, config: EngineConfig, max_seq_len: int) -> tuple[Context, EngineLimits]:
         model, page_size = self._model_config, config.page_size
+        assert page_size and config.attn
         num_kv_heads = len(self._comm.info.share_kv_heads(model.num_kv_heads))
         shape = (model.num_layers, num_kv_heads, model.head_dim)
         page_bytes = MHAKVCache.page_bytes(*shape, page_size, self._dtype.itemsize)
@@ -151,7 +152,6 @@ class Engine:
         pool = create_kvcache_pool(*shape, pages + 1, page_size, self._dtype, self._device)
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages).fill_(pages)
         num_heads = len(self._comm.info.share(model.num_heads, "attention heads"))
-        assert config.attn
         context = Context(
             page_table_RP=page_table_RP,
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
@@ -178,10 +178,8 @@ class Engine:
     def launch(self, plan: BatchPlan) -> ForwardOutput:
         """Start computing a plan. Its tokens are in the token pool for every plan launched after it."""
         self._write_tables(plan.writes)
-        if self._graphs and self._graphs.takes(plan):
-            x_BD = self._graphs.run(plan)
-        else:
-            x_BD = self._forward(self._prepare(plan))
+        fit = self._graphs.fit(plan) if self._graphs else None
+        x_BD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
         if not plan.sampling:
             return ForwardOutput(torch.empty(0, dtype=torch.int32))
         token_B = self._choose(plan, self._model.logits(x_BD))

@@ -23,16 +23,19 @@ def attend_decode(
     row_B: Tensor,
     position_B: Tensor,
     o_TNH: Tensor,
+    shared_1: Tensor | None = None,
 ) -> None:
     """Write row token_B[b] of the output: that query's attention to positions [0, position_B[b]] of table row row_B[b].
 
     Args:
         q_TNH, o_TNH: contiguous; query head n reads kv head n * K // N.
         token_B, row_B, position_B: int64; on a GPU any integers.
+        shared_1: int32, leading tokens whose pages all rows have in common, if that is to be made use of.
     """
     kernels = kernels_for(q_TNH)
     attend = attend_decode_reference if kernels is None else kernels.attend_decode
-    attend(q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH)
+    hints = () if shared_1 is None else (shared_1,)
+    attend(q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH, *hints)
 
 
 def attend_decode_reference(
@@ -45,6 +48,7 @@ def attend_decode_reference(
     row_B: Tensor,
     position_B: Tensor,
     o_TNH: Tensor,
+    shared_1: Tensor | None = None,  # noqa: ARG001 - changes how, not what
 ) -> None:
     """The same, one request after the other."""
     group = q_TNH.shape[1] // k_SKH.shape[1]

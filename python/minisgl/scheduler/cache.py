@@ -101,6 +101,18 @@ class CacheManager:
         self._cache.unlock(holding.handle)
         holding.handle = result.handle
 
+    def num_shared(self, reqs: list[Req]) -> int:
+        """Leading tokens whose pages all these requests have in common."""
+        first, *others = (self._held[req.uid].pages for req in reqs)
+        length = len(first)
+        for pages in others:
+            if pages[:length] != first[:length]:
+                differs = (i for i, (mine, its) in enumerate(zip(first, pages, strict=False)) if mine != its)
+                length = min(length, next(differs, len(pages)))
+            if length == 0:
+                break
+        return length * self.page_size if others else 0
+
     def release(self, req: Req) -> None:
         """Take back all that a request holds. No launched batch may refer to it."""
         assert req.num_in_flight == 0 and req.row is not None

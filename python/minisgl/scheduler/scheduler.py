@@ -152,7 +152,8 @@ class Scheduler:
         return decodes + prefills
 
     def _launch(self, slices: list[ReqSlice]) -> _InFlight:
-        plan = BatchPlan(slices, self.table.take_writes())
+        num_shared = self.cache.num_shared([part.req for part in slices])
+        plan = BatchPlan(slices, self.table.take_writes(), num_shared)
         output = self._executor.launch(plan)
         for part in plan.slices:
             self._advance(part)
