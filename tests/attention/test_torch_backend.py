@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.attention import create_attention_backend
 from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
-from minisgl.kernel import store_kv
+from minisgl.kernel import split_heads, store_kv
 from minisgl.kvcache import MHAKVCache
 
 HEAD_DIM, LAYERS = 8, 2
@@ -80,7 +80,10 @@ class World:
             last_B=empty,
             attn_metadata=backend.prepare(plan),
         )
-        return backend.forward(torch.cat(self.q), layer, batch)
+        new_k = torch.cat([k[part.start :] for part, k in zip(self.slices, self.k, strict=True)])
+        new_v = torch.cat([v[part.start :] for part, v in zip(self.slices, self.v, strict=True)])
+        qkv_TMH = torch.cat((torch.cat(self.q), new_k, new_v), dim=1)  # as a projection has them
+        return backend.forward(*split_heads(qkv_TMH, self.num_kv_heads), layer, batch)
 
     def dense(self) -> Tensor:
         """The definition, in float64: one request, one head, one query at a time."""

@@ -105,7 +105,9 @@ def test_heads_are_normed_turned_and_stored(
         monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
         monkeypatch.setattr(dispatch, "_gpu_kernels", lambda: kernels)
         pools = torch.zeros(2, 64, num_kv_heads, width, dtype=dtype, device=DEVICE)
-        return rotate_and_store(qkv, norms, rotation, slot_T, pools[0], pools[1]), pools
+        mine = qkv.clone()
+        rotate_and_store(mine, norms, rotation, slot_T, pools[0], pools[1])
+        return mine, pools
 
     for actual, expected in zip(call(gpu), call(None), strict=True):
         torch.testing.assert_close(actual, expected, atol=3 * DTYPES[dtype], rtol=3 * DTYPES[dtype])

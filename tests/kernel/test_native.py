@@ -85,8 +85,9 @@ def test_heads_are_normed_turned_and_stored(
     def call() -> Tensor:
         pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(1, 2)  # head first, as the pool has it
         norms = HeadNorms(weights[0], weights[1], 1e-5) if has_norms else None
-        q = rotate_and_store(qkv, norms, rotation, slot_T, pools[0], pools[1])
-        return torch.cat((q.flatten(), pools.flatten()))
+        mine = qkv.clone()
+        rotate_and_store(mine, norms, rotation, slot_T, pools[0], pools[1])
+        return torch.cat((mine.flatten(), pools.flatten()))
 
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 6e-2}[dtype]  # torch rounds after every operator
     compiled, reference = both(monkeypatch, call)

@@ -41,13 +41,13 @@ class BaseAttnBackend(ABC):
         """What the device has to do once a step, before the layers; part of a recorded graph."""
 
     @abstractmethod
-    def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:
-        """Attend to the keys and values in the pool, where those of this batch stand already.
+    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
+        """Attend to the keys and values in the pool, where those of this batch, k and v, stand already.
 
         Scores are scaled by 1 / sqrt(H). Query head n reads kv head n * K // N.
 
         Args:
-            q_TNH: contiguous.
+            q_TNH, k_TKH, v_TKH: the heads of a token lie side by side; tokens may lie apart.
 
         Returns:
             o_TNH, q's dtype.

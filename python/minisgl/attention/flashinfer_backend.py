@@ -1,9 +1,9 @@
 """FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
 
 The decodes at the head of a plan go to its decode kernels, all other slices to its prefill kernels (FlashAttention 3 on
-Hopper, 2 elsewhere). How a step's work is split over the device is planned on the host, from lengths alone, so a plan
-can be made before the tokens of the step before are known. The lists of pages are made on the device from the page
-table.
+Hopper, 2 elsewhere); prompts that start at their first token need no pages for that. How a step's work is split over
+the device is planned on the host, from lengths alone, so a plan can be made before the tokens of the step before are known.
+The lists of pages are made on the device from the page table.
 """
 
 # Dimension key: T tokens in the batch, B slices, G requests of a graph, N query heads, K kv heads, H head dim, P pages,
@@ -25,7 +25,7 @@ from minisgl.kernel import attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
-_FEW_HEADS = 64  # requests times kv heads up to which our own kernel, which needs no plan, is faster
+_FEW_HEADS = 256  # requests times kv heads up to which our own kernel, which needs no plan, is faster
 _CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster
 
 
@@ -34,14 +34,12 @@ class _Group:
     """Slices that one wrapper computes together.
 
     Attributes:
-        row_B: int32, on the device.
-        page_indptr: int32 [B + 1], on the device.
+        lists: where the slices have pages: int32, on the device, the rows [B], the offsets of their lists [B + 1], and
+            room for the lists [X].
     """
 
     wrapper: Any
-    row_B: Tensor
-    page_indptr: Tensor
-    pages_X: Tensor
+    lists: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +77,9 @@ class FlashInferBackend(BaseAttnBackend):
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend="fa3" if is_hopper else "fa2"
         )
+        self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace, "NHD", backend="fa3" if is_hopper else "fa2"
+        )
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
@@ -95,8 +96,13 @@ class FlashInferBackend(BaseAttnBackend):
             metadata.groups.append(self._group(self._decode, decodes))
         if prompts := plan.slices[num_decodes:]:
             lengths = np.array([len(part) for part in prompts], dtype=np.int32)
-            self._plan_prompts(self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size))
-            metadata.groups.append(self._group(self._prefill, prompts))
+            if all(part.start == 0 for part in prompts):
+                indptr, dtypes = _running_sum(lengths), {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+                self._ragged.plan(indptr, indptr, *self._shape, causal=True, **dtypes)
+                metadata.groups.append(_Group(self._ragged))
+            else:
+                self._plan_prompts(self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size))
+                metadata.groups.append(self._group(self._prefill, prompts))
         return metadata
 
     def _plan_decode(self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int) -> None:
@@ -120,7 +126,7 @@ class FlashInferBackend(BaseAttnBackend):
     def _group(self, wrapper: Any, parts: list[ReqSlice]) -> _Group:
         row_B = torch.tensor([part.row for part in parts], dtype=torch.int32).pin_memory()
         row_B = row_B.to(self._device, non_blocking=True)
-        return _Group(wrapper, row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
+        return _Group(wrapper, (row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf))
 
     def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> FlashInferMetadata:
         num_requests, is_prompt = len(row_R), num_tokens > len(row_R)
@@ -142,7 +148,7 @@ class FlashInferBackend(BaseAttnBackend):
                 use_tensor_cores=self._use_tensor_cores,
             )
         metadata = FlashInferMetadata(
-            0 if is_prompt else num_requests, [_Group(wrapper, row_R, indptr, self._graph_pages_X)]
+            0 if is_prompt else num_requests, [_Group(wrapper, (row_R, indptr, self._graph_pages_X))]
         )
         start_R = np.zeros(num_requests, dtype=np.int32)
         end_R = np.array([num_tokens - 1, 1], dtype=np.int32) if is_prompt else start_R + 1
@@ -166,22 +172,23 @@ class FlashInferBackend(BaseAttnBackend):
         kernels = kernels_for(self._page_table_RP)
         assert kernels is not None
         for group in batch.attn_metadata.groups:
-            kernels.list_pages(group.row_B, group.page_indptr, self._page_table_RP, group.pages_X)
+            if group.lists:
+                row_B, indptr, pages_X = group.lists
+                kernels.list_pages(row_B, indptr, self._page_table_RP, pages_X)
 
-    def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:
+    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, FlashInferMetadata)
-        o_TNH, split = torch.empty_like(q_TNH), metadata.num_decodes
+        o_TNH, split = q_TNH.new_empty(q_TNH.shape), metadata.num_decodes
         if not metadata.groups:
             attend_decode(
                 q_TNH, *self._caches[layer], self._page_table_RP, self._page_size,
                 self._token_B[:split], batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
             )  # fmt: skip
-        elif len(metadata.groups) == 1:
-            metadata.groups[0].wrapper.run(q_TNH, self._pages[layer], out=o_TNH)
-        else:
-            for group, rows in zip(metadata.groups, (slice(split), slice(split, None)), strict=True):
-                group.wrapper.run(q_TNH[rows], self._pages[layer], out=o_TNH[rows])
+        both = (slice(split), slice(split, None))
+        for group, rows in zip(metadata.groups, both if len(metadata.groups) == 2 else [slice(None)], strict=True):
+            kv = (self._pages[layer],) if group.lists else (k_TKH[rows], v_TKH[rows])
+            group.wrapper.run(q_TNH[rows], *kv, out=o_TNH[rows])
         return o_TNH
 
 

@@ -75,10 +75,10 @@ class TorchAttentionBackend(BaseAttnBackend):
         decodes_3B = torch.tensor(decodes, dtype=torch.int64, device=self._page_table_RP.device).view(-1, 3).T
         return TorchAttnMetadata(prompts, *decodes_3B.contiguous())
 
-    def forward(self, q_TNH: Tensor, layer: int, batch: Batch) -> Tensor:
+    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:  # noqa: ARG002
         metadata = batch.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata)
-        o_TNH = torch.empty_like(q_TNH)
+        o_TNH = q_TNH.new_empty(q_TNH.shape)
         for prompt in metadata.prompts:
             rows = slice(prompt.first, prompt.first + prompt.length)
             self._attend_prompt(q_TNH[rows], layer, prompt, o_TNH[rows])

@@ -128,7 +128,8 @@ class Engine:
         load_weight(model, Path(config.model), self._dtype, self._device, dummy=config.dummy_weight)
         set_rope_device(model, self._device)
         linears = [op for op in model.walk() if isinstance(op, LinearBase)]
-        pack = may_pack(config, sum(linear.num_bytes for linear in linears), self._device)
+        self._weight_bytes = sum(linear.num_bytes for linear in linears)
+        pack = may_pack(config, self._weight_bytes, self._device)
         for linear in linears:
             linear.prepare(pack=pack)
         return model
@@ -167,7 +168,7 @@ class Engine:
         can_record = self.context.attn_backend.records_graphs and self._comm.info.size == 1
         if self._device.type != "cuda" or max_batch_size == 0 or not can_record:
             return None
-        return GraphRunner(self._forward, self.context, max_batch_size, idle_row=self.limits.num_rows)
+        return GraphRunner(self._forward, self.context, max_batch_size, self.limits.num_rows, self._weight_bytes)
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:

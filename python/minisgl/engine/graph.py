@@ -25,6 +25,7 @@ from minisgl.engine.staging import Staging
 from minisgl.kernel import look_up
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]
+_PROMPT_WORK = 10**12  # tokens times bytes of weights: beyond, the device takes longer than the host needs to launch
 _MIN_SHARED = 256  # tokens that all decodes must share, and
 _MIN_SHARING = 16  # decodes that must share them, for it to pay
 
@@ -61,13 +62,21 @@ class GraphRunner:
     Args:
         forward: from a batch to the hidden states that are sampled from.
         idle_row: a row of the tables whose page belongs to nobody.
+        weight_bytes: that a step reads.
     """
 
-    def __init__(self, forward: Callable[[Batch], Tensor], context: Context, max_decodes: int, idle_row: int) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        context: Context,
+        max_decodes: int,
+        idle_row: int,
+        weight_bytes: int,
+    ) -> None:
         self._forward = forward
         self._context = context
         self._idle_row = idle_row
-        max_prompt = min(_PROMPTS[-1], context.token_pool_RL.shape[1])
+        max_prompt = min(_PROMPTS[-1], context.token_pool_RL.shape[1], _PROMPT_WORK // weight_bytes)
         self._sizes = {
             _Kind.DECODES: ladder(max_decodes),
             _Kind.SHARING: [size for size in ladder(max_decodes) if size >= _MIN_SHARING and size % 16 == 0],

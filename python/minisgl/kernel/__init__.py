@@ -13,7 +13,7 @@ from minisgl.kernel.moe import moe_reference
 from minisgl.kernel.noise import choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
-from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store
+from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
 from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
@@ -39,5 +39,6 @@ __all__ = [
     "rotate_and_store",
     "scatter",
     "silu_and_mul",
+    "split_heads",
     "store_kv",
 ]

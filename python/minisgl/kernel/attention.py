@@ -28,7 +28,7 @@ def attend_decode(
     """Write row token_B[b] of the output: that query's attention to positions [0, position_B[b]] of table row row_B[b].
 
     Args:
-        q_TNH, o_TNH: contiguous; query head n reads kv head n * K // N.
+        q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
         token_B, row_B, position_B: int64; on a GPU any integers.
         shared_1: int32, leading tokens whose pages all rows have in common, if that is to be made use of.
     """

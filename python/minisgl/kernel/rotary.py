@@ -39,27 +39,35 @@ def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
 
 def rotate_and_store(
     qkv_TMH: Tensor, norms: HeadNorms | None, rotation: Rotation, slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor
-) -> Tensor:
-    """Norm (if there are norms) and turn queries and keys; write keys and values to their slots, in place.
+) -> None:
+    """Norm (if there are norms) and turn queries and keys, in place; write keys and values to their slots too.
 
     Args:
         qkv_TMH: queries, then keys, then values: M = N + 2 K.
         slot_T: int64, unique, in [0, S).
-
-    Returns:
-        q_TNH.
     """
-    num_kv_heads = k_SKH.shape[1]
-    num_heads = qkv_TMH.shape[1] - 2 * num_kv_heads
     kernels = kernels_for(qkv_TMH)
-    if kernels is not None:
-        q_TNH = qkv_TMH.new_empty(len(qkv_TMH), num_heads, qkv_TMH.shape[2])
-        q_weight_H, k_weight_H, eps = norms or (q_TNH[0, 0, :0], q_TNH[0, 0, :0], 0.0)
-        kernels.rotate_and_store(qkv_TMH, q_weight_H, k_weight_H, eps, *rotation, slot_T, q_TNH, k_SKH, v_SKH)
-        return q_TNH
-    q_TNH, k_TKH, v_TKH = qkv_TMH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if kernels is None:
+        _rotate_and_store_reference(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
+        return
+    q_weight_H, k_weight_H, eps = norms or (qkv_TMH[0, 0, :0], qkv_TMH[0, 0, :0], 0.0)
+    kernels.rotate_and_store(qkv_TMH, q_weight_H, k_weight_H, eps, *rotation, slot_T, k_SKH, v_SKH)
+
+
+def _rotate_and_store_reference(
+    qkv_TMH: Tensor, norms: HeadNorms | None, rotation: Rotation, slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor
+) -> None:
+    q_TNH, k_TKH, v_TKH = split_heads(qkv_TMH, k_SKH.shape[1])
     if norms is not None:
-        q_TNH = rms_norm_reference(q_TNH, norms.q_weight_H, norms.eps)
-        k_TKH = rms_norm_reference(k_TKH, norms.k_weight_H, norms.eps)
-    store_kv(rotate(k_TKH, rotation), v_TKH, k_SKH, v_SKH, slot_T)
-    return rotate(q_TNH, rotation)
+        q_TNH.copy_(rms_norm_reference(q_TNH, norms.q_weight_H, norms.eps))
+        k_TKH.copy_(rms_norm_reference(k_TKH, norms.k_weight_H, norms.eps))
+    turned = qkv_TMH[:, : -k_SKH.shape[1]]
+    turned.copy_(rotate(turned, rotation))
+    store_kv(k_TKH, v_TKH, k_SKH, v_SKH, slot_T)
+
+
+def split_heads(qkv_TMH: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of queries, keys and values."""
+    num_heads = qkv_TMH.shape[1] - 2 * num_kv_heads
+    q_TNH, k_TKH, v_TKH = qkv_TMH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q_TNH, k_TKH, v_TKH

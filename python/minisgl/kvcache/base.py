@@ -65,6 +65,8 @@ class InsertResult:
 class BasePrefixCache(ABC):
     """Which pages hold the KV of which token sequence. Counts in pages, compares tokens."""
 
+    shares = True
+
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 

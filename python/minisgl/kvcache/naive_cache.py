@@ -15,6 +15,8 @@ _NOTHING = BaseCacheHandle(0)
 class NaivePrefixCache(BasePrefixCache):
     """Holds no page: every match is empty and every insert leaves the pages with the caller."""
 
+    shares = False
+
     def match(self, tokens: IntArray) -> BaseCacheHandle:  # noqa: ARG002
         return _NOTHING
 

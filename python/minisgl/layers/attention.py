@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from minisgl.core import Batch, Context
-from minisgl.kernel import HeadNorms, Rotation, rotate_and_store
+from minisgl.kernel import HeadNorms, Rotation, rotate_and_store, split_heads
 from minisgl.layers.base import StateLessOP
 from minisgl.layers.norm import RMSNorm
 
@@ -28,6 +28,7 @@ class AttentionLayer(StateLessOP):
         norms = None
         if self._q_norm and self._k_norm:
             norms = HeadNorms(self._q_norm.weight_D, self._k_norm.weight_D, self._q_norm.eps)
-        pool = (ctx.kv_pool.k_cache(self._layer), ctx.kv_pool.v_cache(self._layer))
-        q_TNH = rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, *pool)
-        return ctx.attn_backend.forward(q_TNH, self._layer, batch).flatten(1)
+        k_SKH, v_SKH = ctx.kv_pool.k_cache(self._layer), ctx.kv_pool.v_cache(self._layer)
+        rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, k_SKH, v_SKH)
+        heads = split_heads(qkv_TMH, k_SKH.shape[1])
+        return ctx.attn_backend.forward(*heads, self._layer, batch).flatten(1)

@@ -47,6 +47,11 @@ class CacheManager:
         self._held: dict[int, _Holding] = {}
 
     @property
+    def shares(self) -> bool:
+        """Whether a computed prefix is kept for others."""
+        return self._cache.shares
+
+    @property
     def num_available(self) -> int:
         """Pages that are free or can be evicted."""
         return self._num_free + self._cache.num_evictable

@@ -40,10 +40,12 @@ class DecodeManager:
         """One token for each running request that has one to make and a page to put it on.
 
         Returns:
-            the slices, and whether a request found no page; it waits for the next step.
+            the slices, and whether a request found no page; it waits for the next step. The longest contexts come
+            first: where a kernel gives each request to a processor, the last to end should be a short one.
         """
         ready = [req for req in self._running.values() if not req.is_full]
         fed = [req for req in ready if self._cache.try_extend(req)]
+        fed.sort(key=lambda req: req.num_tokens, reverse=True)
         slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in fed]
         return slices, len(fed) < len(ready)
 

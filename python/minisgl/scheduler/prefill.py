@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections import deque
 
 from minisgl.core import Req, ReqSlice
+from minisgl.kernel import common_prefix_length
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.table import TableManager
+
+_WORTH_WAITING = 256  # tokens
 
 
 class PrefillManager:
@@ -62,7 +65,7 @@ class PrefillManager:
         slices: list[ReqSlice] = []
         while budget > 0 and self._queue:
             req = self._queue[0]
-            if req.row is None and not self._try_admit(req, num_running + len(slices)):
+            if req.row is None and not self._try_admit(req, slices, num_running):
                 break
             end = min(req.num_tokens, req.num_computed + budget)
             slices.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
@@ -72,5 +75,17 @@ class PrefillManager:
             self._queue.popleft()
         return slices
 
-    def _try_admit(self, req: Req, num_running: int) -> bool:
-        return self._table.has_free and self._cache.try_admit(req, reserve=num_running)
+    def _should_wait(self, req: Req, slices: list[ReqSlice]) -> bool:
+        """Whether much of a prompt is computed in this step for another one; in the next step it can be shared."""
+        if not self._cache.shares:
+            return False
+        known = req.tokens[: req.num_known]
+        return any(
+            part.samples and common_prefix_length(known, part.req.tokens[: part.end]) - part.start >= _WORTH_WAITING
+            for part in slices
+        )
+
+    def _try_admit(self, req: Req, slices: list[ReqSlice], num_running: int) -> bool:
+        if not self._table.has_free or self._should_wait(req, slices):
+            return False
+        return self._cache.try_admit(req, reserve=num_running + len(slices))

@@ -136,42 +136,34 @@ void silu_and_mul(TensorView gate_TF, TensorView up_TF, TensorView y_TF) {
   });
 }
 
-// Norms (if q_norm_H has elements), turns and hands out the heads of each token: queries to q_TNH, keys and values to
-// their slots. Pools are [S, K, H] of any strides with stride(2) == 1.
+// Norms (if q_norm_H has elements) and turns queries and keys, in place; keys and values go to their slots, too. Pools are
+// [S, K, H] of any strides with stride(2) == 1.
 void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps, TensorView cos_LH,
-                      TensorView sin_LH, TensorView position_T, TensorView slot_T, TensorView q_TNH, TensorView k_SKH,
-                      TensorView v_SKH) {
+                      TensorView sin_LH, TensorView position_T, TensorView slot_T, TensorView k_SKH, TensorView v_SKH) {
   for_dtype(qkv_TMH, [&](auto zero) {
     using T = decltype(zero);
     int64_t num_tokens = qkv_TMH.size(0), width = qkv_TMH.size(2), half = width / 2;
-    int64_t num_heads = q_TNH.size(1), num_kv_heads = k_SKH.size(1);
+    int64_t num_kv_heads = k_SKH.size(1), num_heads = qkv_TMH.size(1) - 2 * num_kv_heads;
     bool has_norm = q_norm_H.size(0) > 0;
     auto positions = static_cast<const int64_t*>(position_T.data_ptr());
     auto slots = static_cast<const int64_t*>(slot_T.data_ptr());
 #pragma omp parallel for if (qkv_TMH.numel() > kParallelWork)
     for (int64_t t = 0; t < num_tokens; ++t) {
-      std::vector<T> normed(width);
       const T *cos = row<T>(cos_LH, positions[t]), *sin = row<T>(sin_LH, positions[t]);
-      T* k = row<T>(k_SKH, slots[t]);
-      T* v = row<T>(v_SKH, slots[t]);
       for (int64_t m = 0; m < num_heads + num_kv_heads; ++m) {
-        bool is_query = m < num_heads;
-        const T* x = row<T>(qkv_TMH, t) + m * qkv_TMH.stride(1);
-        T* y = is_query ? row<T>(q_TNH, t) + m * q_TNH.stride(1) : k + (m - num_heads) * k_SKH.stride(1);
-        if (has_norm) {
-          normalize(x, row<T>(is_query ? q_norm_H : k_norm_H, 0), width, float(eps), normed.data());
-          x = normed.data();
-        }
+        T* x = row<T>(qkv_TMH, t) + m * width;
+        if (has_norm) normalize(x, row<T>(m < num_heads ? q_norm_H : k_norm_H, 0), width, float(eps), x);
 #pragma omp simd
         for (int64_t i = 0; i < half; ++i) {
           float a = get(x[i]), b = get(x[i + half]);
-          put(y[i], a * get(cos[i]) + b * get(sin[i]));
-          put(y[i + half], b * get(cos[i + half]) + a * get(sin[i + half]));
+          put(x[i], a * get(cos[i]) + b * get(sin[i]));
+          put(x[i + half], b * get(cos[i + half]) + a * get(sin[i + half]));
         }
       }
       for (int64_t h = 0; h < num_kv_heads; ++h) {
-        const T* x = row<T>(qkv_TMH, t) + (num_heads + num_kv_heads + h) * qkv_TMH.stride(1);
-        std::copy_n(x, width, v + h * v_SKH.stride(1));
+        const T* k = row<T>(qkv_TMH, t) + (num_heads + h) * width;
+        std::copy_n(k, width, row<T>(k_SKH, slots[t]) + h * k_SKH.stride(1));
+        std::copy_n(k + num_kv_heads * width, width, row<T>(v_SKH, slots[t]) + h * v_SKH.stride(1));
       }
     }
   });

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
-_PROGRAMS = 264  # about: two for each processor of a large GPU
+_PROGRAMS = 528  # about: four for each processor of a large GPU
 _MAX_PARTS = 32
-_BLOCK = 64  # positions at a time
-_ROWS = 64  # queries at a time, where they share a context
+_BLOCK = 32  # positions at a time
+_ROWS, _SHARED_BLOCK = 64, 64  # queries and positions at a time, where they share a context
 
 
 @triton.jit
@@ -153,16 +153,16 @@ def attend_decode(
     outputs = (o_part, top_part, sum_part, 1.0 / math.sqrt(width))
     pool_strides = (k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1))
     strides = (q_TNH.stride(0), *pool_strides, page_table_RP.stride(0), page_size, num_parts)
-    sizes = {"GROUP": group, "WIDTH": width, "WIDTH_2": width_2, "BLOCK": _BLOCK, **pdl(q_TNH)}
+    sizes = {"GROUP": group, "WIDTH": width, "WIDTH_2": width_2, **pdl(q_TNH)}
     if shared_1 is not None:
         _attend_shared[(num_tiles, num_kv_heads, num_shared)](
             q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1, *outputs, *strides, num_shared, num_heads, batch_size,
-            ROWS=_ROWS, **sizes,
+            ROWS=_ROWS, BLOCK=_SHARED_BLOCK, **sizes,
         )  # fmt: skip
     _attend_own[(batch_size, num_kv_heads, num_own)](
         q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B, row_B if shared_1 is None else shared_1,
         *outputs, *strides, num_shared, num_heads,
-        HEADS=max(16, triton.next_power_of_2(group)), HAS_SHARED=shared_1 is not None, **sizes,
+        HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, HAS_SHARED=shared_1 is not None, **sizes,
     )  # fmt: skip
     _join_parts[(batch_size, num_heads)](
         o_part, top_part, sum_part, token_B, o_TNH, o_TNH.stride(0), num_parts, num_heads,

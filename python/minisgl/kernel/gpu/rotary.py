@@ -13,8 +13,8 @@ _HEADS = 16  # in a program
 
 @triton.jit
 def _rotate_and_store(
-    qkv, q_weight, k_weight, eps, cos, sin, position, slot, q, k_pool, v_pool,
-    stride_qkv, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, num_heads, num_kv_heads,
+    qkv, q_weight, k_weight, eps, cos, sin, position, slot, k_pool, v_pool,
+    stride_qkv, stride_ks, stride_kh, stride_vs, stride_vh, num_heads, num_kv_heads,
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -29,7 +29,7 @@ def _rotate_and_store(
     a = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
-        dtype = q.dtype.element_ty
+        dtype = qkv.dtype.element_ty
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
         wa = tl.where(is_q, tl.load(q_weight + i, mask=inside), tl.load(k_weight + i, mask=inside)).to(tl.float32)
         wb = tl.where(is_q, tl.load(q_weight + HALF + i, mask=inside), tl.load(k_weight + HALF + i, mask=inside)).to(
@@ -40,32 +40,31 @@ def _rotate_and_store(
     angle = tl.load(position + t) * (2 * HALF) + HALF + i  # the second half of a row holds cos and +sin
     c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-    first = tl.where(is_v, a, a * c - b * s).to(q.dtype.element_ty)
-    second = tl.where(is_v, b, b * c + a * s).to(q.dtype.element_ty)
+    first = (a * c - b * s).to(qkv.dtype.element_ty)
+    second = (b * c + a * s).to(qkv.dtype.element_ty)
+    tl.store(x, first, mask=mask & ~is_v)
+    tl.store(x + HALF, second, mask=mask & ~is_v)
     place = tl.load(slot + t)
-    to_q = q + t * stride_q + m * (2 * HALF) + i
     to_k = k_pool + place * stride_ks + (m - num_heads) * stride_kh + i
     to_v = v_pool + place * stride_vs + (m - num_heads - num_kv_heads) * stride_vh + i
-    tl.store(to_q, first, mask=mask & is_q)
-    tl.store(to_q + HALF, second, mask=mask & is_q)
     tl.store(to_k, first, mask=mask & is_k)
     tl.store(to_k + HALF, second, mask=mask & is_k)
-    tl.store(to_v, first, mask=mask & is_v)
-    tl.store(to_v + HALF, second, mask=mask & is_v)
+    tl.store(to_v, a.to(qkv.dtype.element_ty), mask=mask & is_v)
+    tl.store(to_v + HALF, b.to(qkv.dtype.element_ty), mask=mask & is_v)
 
 
 def rotate_and_store(
     qkv_TMH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float, cos_LH: Tensor, sin_LH: Tensor,
-    position_T: Tensor, slot_T: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor,
+    position_T: Tensor, slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor,
 ) -> None:  # fmt: skip
-    tokens, num_heads, width = q_TNH.shape
+    tokens, num_heads_in_all, width = qkv_TMH.shape
     if tokens == 0:
         return
     half, num_kv_heads = width // 2, k_SKH.shape[1]
-    grid = (tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))
+    grid = (tokens, triton.cdiv(num_heads_in_all, _HEADS))
     _rotate_and_store[grid](
-        qkv_TMH, q_weight_H, k_weight_H, eps, cos_LH, sin_LH, position_T, slot_T, q_TNH, k_SKH, v_SKH,
-        qkv_TMH.stride(0), q_TNH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        num_heads, num_kv_heads,
+        qkv_TMH, q_weight_H, k_weight_H, eps, cos_LH, sin_LH, position_T, slot_T, k_SKH, v_SKH,
+        qkv_TMH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
+        num_heads_in_all - 2 * num_kv_heads, num_kv_heads,
         HALF=half, BLOCK=triton.next_power_of_2(half), HEADS=_HEADS, HAS_NORM=q_weight_H.numel() > 0, **pdl(qkv_TMH),
     )  # fmt: skip
