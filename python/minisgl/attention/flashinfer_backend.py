@@ -2,8 +2,8 @@
 
 The decodes at the head of a plan go to its decode kernels, all other slices to its prefill kernels (FlashAttention 3 on
 Hopper, 2 elsewhere); prompts that start at their first token need no pages for that. How a step's work is split over
-the device is planned on the host, from lengths alone, so a plan can be made before the tokens of the step before are known.
-The lists of pages are made on the device from the page table.
+the device is planned on the host, from lengths alone, so a plan can be made before the tokens of the step before are
+known. The lists of pages are made on the device from the page table.
 """
 
 # Dimension key: T tokens in the batch, B slices, G requests of a graph, N query heads, K kv heads, H head dim, P pages,
@@ -34,11 +34,13 @@ class _Group:
     """Slices that one wrapper computes together.
 
     Attributes:
+        rows: of the batch's tokens, those that are the slices'.
         lists: where the slices have pages: int32, on the device, the rows [B], the offsets of their lists [B + 1], and
             room for the lists [X].
     """
 
     wrapper: Any
+    rows: slice
     lists: tuple[Tensor, Tensor, Tensor] | None = None
 
 
@@ -93,16 +95,16 @@ class FlashInferBackend(BaseAttnBackend):
         metadata = FlashInferMetadata(num_decodes)
         if decodes := plan.slices[:num_decodes]:
             self._plan_decode(self._decode, *_page_lists(_ends(decodes), self._page_size))
-            metadata.groups.append(self._group(self._decode, decodes))
+            metadata.groups.append(self._group(self._decode, slice(num_decodes), decodes))
         if prompts := plan.slices[num_decodes:]:
-            lengths = np.array([len(part) for part in prompts], dtype=np.int32)
+            rest, lengths = slice(num_decodes, None), np.array([len(part) for part in prompts], dtype=np.int32)
             if all(part.start == 0 for part in prompts):
                 indptr, dtypes = _running_sum(lengths), {"q_data_type": self._dtype, "kv_data_type": self._dtype}
                 self._ragged.plan(indptr, indptr, *self._shape, causal=True, **dtypes)
-                metadata.groups.append(_Group(self._ragged))
+                metadata.groups.append(_Group(self._ragged, rest))
             else:
                 self._plan_prompts(self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size))
-                metadata.groups.append(self._group(self._prefill, prompts))
+                metadata.groups.append(self._group(self._prefill, rest, prompts))
         return metadata
 
     def _plan_decode(self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int) -> None:
@@ -123,10 +125,10 @@ class FlashInferBackend(BaseAttnBackend):
             return self._no_pages
         return torch.empty(num_pages, dtype=torch.int32, device=self._device)
 
-    def _group(self, wrapper: Any, parts: list[ReqSlice]) -> _Group:
+    def _group(self, wrapper: Any, rows: slice, parts: list[ReqSlice]) -> _Group:
         row_B = torch.tensor([part.row for part in parts], dtype=torch.int32).pin_memory()
         row_B = row_B.to(self._device, non_blocking=True)
-        return _Group(wrapper, (row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf))
+        return _Group(wrapper, rows, (row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf))
 
     def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> FlashInferMetadata:
         num_requests, is_prompt = len(row_R), num_tokens > len(row_R)
@@ -148,7 +150,7 @@ class FlashInferBackend(BaseAttnBackend):
                 use_tensor_cores=self._use_tensor_cores,
             )
         metadata = FlashInferMetadata(
-            0 if is_prompt else num_requests, [_Group(wrapper, (row_R, indptr, self._graph_pages_X))]
+            0 if is_prompt else num_requests, [_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))]
         )
         start_R = np.zeros(num_requests, dtype=np.int32)
         end_R = np.array([num_tokens - 1, 1], dtype=np.int32) if is_prompt else start_R + 1
@@ -179,14 +181,14 @@ class FlashInferBackend(BaseAttnBackend):
     def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, FlashInferMetadata)
-        o_TNH, split = q_TNH.new_empty(q_TNH.shape), metadata.num_decodes
+        o_TNH = q_TNH.new_empty(q_TNH.shape)
         if not metadata.groups:
             attend_decode(
                 q_TNH, *self._caches[layer], self._page_table_RP, self._page_size,
-                self._token_B[:split], batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
+                self._token_B[: metadata.num_decodes], batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
             )  # fmt: skip
-        both = (slice(split), slice(split, None))
-        for group, rows in zip(metadata.groups, both if len(metadata.groups) == 2 else [slice(None)], strict=True):
+        for group in metadata.groups:
+            rows = group.rows
             kv = (self._pages[layer],) if group.lists else (k_TKH[rows], v_TKH[rows])
             group.wrapper.run(q_TNH[rows], *kv, out=o_TNH[rows])
         return o_TNH
