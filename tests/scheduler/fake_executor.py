@@ -115,6 +115,7 @@ class FakeExecutor:
         self.plans.append([(part.req.uid, part.start, part.end, part.samples) for part in plan.slices])
         _check_plan(plan)
         self._write_tables(plan.writes)
+        self._check_shared(plan)
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
@@ -127,6 +128,13 @@ class FakeExecutor:
         ):
             assert len(set(index.tolist())) == len(index), "a place is written twice, in no order"
             table.reshape(-1)[index] = values
+
+    def _check_shared(self, plan: BatchPlan) -> None:
+        """What a plan says all slices have in common, they have, in whole pages that are computed."""
+        num_pages = plan.num_shared // self.limits.page_size
+        rows = [self.page_table_RP[part.row, :num_pages].tolist() for part in plan.slices]
+        assert all(row == rows[0] for row in rows)
+        assert all(plan.num_shared <= part.start for part in plan.slices)
 
     def forget(self, pages: NDArray[np.int32]) -> None:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""

@@ -215,3 +215,27 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
     for pages, reqs in ((lost, []), (doubled, [req])):
         with pytest.raises(AssertionError):
             pages.manager.check_integrity(reqs)
+
+
+def test_requests_with_a_cached_prefix_share_its_pages() -> None:
+    pages = Pages(30)
+    first = pages.admitted(10)
+    assert pages.manager.num_shared([first]) == 0, "nobody to share with"
+    first.num_computed = 10
+    pages.manager.share(first)
+    second, third = pages.admitted(12), pages.admitted(6)
+    assert pages.manager.num_shared([first, second]) == 8
+    assert pages.manager.num_shared([third, second, first]) == 4
+    other = pages.admitted(9, first_token=100)
+    assert pages.manager.num_shared([first, other]) == 0
+
+
+def test_what_was_written_for_a_row_that_came_back_is_not_written() -> None:
+    pages = Pages(30)
+    pages.end(pages.admitted(9))
+    req = pages.admitted(6, first_token=50)
+    writes = pages.table.take_writes()
+    assert len(set(writes.page_index.tolist())) == len(writes.page_index) == 2
+    assert writes.tokens.tolist() == list(range(50, 56))
+    assert len(pages.table.take_writes().pages) == 0
+    pages.manager.check_integrity([req])

@@ -250,6 +250,31 @@ def test_identical_prompts_of_one_step_do_not_touch_each_others_pages(overlap: b
     assert [len(host.answer(uid).tokens) for uid in uids] == [3, 9, 6]
 
 
+@pytest.mark.parametrize(("cache", "steps_to_wait"), [("radix", 1), ("naive", 0)])
+def test_a_prompt_waits_a_step_for_the_one_that_computes_its_beginning(cache: str, steps_to_wait: int) -> None:
+    host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800), cache=cache)
+    prefix = prompt_of(400)
+    uids = [host.submit(prefix + prompt_of(10, salt), exactly(3)) for salt in range(4)]
+    host.step(1 + steps_to_wait)
+    started = [{uid: end - start for uid, start, end, _ in plan if end - start > 1} for plan in host.executor.plans]
+    if cache == "radix":
+        assert started == [{uids[0]: 410}, dict.fromkeys(uids[1:], 10)]
+    else:
+        assert started == [dict.fromkeys(uids, 410)]
+    host.drain()
+    host.check_answers()
+
+
+def test_a_prompt_does_not_wait_for_a_few_tokens() -> None:
+    host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
+    for salt in range(4):
+        host.submit(prompt_of(200) + prompt_of(10, salt), exactly(3))
+    host.step()
+    assert len(host.executor.plans[0]) == 4
+    host.drain()
+    host.check_answers()
+
+
 # --- fairness
 
 

@@ -1,0 +1,135 @@
+"""The engine on a GPU, in bfloat16, against transformers in float32: tokens differ only where logits nearly tie."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from minisgl.llm import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+VOCAB_SIZE = 1000
+TIE = 0.35  # a fifth of the logits' deviation; bfloat16 weights and activations move them by so much at most
+KINDS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+Models = Callable[[str, int, int], tuple[Path, PreTrainedModel]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    @cache
+    def make(kind: str, num_heads: int, num_kv_heads: int) -> tuple[Path, PreTrainedModel]:
+        torch.manual_seed(0)
+        config_class, model_class = KINDS[kind]
+        config = config_class(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=128,
+            intermediate_size=1024,
+            max_position_embeddings=4096,
+            initializer_range=0.08,
+            eos_token_id=VOCAB_SIZE - 1,
+        )
+        model = model_class(config).float().eval().cuda()
+        folder = tmp_path_factory.mktemp(f"{kind}_{num_heads}_{num_kv_heads}")
+        model.save_pretrained(folder)
+        return folder, model
+
+    return make
+
+
+def prompt(length: int, source: random.Random) -> list[int]:
+    return [source.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def batches() -> list[list[list[int]]]:
+    """Prompts of many lengths; many that share a prefix, cold and warm; some alone."""
+    source = random.Random(0)
+    mixed = [prompt(n, source) for n in (1, 3, 17, 64, 100, 129, 300, 511, 700, 16, 15, 33)]
+    prefix = prompt(400, source)
+    sharing = [prefix + prompt(source.randint(1, 60), source) for _ in range(24)]
+    return [mixed, mixed, sharing, sharing, sharing[:1], mixed[5:6]]
+
+
+@torch.inference_mode()
+def worst_gap(model: PreTrainedModel, ids: list[int], answer: list[int]) -> float:
+    """How far below the best logit the chosen ones lie at most, after the same tokens."""
+    logits_TV = model(torch.tensor([ids + answer[:-1]], device="cuda")).logits[0, len(ids) - 1 :].float()
+    chosen_T = logits_TV.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+    return float((logits_TV.max(dim=-1).values - chosen_T).max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cuda_graph_max_bs": 0},
+        {"overlap": False},
+        {"overlap": False, "cuda_graph_max_bs": 0},
+        {"max_prefill_length": 50},
+        {"page_size": 1},
+        {"page_size": 16, "cache": "naive"},
+        {"num_pages": 30},
+        {"attn": "torch"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "heads", "kv_heads"), [("qwen3", 4, 2), ("qwen3", 5, 1), ("llama", 8, 2)])
+def test_tokens_are_the_references(
+    models: Models, kind: str, heads: int, kv_heads: int, options: dict[str, Any]
+) -> None:
+    folder, model = models(kind, heads, kv_heads)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    sizes = {"dtype": "bfloat16", "max_seq_len": 1024, "max_running_requests": 32}
+    with LLM(folder, skip_tokenizer_init=True, **sizes, **options) as llm:
+        for batch in batches():
+            answers = [out.token_ids for out in llm.generate(batch, params, use_tqdm=False)]
+            assert all(len(answer) == 40 for answer in answers)
+            gaps = [worst_gap(model, *pair) for pair in zip(batch, answers, strict=True)]
+            assert max(gaps) < TIE
+            llm._scheduler.check_integrity()
+
+
+def test_abandoned_streams_leave_nothing_behind(models: Models) -> None:
+    """Requests that end at any moment, by abort or length, while the device is a step ahead."""
+    folder, _ = models("qwen3", 4, 2)
+    source = random.Random(1)
+    with LLM(folder, skip_tokenizer_init=True, max_seq_len=512, max_running_requests=32, num_pages=40) as llm:
+        for _ in range(30):
+            prompts = [prompt(source.randint(1, 200), source) for _ in range(source.randint(1, 40))]
+            params = [
+                SamplingParams(temperature=source.choice([0.0, 1.0]), max_tokens=source.randint(1, 60), ignore_eos=True)
+                for _ in prompts
+            ]
+            news = llm._run(prompts, params)
+            for _ in range(source.randint(1, 300)):
+                if next(news, None) is None:
+                    break
+                llm._scheduler.check_integrity()
+            news.close()
+            llm._scheduler.check_integrity()
+        assert llm._scheduler.is_idle
+
+
+def test_a_seeded_token_is_the_same_on_both_devices(models: Models) -> None:
+    folder, _ = models("llama", 8, 2)
+    params = SamplingParams(temperature=0.8, max_tokens=1, seed=7)
+    source = random.Random(2)
+    prompts = [prompt(20, source) for _ in range(40)]
+    answers = []
+    for device in ("cuda", "cpu"):
+        with LLM(folder, skip_tokenizer_init=True, device=device, dtype="float32", attn="torch", max_seq_len=64) as llm:
+            answers.append([out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[0] == answers[1]
