@@ -26,7 +26,8 @@ from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
 _FEW_HEADS = 256  # requests times kv heads up to which our own kernel, which needs no plan, is faster
-_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster
+_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster, but for
+_TENSOR_CORE_SIZES = range(64, 200)  # so many requests: there only the kernel with tensor cores divides long contexts
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ class FlashInferBackend(BaseAttnBackend):
                 self._graph_pages_X,
                 last_page_len,
                 "NHD",
-                use_tensor_cores=self._use_tensor_cores,
+                use_tensor_cores=self._use_tensor_cores or num_requests in _TENSOR_CORE_SIZES,
             )
         metadata = FlashInferMetadata(
             0 if is_prompt else num_requests, [_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))]
