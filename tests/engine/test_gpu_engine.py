@@ -19,7 +19,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 VOCAB_SIZE = 1000
-TIE = 0.35  # a fifth of the logits' deviation; bfloat16 weights and activations move them by so much at most
+TIE = (
+    0.6  # transformers' own bfloat16 moves these logits by as much within 60 tokens; a wrong token lies 3 or more below
+)
 KINDS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 Models = Callable[[str, int, int], tuple[Path, PreTrainedModel]]
 
