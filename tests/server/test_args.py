@@ -26,6 +26,8 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "memory_ratio": (["--memory-ratio", "0.25"], 0.25),
     "max_seq_len": (["--max-seq-len", "64"], 64),
     "max_running_requests": (["--max-running-requests", "3"], 3),
+    "cuda_graph_max_bs": (["--cuda-graph-max-bs", "0"], 0),
+    "dummy_weight": (["--dummy-weight"], True),
     "pack_weights": (["--no-pack-weights"], False),
     "cache": (["--cache", "naive"], "naive"),
     "max_prefill_length": (["--max-prefill-length", "128"], 128),
@@ -53,6 +55,12 @@ def test_every_field_is_a_flag_that_sets_it_and_nothing_else(name: str) -> None:
     argv, value = GIVEN[name]
     assert parse_args(argv) == ServerConfig(**{name: value})
     assert type(getattr(parse_args(argv), name)) is type(value)
+
+
+def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--max-running", "3"])
+    assert "--max-running" in capsys.readouterr().err
 
 
 def test_without_flags_everything_is_at_its_default() -> None:

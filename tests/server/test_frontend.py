@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed, QueueFull, RequestError
+from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
 from minisgl.message import AbortMsg, ReplyError, ShutdownMsg, TokenizeMsg, UserReply
 from tests.server.harness import office, run, spell, until
 
@@ -44,6 +44,16 @@ def test_replies_go_to_the_prompt_that_they_belong_to() -> None:
             ]
             assert [reply.text async for _, reply in other] == [f"of {uids[3]}"]
             assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_more_prompts_than_may_ever_be_open_are_not_told_to_try_again() -> None:
+    async def scene() -> None:
+        async with office(max_open_requests=2) as (frontend, _):
+            with pytest.raises(InvalidRequest, match=r"3 prompts .* at most 2") as refusal:
+                frontend.submit(["a", "b", "c"], PARAMS)
+            assert (refusal.value.status, refusal.value.param) == (400, "prompt")
 
     run(scene())
 

@@ -44,6 +44,7 @@ class ServerConfig(SchedulerConfig):
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minisgl",
+        allow_abbrev=False,
         description="Serve a large language model behind an OpenAI-compatible API, or chat with it (--shell).",
     )
     parser.add_argument("--version", action="version", version=__version__)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed, QueueFull, RequestError
+from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
 from minisgl.message import (
     AbortMsg,
     FrontendMsg,
@@ -110,6 +110,10 @@ class Frontend:
         """
         if self._failure:
             raise self._failure
+        if len(prompts) > self._max_open:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts in one request; this server takes at most {self._max_open}", param="prompt"
+            )
         if len(self._open) + len(prompts) > self._max_open:
             raise QueueFull(len(self._open), self._max_open)
         uids = [next(self._uids) for _ in prompts]

@@ -142,7 +142,7 @@ async def _serve(
         sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
         reasons_to_end.append(asyncio.create_task(run_shell(frontend, model.name, sampling, stop.set)))
     host, port = listener.getsockname()[:2]
-    logger.info("%s is served at http://%s:%d/v1", model.name, host, port)
+    logger.info("%s is served at http://%s:%d/v1", model.name, f"[{host}]" if ":" in host else host, port)
 
     done, pending = await asyncio.wait(reasons_to_end, return_when=asyncio.FIRST_COMPLETED)
     failure = dying.result() if dying in done else None
