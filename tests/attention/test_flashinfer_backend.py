@@ -81,7 +81,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(flashinfer_backend, "kernels_for", lambda x: gpu)
 

@@ -88,12 +88,13 @@ class FlashInferBackend(BaseAttnBackend):
         )
         self._no_pages = torch.empty(0, dtype=torch.int32)
         self._graph_pages_X = torch.zeros(page_table_RP.numel(), dtype=torch.int32, device=self._device)
-        self._replayed = torch.cuda.Event()
+        self._planned = torch.cuda.Event()
         self._token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
         num_decodes = next((i for i, part in enumerate(plan.slices) if len(part) > 1), len(plan.slices))
         metadata = FlashInferMetadata(num_decodes)
+        self._planned.synchronize()  # until then FlashInfer's pinned memory is read
         if decodes := plan.slices[:num_decodes]:
             self._plan_decode(self._decode, *_page_lists(_ends(decodes), self._page_size))
             metadata.groups.append(self._group(self._decode, slice(num_decodes), decodes))
@@ -106,6 +107,7 @@ class FlashInferBackend(BaseAttnBackend):
             else:
                 self._plan_prompts(self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size))
                 metadata.groups.append(self._group(self._prefill, rest, prompts))
+        self._planned.record()
         return metadata
 
     def _plan_decode(self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int) -> None:
@@ -162,13 +164,13 @@ class FlashInferBackend(BaseAttnBackend):
         assert isinstance(metadata, FlashInferMetadata)
         if not metadata.groups:
             return
-        self._replayed.synchronize()  # FlashInfer's pinned memory is read until then
+        self._planned.synchronize()
         wrapper, lists = metadata.groups[0].wrapper, _page_lists(end_R, self._page_size)
         if metadata.num_decodes:
             self._plan_decode(wrapper, *lists)
         else:
             self._plan_prompts(wrapper, end_R - start_R, *lists)
-        self._replayed.record()
+        self._planned.record()
 
     def begin(self, batch: Batch) -> None:
         assert isinstance(batch.attn_metadata, FlashInferMetadata)
