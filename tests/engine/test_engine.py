@@ -14,6 +14,7 @@ import torch
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine, memory
+from minisgl.engine import engine as engine_module
 from minisgl.engine.memory import may_pack, num_pages
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
@@ -128,6 +129,14 @@ def test_bfloat16_logits_are_near_those_of_the_oracle(
         assert answer.logits_TV is not None
         error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
         assert error < 0.1
+
+
+def test_kernels_are_built_before_the_engine_is_ready(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first request would wait for the compiler."""
+    built: list[torch.dtype] = []
+    monkeypatch.setattr(engine_module, "kernels_for", lambda x: built.append(x.dtype))
+    Engine(config_of(checkpoint("llama"), dtype="bfloat16"), SingleCommunicator().info)
+    assert built == [torch.bfloat16]
 
 
 def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Checkpoints) -> None:
