@@ -38,6 +38,8 @@ install() {
     [ "$stamp" -nt pyproject.toml ] && return
     install_torch || fail "torch could not be installed"
     echo "Installing minisgl and what it needs ..."
-    "$PYTHON" -m pip install --quiet --editable ".${1:+[$1]}" || fail "the installation failed"
+    local extras="${1:-}"
+    nvidia-smi -L >/dev/null 2>&1 && extras="${extras:+$extras,}cuda"
+    "$PYTHON" -m pip install --quiet --editable ".${extras:+[$extras]}" || fail "the installation failed"
     touch "$stamp"
 }

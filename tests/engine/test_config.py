@@ -58,6 +58,23 @@ def test_what_was_said_stays() -> None:
     assert said.resolve(TWO_GPUS) == said
 
 
+@pytest.mark.parametrize(
+    ("hardware", "options", "attn", "page_size"),
+    [(LAPTOP, {}, "torch", 16), (TWO_GPUS, {}, "fi", 64), (TWO_GPUS, {"dtype": "float32"}, "torch", 64)],
+)
+def test_attention_and_pages_fit_device_and_dtype(
+    hardware: Hardware, options: dict[str, Any], attn: str, page_size: int
+) -> None:
+    config = EngineConfig(**options).resolve(hardware)
+    assert (config.attn, config.page_size) == (attn, page_size)
+
+
+@pytest.mark.parametrize(("options", "what"), [({"device": "cpu"}, "cpu"), ({"dtype": "float32"}, "float32")])
+def test_flashinfer_is_refused_where_it_cannot_work(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--attn fi needs a GPU and a half-precision dtype, got .*{what}"):
+        EngineConfig(attn="fi", **options).resolve(TWO_GPUS)
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="--tp 4 on cuda needs 4 GPUs, 2 are there"):
         EngineConfig(tp=4).resolve(TWO_GPUS)

@@ -83,11 +83,15 @@ class EngineConfig:
         if device == "cuda" and hardware.num_devices < self.tp:
             raise ConfigError(f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there")
         half = "float16" if device == "cuda" else "float32"
+        dtype = self.dtype or ("bfloat16" if hardware.has_bf16 else half)
+        can_flashinfer = device == "cuda" and dtype != "float32"
+        if self.attn == "fi" and not can_flashinfer:
+            raise ConfigError(f"--attn fi needs a GPU and a half-precision dtype, got {device} and {dtype}")
         return replace(
             self,
             device=device,
-            dtype=self.dtype or ("bfloat16" if hardware.has_bf16 else half),
-            attn=self.attn or ("fi" if device == "cuda" else "torch"),
+            dtype=dtype,
+            attn=self.attn or ("fi" if can_flashinfer else "torch"),
             page_size=self.page_size or (64 if device == "cuda" else 16),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
         )
