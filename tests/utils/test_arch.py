@@ -69,3 +69,26 @@ def test_a_child_dies_with_its_parent_even_if_that_is_killed() -> None:
         has_ended, *_ = select.select([parent.stdout], [], [], 10)  # the child holds the other end
         assert has_ended
         assert parent.stdout.read() == b""
+
+
+def test_freed_memory_is_kept_for_the_next_allocation() -> None:
+    """In a process of its own: what is set holds for all of it."""
+    script = """
+import ctypes, resource
+from minisgl.utils.arch import keep_freed_memory
+keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(ctypes.c_size_t(2**24))
+    ctypes.memset(block, 1, 2**24)
+    libc.free(ctypes.c_void_p(block))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first, second = touch(), touch()
+assert first > 2000 and second < 100, (first, second)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

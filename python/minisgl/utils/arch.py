@@ -54,10 +54,10 @@ def keep_freed_memory() -> None:
     pages, one fault each, which takes a tenth of a prefill on a CPU.
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of mallopt(3)
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(trim_threshold, 2**30)
-    mallopt(top_pad, 2**26)
-    mallopt(mmap_threshold, 2**25)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    for parameter, value in ((trim_threshold, 2**30), (top_pad, 2**26), (mmap_threshold, 2**25)):
+        if mallopt:
+            mallopt(parameter, value)
 
 
 def die_with_parent(parent_pid: int) -> None:
