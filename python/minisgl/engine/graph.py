@@ -30,7 +30,9 @@ _MIN_SHARED = 256  # tokens that all decodes must share, and
 _MIN_SHARING = 16  # decodes that must share them, for it to pay
 
 
-class _Kind(Enum):
+class Kind(Enum):
+    """What a graph computes."""
+
     DECODES = "decodes"
     SHARING = "decodes that share their first pages"
     PROMPT = "a prompt"
@@ -77,11 +79,7 @@ class GraphRunner:
         self._context = context
         self._idle_row = idle_row
         max_prompt = min(_PROMPTS[-1], context.token_pool_RL.shape[1], _PROMPT_WORK // weight_bytes)
-        self._sizes = {
-            _Kind.DECODES: ladder(max_decodes),
-            _Kind.SHARING: [size for size in ladder(max_decodes) if size >= _MIN_SHARING and size % 16 == 0],
-            _Kind.PROMPT: [size for size in _PROMPTS if size <= max_prompt],
-        }
+        self._sizes = sizes(max_decodes, max_prompt)
         self._staging = Staging(context.page_table_RP.device, capacity=2 * max(max_decodes, max_prompt) + 3)
         self._pool = torch.cuda.graph_pool_handle()
         wanted = [(kind, size) for kind, sizes in self._sizes.items() for size in sizes[::-1]]
@@ -90,24 +88,15 @@ class GraphRunner:
             for kind, size in tqdm(wanted, desc="Recording CUDA graphs", unit="graph", leave=False)
         }
 
-    def fit(self, plan: BatchPlan) -> tuple[_Kind, int] | None:
+    def fit(self, plan: BatchPlan) -> tuple[Kind, int] | None:
         """The graph for a plan, if there is one."""
-        num_tokens = len(plan.slices)
-        if all(len(part) == 1 and part.samples for part in plan.slices):
-            can_share = plan.num_shared >= _MIN_SHARED and num_tokens >= _MIN_SHARING
-            kind = _Kind.SHARING if can_share else _Kind.DECODES
-        elif len(plan.slices) == 1:
-            kind, num_tokens = _Kind.PROMPT, len(plan.slices[0])
-        else:
-            return None
-        size = next((size for size in self._sizes[kind] if size >= num_tokens), None)
-        return None if size is None else (kind, size)
+        return fit(plan, self._sizes)
 
-    def run(self, plan: BatchPlan, fit: tuple[_Kind, int]) -> Tensor:
+    def run(self, plan: BatchPlan, fit: tuple[Kind, int]) -> Tensor:
         """hidden_BD of a plan; valid until the next run."""
         kind, size = fit
         recorded = self._recorded[fit]
-        if kind is _Kind.PROMPT:
+        if kind is Kind.PROMPT:
             [part] = plan.slices
             padding = size - len(part)
             inputs = self._inputs(size, [part.row] * len(part), range(part.start, part.end))
@@ -130,15 +119,15 @@ class GraphRunner:
         inputs.row_G[: len(rows)], inputs.position_G[: len(rows)] = rows, positions
         return inputs
 
-    def _record(self, kind: _Kind, size: int) -> _Recorded:
+    def _record(self, kind: Kind, size: int) -> _Recorded:
         idle = self._inputs(size, [], [])
         idle.extra_3[:2] = self._idle_row
         row_G, position_G, extra_3 = self._staging.send(idle.row_G, idle.position_G, idle.extra_3)
         backend = self._context.attn_backend
-        if kind is _Kind.PROMPT:
+        if kind is Kind.PROMPT:
             metadata, last_1 = backend.prepare_capture(extra_3[:2], size), extra_3[2:]
         else:
-            shared_1 = extra_3[:1] if kind is _Kind.SHARING else None
+            shared_1 = extra_3[:1] if kind is Kind.SHARING else None
             metadata, last_1 = backend.prepare_capture(row_G, size, shared_1), None
 
         def run() -> Tensor:
@@ -155,6 +144,30 @@ class GraphRunner:
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = run()
         return _Recorded(graph, metadata, hidden)
+
+
+def sizes(max_decodes: int, max_prompt: int) -> dict[Kind, list[int]]:
+    """What is recorded, smallest first; of decodes that share every second size."""
+    decodes = ladder(max_decodes)
+    return {
+        Kind.DECODES: decodes,
+        Kind.SHARING: [size for size in decodes if size >= _MIN_SHARING and (size % 16 == 0 or size == max_decodes)],
+        Kind.PROMPT: [size for size in _PROMPTS if size <= max_prompt],
+    }
+
+
+def fit(plan: BatchPlan, recorded: dict[Kind, list[int]]) -> tuple[Kind, int] | None:
+    """The smallest recorded graph that takes a plan, if there is one."""
+    num_tokens = len(plan.slices)
+    if all(len(part) == 1 and part.samples for part in plan.slices):
+        can_share = plan.num_shared >= _MIN_SHARED and num_tokens >= _MIN_SHARING
+        kind = Kind.SHARING if can_share else Kind.DECODES
+    elif len(plan.slices) == 1:
+        kind, num_tokens = Kind.PROMPT, len(plan.slices[0])
+    else:
+        return None
+    size = next((size for size in recorded[kind] if size >= num_tokens), None)
+    return None if size is None else (kind, size)
 
 
 def ladder(largest: int) -> list[int]:
