@@ -319,3 +319,21 @@ def test_a_rank_that_dies_is_an_error_and_closing_still_works(folder: Path) -> N
         with pytest.raises(EngineFailed):
             pair.generate(PROMPTS, greedy(12), use_tqdm=False)
     assert multiprocessing.active_children() == []
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> None:
+    with make(folder, skip_tokenizer_init=True) as bare:
+        [expected], [answer] = (each.generate([ids_of("the dog")], greedy(5), use_tqdm=False) for each in (llm, bare))
+        assert (answer.token_ids, answer.text) == (expected.token_ids, "")
+        with pytest.raises(InvalidRequest, match="prompts must be token ids"):
+            bare.generate(["the dog"], greedy(5), use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="prompts must be token ids"):
+            bare.chat([{"role": "user", "content": "hello"}], greedy(5))
+
+
+def test_a_config_is_enough_for_random_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with make(tmp_path, skip_tokenizer_init=True, dummy_weight=True) as llm:
+        [answer] = llm.generate([[5, 6, 7]], greedy(9), use_tqdm=False)
+        assert len(answer.token_ids) == 9
+        assert all(0 <= token < VOCAB_SIZE for token in answer.token_ids)
