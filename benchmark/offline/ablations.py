@@ -1,0 +1,99 @@
+"""What each idea brings: the same requests with one of them taken away at a time.
+
+    python benchmark/offline/ablations.py [--model FOLDER] [--dummy-weight] [--out results.jsonl] [--plot ablations.svg]
+
+The requests share a prefix, so that the prefix cache has something to do, and are asked twice: the second round finds
+more of them. Output tokens per second of both rounds together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from minisgl.benchmark.perf import Figure, append_figures
+from minisgl.llm import LLM, SamplingParams
+from minisgl.utils import detect_hardware
+
+
+def variants(device: str) -> dict[str, dict[str, Any]]:
+    """Names, and the options in which they differ from the first."""
+    graphs = {"no CUDA graphs": {"cuda_graph_max_bs": 0}} if device == "cuda" else {}
+    return {
+        "all": {},
+        "no overlap" if device == "cuda" else "overlap": {"overlap": device != "cuda"},
+        **graphs,
+        "no prefix cache": {"cache": "naive"},
+        "chunks of 128": {"max_prefill_length": 128},
+        "chunks of 1024": {"max_prefill_length": 1024},
+    }
+
+
+def speed(options: dict[str, Any], args: argparse.Namespace) -> float:
+    random.seed(0)
+    prefix = [random.randint(100, 9999) for _ in range(args.shared)]
+    prompts = [prefix + [random.randint(100, 9999) for _ in range(args.own)] for _ in range(args.requests)]
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    with LLM(args.model, skip_tokenizer_init=True, dummy_weight=args.dummy_weight, **options) as llm:
+        llm.generate([prompt[::-1] for prompt in prompts[:4]], params, use_tqdm=False)  # warm up, on other prefixes
+        began = time.perf_counter()
+        for _ in range(2):
+            llm.generate(prompts, params, use_tqdm=False)
+        return 2 * args.requests * args.tokens / (time.perf_counter() - began)
+
+
+def draw(path: Path, medians: dict[str, float]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 0.5 * len(medians) + 1), layout="constrained")
+    bars = axes.barh(list(medians), list(medians.values()))
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.margins(x=0.1)
+    axes.invert_yaxis()
+    axes.set_xlabel("output tokens per second")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, a .gguf file or a hub id; the default model if absent")
+    parser.add_argument("--dummy-weight", action="store_true")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--shared", type=int, default=512, help="ids that all prompts begin with")
+    parser.add_argument("--own", type=int, default=64, help="further ids of each prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw a picture, too; needs matplotlib")
+    args = parser.parse_args()
+
+    device = detect_hardware().device
+    all_variants = variants(device)
+    speeds: dict[str, list[float]] = {name: [] for name in all_variants}
+    for _ in range(args.repeat):  # in turns, so that a slow minute of the machine meets all of them
+        for name, options in all_variants.items():
+            speeds[name].append(round(speed(options, args), 1))
+    figures = [
+        Figure(
+            engine="minisgl",
+            workload=f"ablation: {name}",
+            model=args.model or "default",
+            device=device,
+            metric="out_tok_s",
+            values=values,
+        )
+        for name, values in speeds.items()
+    ]
+    for name, figure in zip(speeds, figures, strict=True):
+        print(f"{name:18}{figure.value:10.1f} tok/s {figure.value / figures[0].value:7.2f} x")
+    if args.out:
+        append_figures(args.out, figures)
+    if args.plot:
+        draw(args.plot, {name: figure.value for name, figure in zip(speeds, figures, strict=True)})
+
+
+if __name__ == "__main__":
+    main()
