@@ -62,17 +62,11 @@ def test_the_bounds_themselves_are_allowed(values: dict[str, Any]) -> None:
     assert all(getattr(params, name) == value for name, value in values.items())
 
 
-def test_a_temperature_of_zero_is_greedy_and_no_other_is() -> None:
-    assert SamplingParams(temperature=0.0).is_greedy
-    assert not SamplingParams(temperature=1e-6).is_greedy
-    assert not SamplingParams().is_greedy
-
-
 def test_a_new_request_knows_its_prompt_and_has_computed_nothing() -> None:
     req = make_req(num_prompt=3, max_length=8)
 
     assert (req.num_prompt, req.num_known, req.num_tokens, req.num_computed) == (3, 3, 3, 0)
-    assert (req.num_left, req.num_output, req.max_length, req.is_full) == (3, 0, 8, False)
+    assert (req.num_output, req.max_length, req.is_full) == (0, 8, False)
 
 
 def test_a_request_copies_its_prompt() -> None:

@@ -92,10 +92,6 @@ class SamplingParams:
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         _require("seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer")
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 def _require(name: str, value: float | None, holds: bool, bound: str) -> None:
     if not holds or (isinstance(value, float) and not math.isfinite(value)):
@@ -153,11 +149,6 @@ class Req:
     @property
     def max_length(self) -> int:
         return len(self.tokens)
-
-    @property
-    def num_left(self) -> int:
-        """Tokens whose KV is still to be computed before the next one can be sampled."""
-        return self.num_tokens - self.num_computed
 
     @property
     def is_full(self) -> bool:

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the reference for every kernel, and what runs on a CPU.
+"""Paged attention in plain torch, prompts at least: what runs on a CPU, and in any dtype on a GPU.
 
 A slice of several tokens (a prompt) gathers its pages and is computed in blocks of queries, each against just the keys
 that it may see. Slices of one token (decodes) go to `kernel/decode.py` together.

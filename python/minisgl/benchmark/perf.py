@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-_PACKAGES = ("minisgl", "torch", "transformers", "vllm", "sglang")
+_PACKAGES = ("minisgl", "torch", "transformers", "triton", "flashinfer-python", "vllm", "sglang")
 
 
 def machine() -> str:

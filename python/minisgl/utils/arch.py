@@ -51,7 +51,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep what is freed for the next allocation, instead of giving it back to the system.
 
     A step frees and takes the same megabytes of activations again and again; each time the system would hand out zeroed
-    pages, one fault each, which takes a tenth of a prefill on a CPU.
+    pages, one fault each.
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of mallopt(3)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
