@@ -221,6 +221,11 @@ class BatchPlan:
         return sum(map(len, self.slices))
 
     @property
+    def num_decodes(self) -> int:
+        """Slices of one token at the head; the scheduler puts the answers of running requests there."""
+        return next((i for i, part in enumerate(self.slices) if len(part) > 1), len(self.slices))
+
+    @property
     def sampling(self) -> list[ReqSlice]:
         return [s for s in self.slices if s.samples]
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the lists of pages are made by a Triton kernel")
-from minisgl.attention import create_attention_backend, flashinfer_backend
-from minisgl.core import Batch, BatchPlan
-from minisgl.kernel import gpu, split_heads, store_kv
+from minisgl.attention import flashinfer_backend
+from minisgl.kernel import gpu
 from tests.attention.test_torch_backend import MIXED, World
 
 
@@ -102,15 +101,4 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], page_size: int) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
-    for part, k, v in zip(world.slices, world.k, world.v, strict=True):
-        store_kv(k, v, world.pool.k_cache(1), world.pool.v_cache(1), world.slots(part, 0, part.end).long())
-    backend = create_attention_backend("fi", world.pool, world.page_table_RP, 4)
-    plan = BatchPlan(world.slices)
-    empty = torch.empty(0, dtype=torch.int64)
-    batch = Batch(empty, empty, empty, empty, None, backend.prepare(plan))
-    new_k = torch.cat([k[part.start :] for part, k in zip(world.slices, world.k, strict=True)])
-    new_v = torch.cat([v[part.start :] for part, v in zip(world.slices, world.v, strict=True)])
-    qkv_TMH = torch.cat((torch.cat(world.q), new_k, new_v), dim=1)
-    backend.begin(batch)
-    o_TNH = backend.forward(*split_heads(qkv_TMH, 2), 1, batch)
-    torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(world.attend(1, "fi").double(), world.dense(), atol=2e-5, rtol=0)

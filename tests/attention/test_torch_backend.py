@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention import create_attention_backend
+from minisgl.attention import BaseAttnMetadata, create_attention_backend
 from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
 from minisgl.kernel import split_heads, store_kv
@@ -65,25 +65,26 @@ class World:
         position = torch.arange(start, end)
         return self.page_table_RP[part.req.row, position // self.page_size] * self.page_size + position % self.page_size
 
-    def attend(self, layer: int) -> Tensor:
-        """What the backend makes of the last positions, after all keys and values were stored."""
+    def attend(self, layer: int, name: str = "torch") -> Tensor:
+        """What a backend makes of the last positions, after all keys and values were stored."""
         for part, k, v in zip(self.slices, self.k, self.v, strict=True):
             store_kv(k, v, self.pool.k_cache(layer), self.pool.v_cache(layer), self.slots(part, 0, part.end).long())
         plan = BatchPlan(self.slices)
-        backend = create_attention_backend("torch", self.pool, self.page_table_RP, self.num_heads)
-        empty = torch.empty(0, dtype=torch.int64)
-        batch = Batch(
-            row_T=empty,
-            position_T=empty,
-            input_ids_T=empty,
-            slot_T=torch.cat([self.slots(part, part.start, part.end) for part in self.slices]).long(),
-            last_B=empty,
-            attn_metadata=backend.prepare(plan),
-        )
+        backend = create_attention_backend(name, self.pool, self.page_table_RP, self.num_heads)
+        batch = self.batch(backend.prepare(plan))
+        backend.begin(batch)
+        return backend.forward(*self.projection(), layer, batch)
+
+    def batch(self, metadata: BaseAttnMetadata, last_B: Tensor | None = None) -> Batch:
+        tokens = [(part.row, position) for part in self.slices for position in range(part.start, part.end)]
+        row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T
+        return Batch(row_T, position_T, row_T.long(), row_T.long(), last_B, metadata)
+
+    def projection(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the computed positions, side by side as a projection has them."""
         new_k = torch.cat([k[part.start :] for part, k in zip(self.slices, self.k, strict=True)])
         new_v = torch.cat([v[part.start :] for part, v in zip(self.slices, self.v, strict=True)])
-        qkv_TMH = torch.cat((torch.cat(self.q), new_k, new_v), dim=1)  # as a projection has them
-        return backend.forward(*split_heads(qkv_TMH, self.num_kv_heads), layer, batch)
+        return split_heads(torch.cat((torch.cat(self.q), new_k, new_v), dim=1), self.num_kv_heads)
 
     def dense(self) -> Tensor:
         """The definition, in float64: one request, one head, one query at a time."""

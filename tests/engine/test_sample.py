@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.engine import BatchSamplingArgs, sample
-from minisgl.engine.staging import Staging
 from minisgl.kernel import noise
+from minisgl.utils import Staging
 
 CPU = torch.device("cpu")
 SMALL, LARGE = 50, 1500  # the sampler looks at 1024 candidates first

@@ -9,32 +9,63 @@ from collections.abc import Callable
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
+from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.flashinfer_backend import FlashInferBackend
+from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
+from minisgl.attention.trtllm_backend import TensorRTLLMBackend
+from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry
 
 ATTENTION_BACKENDS: Registry[Callable[[BaseKVCachePool, Tensor, int], BaseAttnBackend]] = Registry("attention backend")
 ATTENTION_BACKENDS.register("torch")(TorchAttentionBackend)
 ATTENTION_BACKENDS.register("fi")(FlashInferBackend)
+ATTENTION_BACKENDS.register("fa")(FlashAttentionBackend)
+ATTENTION_BACKENDS.register("trtllm")(TensorRTLLMBackend)
 
 
 def create_attention_backend(
     name: str, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int
 ) -> BaseAttnBackend:
-    """Make a registered backend over a pool and the page table that says who has which of its pages.
+    """Make a backend over a pool and the page table that says who has which of its pages.
 
     Args:
+        name: a registered name, or one for prompts and another for decodes with a comma between.
         num_heads: query heads of this rank.
+
+    Raises:
+        ConfigError: its library is not installed, or it cannot be used so.
     """
-    return ATTENTION_BACKENDS[name](kv_pool, page_table_RP, num_heads)
+    prefill, *decode = [ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads) for part in backend_names(name)]
+    if not prefill.attends_prompts:
+        raise ConfigError(f"--attn {name}: on this GPU it only decodes; give another for prompts, as in fi,{name}")
+    return HybridBackend(prefill, *decode) if decode else prefill
+
+
+def backend_names(name: str) -> list[str]:
+    """The one or two names in a value of --attn.
+
+    Raises:
+        ConfigError: a name is not known, or there are more than two.
+    """
+    names = name.split(",")
+    if len(names) > 2:
+        raise ConfigError(f"--attn takes one backend, or one for prompts and one for decodes, got {name!r}")
+    for part in names:
+        ATTENTION_BACKENDS[part]
+    return names
 
 
 __all__ = [
     "ATTENTION_BACKENDS",
     "BaseAttnBackend",
     "BaseAttnMetadata",
+    "FlashAttentionBackend",
     "FlashInferBackend",
+    "HybridBackend",
+    "TensorRTLLMBackend",
     "TorchAttentionBackend",
+    "backend_names",
     "create_attention_backend",
 ]

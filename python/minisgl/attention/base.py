@@ -19,6 +19,7 @@ class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries over its request's keys and values so far."""
 
     records_graphs = False
+    attends_prompts = True
 
     @abstractmethod
     def prepare(self, plan: BatchPlan) -> BaseAttnMetadata:

@@ -92,7 +92,7 @@ class FlashInferBackend(BaseAttnBackend):
         self._token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
-        num_decodes = next((i for i, part in enumerate(plan.slices) if len(part) > 1), len(plan.slices))
+        num_decodes = plan.num_decodes
         metadata = FlashInferMetadata(num_decodes)
         self._planned.synchronize()  # until then FlashInfer's pinned memory is read
         if decodes := plan.slices[:num_decodes]:

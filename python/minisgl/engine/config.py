@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from minisgl.attention import ATTENTION_BACKENDS
+from minisgl.attention import ATTENTION_BACKENDS, backend_names
 from minisgl.errors import ConfigError
 from minisgl.models.fetch import MODEL_SOURCES
 from minisgl.utils import Hardware
@@ -37,7 +37,11 @@ class EngineConfig:
     device: str | None = option(None, "where to compute; auto: cuda if there is a GPU", ("cpu", "cuda"))
     dtype: str | None = option(None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES)
     tp: int = option(1, "tensor-parallel ranks, one process each")
-    attn: str | None = option(None, "attention backend; auto: the fastest there is", ATTENTION_BACKENDS.names)
+    attn: str | None = option(
+        None,
+        f"attention backend of {', '.join(ATTENTION_BACKENDS.names)}, or one for prompts and one for decodes as in "
+        "fa,fi; auto: the fastest there is",
+    )
     page_size: int | None = option(None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU")
     num_pages: int | None = option(None, "pages of the KV cache; auto: as many as --memory-ratio allows")
     memory_ratio: float | None = option(
@@ -71,7 +75,7 @@ class EngineConfig:
             if value is not None and value not in choices:
                 raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
         if self.attn is not None:
-            ATTENTION_BACKENDS[self.attn]
+            backend_names(self.attn)
 
     def resolve(self, hardware: Hardware) -> Self:
         """Replace what is auto and depends on the machine alone.
@@ -84,14 +88,14 @@ class EngineConfig:
             raise ConfigError(f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there")
         half = "float16" if device == "cuda" else "float32"
         dtype = self.dtype or ("bfloat16" if hardware.has_bf16 else half)
-        can_flashinfer = device == "cuda" and dtype != "float32"
-        if self.attn == "fi" and not can_flashinfer:
-            raise ConfigError(f"--attn fi needs a GPU and a half-precision dtype, got {device} and {dtype}")
+        is_half_on_gpu = device == "cuda" and dtype != "float32"
+        if self.attn and set(backend_names(self.attn)) != {"torch"} and not is_half_on_gpu:
+            raise ConfigError(f"--attn {self.attn} needs a GPU and a half-precision dtype, got {device} and {dtype}")
         return replace(
             self,
             device=device,
             dtype=dtype,
-            attn=self.attn or ("fi" if can_flashinfer else "torch"),
+            attn=self.attn or ("fi" if is_half_on_gpu else "torch"),
             page_size=self.page_size or (64 if device == "cuda" else 16),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
         )

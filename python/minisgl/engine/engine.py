@@ -27,7 +27,6 @@ from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.memory import may_pack, num_pages
 from minisgl.engine.sample import BatchSamplingArgs, sample
-from minisgl.engine.staging import Staging
 from minisgl.errors import ConfigError
 from minisgl.kernel import kernels_for, look_up, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
@@ -35,6 +34,7 @@ from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
 from minisgl.moe import create_moe_backend
+from minisgl.utils import Staging
 from minisgl.utils.arch import keep_freed_memory
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from minisgl.attention import BaseAttnMetadata
 from minisgl.core import Batch, BatchPlan, Context, IntArray
-from minisgl.engine.staging import Staging
 from minisgl.kernel import look_up
+from minisgl.utils import Staging
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]
 _PROMPT_WORK = 10**12  # tokens times bytes of weights: beyond, the device takes longer than the host needs to launch

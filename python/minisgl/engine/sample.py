@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from minisgl.core import ReqSlice
-from minisgl.engine.staging import Staging
 from minisgl.kernel import choose_tokens
+from minisgl.utils import Staging
 
 _FEW_CANDIDATES = 1024
 

@@ -1,0 +1,167 @@
+"""What FlashAttention and TensorRT-LLM are told: stand-ins for them attend by it, on any machine. And pairs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention import create_attention_backend
+from minisgl.core import BatchPlan
+from minisgl.errors import ConfigError
+from minisgl.kernel import store_kv
+from tests.attention.test_torch_backend import MIXED, World
+
+SPANS = {
+    "decodes": [(9, 10), (31, 32), (0, 1)],
+    "prompts": [(0, 7), (0, 30)],
+    "chunks": [(5, 17), (0, 3), (40, 41)],
+    "decodes and prompts": [(9, 10), (30, 31), (0, 7), (0, 2)],
+    "decodes and chunks": [(9, 10), (30, 31), (0, 7), (20, 50), (3, 4)],
+    "mixed": MIXED,
+}
+
+
+def attend(q: Tensor, queries: Tensor, context: Callable[[int], tuple[Tensor, Tensor]]) -> Tensor:
+    """Slice by slice, in float64; `context` gives the keys and values of a slice."""
+    outputs = []
+    for i, (start, end) in enumerate(zip(queries[:-1].tolist(), queries[1:].tolist(), strict=True)):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in context(i))
+        hidden = torch.arange(len(k)) > torch.arange(len(k) - (end - start), len(k))[:, None]
+        scores = torch.einsum("tnh,lnh->ntl", q[start:end].double(), k) / math.sqrt(q.shape[2])
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        outputs.append(torch.einsum("ntl,lnh->tnh", weights, v).to(q.dtype))
+    return torch.cat(outputs)
+
+
+def attend_own(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    return attend(q, cu_seqlens_q, lambda i: (k[slice(*cu_seqlens_k[i : i + 2])], v[slice(*cu_seqlens_k[i : i + 2])]))
+
+
+def attend_pages(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, lengths: Tensor, pages_BP: Tensor) -> Tensor:
+    def context(i: int) -> tuple[Tensor, Tensor]:
+        length = int(lengths[i])
+        own = pages_BP[i, : -(-length // k.shape[1])].long()
+        return k[own].flatten(0, 1)[:length], v[own].flatten(0, 1)[:length]
+
+    return attend(q, queries, context)
+
+
+def version_4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+    if "page_table" not in options:
+        return attend_own(q, k, v, **options), None
+    assert options["causal"] and options["max_seqlen_k"] >= int(options["seqused_k"].max())
+    return attend_pages(q, k, v, options["cu_seqlens_q"], options["seqused_k"], options["page_table"]), None
+
+
+def version_3(
+    q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
+    max_seqlen_q: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    return attend_pages(q, k, v, cu_seqlens_q, cache_seqlens, page_table)
+
+
+def trtllm_decode(
+    q: Tensor, kv: tuple[Tensor, Tensor], workspace: Tensor, pages_BP: Tensor, lengths: Tensor, max_keys: int,
+    *, bmm1_scale: float, bmm2_scale: float, kv_layout: str,
+) -> Tensor:  # fmt: skip
+    assert (bmm1_scale, bmm2_scale, kv_layout) == (1 / math.sqrt(q.shape[2]), 1.0, "NHD") and q.is_contiguous()
+    return attend_pages(q, *kv, torch.arange(len(q) + 1), lengths, pages_BP)
+
+
+def trtllm_context(
+    q: Tensor, kv: tuple[Tensor, Tensor], workspace: Tensor, pages_BP: Tensor, lengths: Tensor, max_queries: int,
+    max_keys: int, bmm1_scale: float, bmm2_scale: float, batch_size: int, queries: Tensor, keys: Tensor,
+    *, kv_layout: str,
+) -> Tensor:  # fmt: skip
+    assert keys.tolist() == [0, *lengths.int().cumsum(0).tolist()] and batch_size == len(lengths)
+    return attend_pages(q, *kv, queries, lengths, pages_BP)
+
+
+@pytest.fixture(params=["flash_attn.cute", "flash_attn_interface", "sgl_kernel.flash_attn", "trtllm"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend's name, whose only library is a stand-in."""
+    libraries = {
+        "flash_attn.cute": SimpleNamespace(flash_attn_varlen_func=version_4),
+        "flash_attn_interface": SimpleNamespace(flash_attn_varlen_func=attend_own, flash_attn_with_kvcache=version_3),
+    }
+    libraries["sgl_kernel.flash_attn"] = libraries["flash_attn_interface"]
+    for library, module in libraries.items():
+        monkeypatch.setitem(sys.modules, library.split(".")[0], None)
+        monkeypatch.setitem(sys.modules, library, module if library == request.param else None)
+    decode = SimpleNamespace(trtllm_batch_decode_with_kv_cache=trtllm_decode)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
+    prefill = SimpleNamespace(trtllm_batch_context_with_kv_cache=trtllm_context)
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    return "trtllm" if request.param == "trtllm" else "fa"
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("pair", ["{0}", "{0},torch", "torch,{0}", "{0},{0}"])
+def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], pair: str, name: str) -> None:
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=16)
+    torch.testing.assert_close(world.attend(1, pair.format(name)).double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pair", ["{0}", "{0},{0}"])
+@pytest.mark.parametrize("spans", [[(9, 10), (31, 32), (0, 1)], [(0, 7)], [(20, 41)]], ids=str)
+def test_a_graph_finds_its_lengths_on_the_device(spans: list[tuple[int, int]], pair: str, name: str) -> None:
+    is_prompt = len(spans) == 1
+    world = World([*spans, (0, 3)] if is_prompt else spans, num_heads=4, num_kv_heads=2, page_size=16)
+    for part, k, v in zip(world.slices, world.k, world.v, strict=True):
+        store_kv(k, v, world.pool.k_cache(0), world.pool.v_cache(0), world.slots(part, 0, part.end).long())
+    backend = create_attention_backend(pair.format(name), world.pool, world.page_table_RP, 4)
+    row_R = torch.tensor([part.row for part in world.slices], dtype=torch.int32)
+    metadata = backend.prepare_capture(row_R, sum(map(len, world.slices)))
+    last_B = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
+    batch = world.batch(metadata, last_B)
+    backend.begin(batch)
+    o_TNH = backend.forward(*world.projection(), 0, batch)
+    torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
+
+
+def refuse(name: str, message: str, page_size: int = 16) -> None:
+    world = World([(0, 1)], num_heads=4, num_kv_heads=2, page_size=page_size)
+    with pytest.raises(ConfigError, match=message):
+        create_attention_backend(name, world.pool, world.page_table_RP, 4)
+
+
+def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("flash_attn", "flash_attn_interface", "sgl_kernel", "flashinfer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    refuse("fa", r"--attn fa needs FlashAttention: pip install 'minisgl\[fa\]'")
+    refuse("fi", r"--attn fi needs FlashInfer: pip install 'minisgl\[cuda\]'")
+    refuse("torch,trtllm", r"--attn trtllm needs FlashInfer: pip install 'minisgl\[cuda\]'")
+    refuse("torch,none", "unknown attention backend 'none'")
+    refuse("torch,torch,torch", "one backend, or one for prompts and one for decodes, got 'torch,torch,torch'")
+
+
+@pytest.mark.parametrize("name", ["trtllm"], indirect=True)
+def test_what_trtllm_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    refuse(name, "--attn trtllm needs a --page-size of .*, got 4", page_size=4)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    refuse(name, "--attn trtllm: on this GPU it only decodes; give another for prompts, as in fi,trtllm")
+
+
+def test_decodes_are_those_at_the_head() -> None:
+    world = World([(9, 10), (0, 7), (3, 4)], num_heads=2, num_kv_heads=2, page_size=4)
+    plan = BatchPlan(world.slices)
+    assert [plan.num_decodes, BatchPlan(world.slices[1:]).num_decodes, BatchPlan(world.slices[:1]).num_decodes] == [
+        1,
+        0,
+        1,
+    ]
