@@ -15,7 +15,7 @@ from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine, memory
 from minisgl.engine import engine as engine_module
-from minisgl.engine.memory import may_pack, num_pages
+from minisgl.engine.memory import may_pack, num_pages, out_of_memory_is_explained
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
@@ -93,10 +93,35 @@ def test_pages_are_as_many_as_asked_for_or_affordable_or_usable(
     assert num_pages(config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator()) == expected
 
 
+def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: FREE)
+    config = config_of(Path(), num_pages=None, page_size=4, memory_ratio=0.5, max_running_requests=32)
+    assert num_pages(config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator(), step_bytes=400_000) == 300
+
+
+def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * 10**8, 80 * 10**9))
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB."
+    expected = (
+        r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. Tried to allocate 2.00 GiB; lower --memory-"
+    )
+    with pytest.raises(ConfigError, match=expected), out_of_memory_is_explained("loading"):
+        raise torch.OutOfMemoryError(message)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(5, [1, 1, 2, 9, 9]), (3, [2, 9, 9]), (2, [9, 9])])
+def test_the_largest_step_has_all_prompt_tokens_and_all_requests(rows: int, expected: list[int]) -> None:
+    plan = engine_module._largest_step(
+        config_of(Path(), max_running_requests=rows, max_prefill_length=20), max_seq_len=10
+    )
+    assert [len(part) for part in plan.slices] == expected
+    assert plan.num_decodes == expected.count(1)
+
+
 def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
     config = config_of(Path(), num_pages=None, memory_ratio=0.0001)
-    with pytest.raises(ConfigError, match="no memory is left for the KV cache: one page takes 1,000 bytes"):
+    with pytest.raises(ConfigError, match="no memory is left for the KV cache: a page takes 1,000 bytes"):
         num_pages(config, PAGE_BYTES, 256, CPU, SingleCommunicator())
 
 

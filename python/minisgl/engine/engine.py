@@ -9,6 +9,7 @@ host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -21,11 +22,11 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import create_attention_backend
-from minisgl.core import Batch, BatchPlan, Context, TableWrites
+from minisgl.core import Batch, BatchPlan, Context, Req, ReqSlice, SamplingParams, TableWrites
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
-from minisgl.engine.memory import may_pack, num_pages
+from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
 from minisgl.kernel import kernels_for, look_up, scatter
@@ -93,7 +94,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, info: DistributedInfo, meeting: Path | None = None) -> None:
-        assert config.model and config.device and config.dtype and config.attn
+        assert config.model and config.device and config.dtype and config.attn and config.page_size
         started = time.monotonic()
         self._device = torch.device(f"cuda:{info.rank}" if config.device == "cuda" else "cpu")
         if self._device.type == "cuda":
@@ -106,10 +107,15 @@ class Engine:
         self._model_config = ModelConfig.from_folder(Path(config.model))
         self._comm = create_communicator(info, self._device, meeting)
         max_seq_len = _context_length(config, self._model_config)
-        self._model = self._load_model(config, max_seq_len)
+        with out_of_memory_is_explained("loading the weights"):
+            self._model = self._load_model(config, max_seq_len)
         self._staging = Staging(self._device)
-        self.context, self.limits = self._make_context(config, max_seq_len)
-        self._graphs = self._record_graphs(config)
+        with out_of_memory_is_explained("trying the largest step"):
+            step_bytes = self._try_largest_step(config, max_seq_len) if self._device.type == "cuda" else 0
+        with out_of_memory_is_explained("making the KV cache"):
+            page_bytes = self._page_bytes(config)
+            pages = num_pages(config, page_bytes, max_seq_len, self._device, self._comm, step_bytes)
+            self._make_context(config, min(max_seq_len, pages * config.page_size), pages)
         logger.info(
             "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",
             self._model_config.architecture,
@@ -135,41 +141,53 @@ class Engine:
             linear.prepare(pack=pack)
         return model
 
-    def _make_context(self, config: EngineConfig, max_seq_len: int) -> tuple[Context, EngineLimits]:
-        model, page_size = self._model_config, config.page_size
-        assert page_size and config.attn
-        num_kv_heads = len(self._comm.info.share_kv_heads(model.num_kv_heads))
-        shape = (model.num_layers, num_kv_heads, model.head_dim)
-        page_bytes = MHAKVCache.page_bytes(*shape, page_size, self._dtype.itemsize)
-        pages = num_pages(config, page_bytes, max_seq_len, self._device, self._comm)
+    @property
+    def _kv_shape(self) -> tuple[int, int, int]:
+        """Layers, this rank's kv heads, head width."""
+        model = self._model_config
+        return model.num_layers, len(self._comm.info.share_kv_heads(model.num_kv_heads)), model.head_dim
+
+    def _page_bytes(self, config: EngineConfig) -> int:
+        assert config.page_size
+        return MHAKVCache.page_bytes(*self._kv_shape, config.page_size, self._dtype.itemsize)
+
+    def _try_largest_step(self, config: EngineConfig, max_seq_len: int) -> int:
+        """Bytes that steps take beside weights and KV, for activations, workspaces, graphs; over a pool of one page."""
+        if config.num_pages is not None:
+            return 0
+        free = free_bytes(self._device, config.tp)
+        self._make_context(config, max_seq_len, 1)
+        self.launch(_largest_step(config, max_seq_len)).wait()
+        torch.cuda.synchronize()
+        used = free - free_bytes(self._device, config.tp)
+        del self.context, self._graphs
+        gc.collect()
+        torch.cuda.empty_cache()
+        return used
+
+    def _make_context(self, config: EngineConfig, max_seq_len: int, pages: int) -> None:
+        """What steps need besides weights: the tables, the pool, and what knows where they are."""
+        model = self._model_config
+        assert config.page_size and config.attn
         limits = EngineLimits(
-            pages,
-            page_size,
-            min(max_seq_len, pages * page_size),
-            model.vocab_size,
-            model.eos_ids,
-            config.max_running_requests,
+            pages, config.page_size, max_seq_len, model.vocab_size, model.eos_ids, config.max_running_requests
         )
         # One row and one page more than the scheduler knows of, for what pads a batch.
-        pool = create_kvcache_pool(*shape, pages + 1, page_size, self._dtype, self._device)
+        pool = create_kvcache_pool(*self._kv_shape, pages + 1, config.page_size, self._dtype, self._device)
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages).fill_(pages)
         num_heads = len(self._comm.info.share(model.num_heads, "attention heads"))
-        context = Context(
+        self.limits = limits
+        self.context = Context(
             page_table_RP=page_table_RP,
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
             kv_pool=pool,
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
             moe_backend=create_moe_backend("torch"),
         )
-        return context, limits
-
-    @torch.inference_mode()
-    def _record_graphs(self, config: EngineConfig) -> GraphRunner | None:
+        self._graphs: GraphRunner | None = None
         max_batch_size = min(config.cuda_graph_max_bs, config.max_running_requests)
-        can_record = self.context.attn_backend.records_graphs and self._comm.info.size == 1
-        if self._device.type != "cuda" or max_batch_size == 0 or not can_record:
-            return None
-        return GraphRunner(self._forward, self.context, max_batch_size, self.limits.num_rows, self._weight_bytes)
+        if self._device.type == "cuda" and max_batch_size and self.context.attn_backend.records_graphs:
+            self._graphs = GraphRunner(self._forward, self.context, max_batch_size, limits.num_rows, self._weight_bytes)
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
@@ -227,6 +245,19 @@ class Engine:
     def close(self) -> None:
         """Leave the tensor-parallel group."""
         self._comm.close()
+
+
+def _largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
+    """As many prompt tokens as a step may have, and all other requests decoding; all sample with filters."""
+    slices: list[ReqSlice] = []
+    left = config.max_prefill_length
+    for row in range(config.max_running_requests):
+        length = max(1, min(max_seq_len - 1, left))
+        left -= length
+        req = Req(row, np.zeros(length, dtype=np.int32), SamplingParams(top_p=0.9), max_seq_len, seed=0)
+        req.row = row
+        slices.insert(0, ReqSlice(req, 0, length, samples=True))
+    return BatchPlan(slices)
 
 
 def _context_length(config: EngineConfig, model: ModelConfig) -> int:

@@ -67,6 +67,7 @@ class GraphRunner:
         weight_bytes: that a step reads.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
@@ -141,7 +142,7 @@ class GraphRunner:
             run()  # what is compiled or allocated once is not to be recorded
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's threads go on
             hidden = run()
         return _Recorded(graph, metadata, hidden)
 

@@ -1,6 +1,9 @@
-"""How many pages of KV the memory allows."""
+"""How many pages of KV the memory allows, and what is said when it is too little."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,6 +13,24 @@ from minisgl.errors import ConfigError
 from minisgl.utils.arch import available_memory
 
 _PACK_SHARE = 0.2  # weights are packed if a second copy takes at most this part of what is free
+_ADVICE = "lower --max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
+
+
+@contextmanager
+def out_of_memory_is_explained(doing: str) -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: the device's memory is full; says what it was for, what is free, and what to change.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        reason = str(error).partition(". ")[2].partition(". ")[0]  # "Tried to allocate ..."
+        raise ConfigError(
+            f"the GPU's memory is full, {doing}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free. {reason}; "
+            f"lower --memory-ratio, {_ADVICE.removeprefix('lower ')}"
+        ) from None
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
@@ -32,10 +53,14 @@ def num_pages(
     max_seq_len: int,
     device: torch.device,
     comm: DistributedCommunicator,
+    step_bytes: int = 0,
 ) -> int:
     """Pages of the pool, the same on all ranks.
 
     As asked for, else what the memory allows, but not more than all rows together can ever use.
+
+    Args:
+        step_bytes: what steps will take besides.
 
     Raises:
         ConfigError: not even one page fits.
@@ -43,9 +68,11 @@ def num_pages(
     if config.num_pages is not None:
         return config.num_pages
     assert config.memory_ratio is not None and config.page_size is not None
-    affordable = int(free_bytes(device, config.tp) * config.memory_ratio) // page_bytes
+    affordable = int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio) // page_bytes
     usable = config.max_running_requests * -(-max_seq_len // config.page_size)
     if affordable < 1:
-        raise ConfigError(f"no memory is left for the KV cache: one page takes {page_bytes:,} bytes")
+        raise ConfigError(
+            f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, steps {step_bytes:,}; {_ADVICE}"
+        )
     agreed = torch.tensor([min(affordable, usable)], dtype=torch.int64, device=device)
     return int(comm.all_reduce_min(agreed).item())

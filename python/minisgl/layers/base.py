@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
+
+_LOADERS = 8
 
 
 class WeightSource(Protocol):
@@ -69,3 +73,9 @@ class OPList(BaseOP, Generic[Op]):
 
     def children(self) -> Iterator[tuple[str, BaseOP]]:
         return ((str(index), op) for index, op in enumerate(self._ops))
+
+    def load(self, source: WeightSource, name: str = "") -> None:
+        """Side by side: while the tensors of one go to the device, those of another are read."""
+        with ThreadPoolExecutor(min(_LOADERS, len(os.sched_getaffinity(0)))) as pool:
+            for _ in pool.map(lambda child: child[1].load(source, f"{name}.{child[0]}"), self.children()):
+                pass

@@ -28,10 +28,11 @@ class VocabParallelEmbedding(BaseOP):
         if self._comm.info.size == 1:
             return F.embedding(input_ids_T, self.weight_VD)
         local_T = input_ids_T - self._share.start
-        is_here_T = (local_T >= 0) & (local_T < len(self._share))
-        x_TD = self.weight_VD.new_zeros(len(input_ids_T), self._shape[1])
-        x_TD[is_here_T] = F.embedding(local_T[is_here_T], self.weight_VD)
-        return self._comm.all_reduce(x_TD)
+        is_elsewhere_T1 = ((local_T < 0) | (local_T >= len(self._share)))[:, None]
+        if not self._share:
+            return self._comm.all_reduce(self.weight_VD.new_zeros(len(input_ids_T), self._shape[1]))
+        x_TD = F.embedding(local_T.clamp(0, len(self._share) - 1), self.weight_VD)
+        return self._comm.all_reduce(x_TD.masked_fill_(is_elsewhere_T1, 0))
 
 
 class ParallelLMHead(LinearBase):
