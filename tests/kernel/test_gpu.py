@@ -21,39 +21,10 @@ from minisgl.kernel import (
 )
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
-from triton.runtime import interpreter
-
 from minisgl.kernel import dispatch, gpu
+from tests.kernel.harness import DEVICE, DOT_DTYPES, DTYPES, numbers, same
 
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch_tensor_for_new_numpy(tensor: type, scope: object) -> None:
-    """A loop's bound is an array of one number, which numpy no longer takes for a number."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # type: ignore[attr-defined]
-
-
-interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-DOT_DTYPES = list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]  # the interpreter multiplies no bfloat16
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def random() -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(0)
-
-
-def same(actual: Tensor, expected: Tensor) -> None:
-    tolerance = DTYPES[expected.dtype]
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-def numbers(random: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=random, device=DEVICE).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
