@@ -5,6 +5,9 @@ A driver without a device stands in for the GPU's; kernels are compiled as they 
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from typing import Any
 
 import torch
@@ -32,7 +35,21 @@ class NoDevice:
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = run(self, *args, grid=grid, warmup=True, **options)
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
-    print(f"{self.__name__}: {len(compiled.asm['cubin'])} bytes, {'waits' if waits else 'does not wait'}")
+    size, spilled = len(compiled.asm["cubin"]), stack_bytes(compiled.asm["cubin"])
+    print(
+        f"{self.__name__}: {size} bytes, {compiled.metadata.shared} of shared memory, {spilled} spilled, "
+        f"{'waits' if waits else 'does not wait'}"
+    )
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What a thread keeps in memory for want of registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return sum(map(int, re.findall(r"STACK:(\d+)", usage)))
 
 
 def main() -> None:
@@ -60,6 +77,20 @@ def main() -> None:
     gpu.one_token_linear(x[:1], x, x[0])
     for shared in (None, ints[:1]):
         gpu.attend_decode(q, *pool, table, 16, ints[:4], ints[:4], ints[:4], q, shared)
+    experts()
+
+
+def experts() -> None:
+    """Of Qwen3-30B-A3B, with a number of tokens for each kind of tile."""
+    num_experts, each, width, mlp_width = 128, 8, 2048, 768
+    for dtype in (torch.bfloat16, torch.float32):
+        gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
+        down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
+        for tokens in (1, *(16 * few for few in gpu.experts._TILES if few), 8192):
+            x, logits = torch.empty(tokens, width, dtype=dtype), torch.empty(tokens, num_experts, dtype=dtype)
+            weight, expert = logits[:, :each].contiguous(), torch.empty(tokens, each, dtype=torch.int32)
+            gpu.route(logits, weight, expert, tokens > 1)
+            gpu.moe(x, gate_up, down, weight, expert, x)
 
 
 if __name__ == "__main__":
@@ -68,6 +99,15 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoDevice())
     launch._options = lambda device: {"PDL": True, "launch_pdl": True}
     launch.pdl.__globals__["torch"] = torch
-    for module in (gpu.norm, gpu.activation, gpu.rotary, gpu.tables, gpu.sample, gpu.linear, gpu.attention):
+    for module in (
+        gpu.norm,
+        gpu.activation,
+        gpu.rotary,
+        gpu.tables,
+        gpu.sample,
+        gpu.linear,
+        gpu.attention,
+        gpu.experts,
+    ):
         module.pdl = launch._options
     main()

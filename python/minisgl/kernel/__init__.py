@@ -9,7 +9,7 @@ from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
 from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
 from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.linear import CpuLinear, one_token_linear
-from minisgl.kernel.moe import moe_reference
+from minisgl.kernel.moe import moe, moe_reference, route, route_reference
 from minisgl.kernel.noise import choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
@@ -31,12 +31,15 @@ __all__ = [
     "gumbel_noise",
     "kernels_for",
     "look_up",
+    "moe",
     "moe_reference",
     "one_token_linear",
     "rms_norm",
     "rms_norm_reference",
     "rotate",
     "rotate_and_store",
+    "route",
+    "route_reference",
     "scatter",
     "silu_and_mul",
     "split_heads",

@@ -1,4 +1,4 @@
-"""Mixture of experts: the torch reference."""
+"""Mixture of experts: which experts a token goes to, and what they make of it."""
 
 # Dimension key: T tokens in the batch, D model width, F mlp width, E experts, A experts a token.
 
@@ -8,18 +8,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel.dispatch import kernels_for
 
-def moe_reference(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+
+def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The A experts of each token that its softmax ranks first.
+
+    Args:
+        normalize: whether the weights of a token are scaled to sum to one.
+
+    Returns:
+        weight_TA in the dtype of the logits, computed in float32; expert_TA, int32.
+    """
+    kernels = kernels_for(logits_TE)
+    if kernels is None or not logits_TE.is_cuda:
+        return route_reference(logits_TE, num_chosen, normalize)
+    weight_TA = logits_TE.new_empty(len(logits_TE), num_chosen)
+    expert_TA = torch.empty_like(weight_TA, dtype=torch.int32)
+    kernels.route(logits_TE, weight_TA, expert_TA, normalize)
+    return weight_TA, expert_TA
+
+
+def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    weight_TA, expert_TA = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+    if normalize:
+        weight_TA = weight_TA / weight_TA.sum(dim=-1, keepdim=True)
+    return weight_TA.to(logits_TE.dtype), expert_TA.int()
+
+
+def moe(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
     """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
-        gate_up_EXD: gate over up, X = 2 F.
+        gate_up_EXD: gate over up, X = 2 F. Rows of it, as of x and down, are contiguous.
         weight_TA: routing weights, x's dtype.
-        expert_TA: int64, the experts of each token.
+        expert_TA: the experts of each token, of any integer dtype, distinct. Not range-checked on CUDA (it would sync).
 
     Returns:
         [T, D], x's dtype.
     """
+    kernels = kernels_for(x_TD)
+    if kernels is None or not x_TD.is_cuda:
+        return moe_reference(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA)
+    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    kernels.moe(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA, y_TD)
+    return y_TD
+
+
+def moe_reference(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+    """The same in plain torch, one expert after the other; reads only the experts that some token chose."""
     out_TD = torch.zeros_like(x_TD)
     for expert in expert_TA.unique().tolist():
         token, choice = (expert_TA == expert).nonzero(as_tuple=True)

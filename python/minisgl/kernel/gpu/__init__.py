@@ -5,6 +5,7 @@ What they compute is said in the wrappers one folder up, which call them. Read `
 
 from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.attention import attend_decode
+from minisgl.kernel.gpu.experts import list_pairs, moe, route
 from minisgl.kernel.gpu.linear import one_token_linear
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
@@ -16,10 +17,13 @@ __all__ = [
     "attend_decode",
     "choose_tokens",
     "list_pages",
+    "list_pairs",
     "look_up",
+    "moe",
     "one_token_linear",
     "rms_norm",
     "rotate_and_store",
+    "route",
     "scatter",
     "silu_and_mul",
 ]

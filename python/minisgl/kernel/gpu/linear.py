@@ -18,6 +18,20 @@ _BLOCK = 1024
 
 
 @triton.jit
+def products(w, rows, x, inside, inputs, BLOCK: tl.constexpr):
+    """Each of the rows times x, or times its own row of x; `w` is the rows' first block."""
+    i = tl.arange(0, BLOCK)[None, :]
+    total = w.to(tl.float32) * tl.load(x + i, mask=i < inputs, other=0.0).to(tl.float32)
+    begin = BLOCK
+    while begin < inputs:
+        j = begin + i
+        w = tl.load(rows + j, mask=inside & (j < inputs), other=0.0)
+        total += w.to(tl.float32) * tl.load(x + j, mask=j < inputs, other=0.0).to(tl.float32)
+        begin += BLOCK
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
 def _one_token_linear(
     x, weight, bias, y, inputs, outputs, stride_weight, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -28,14 +42,7 @@ def _one_token_linear(
     inside = (f < outputs)[:, None]
     w = tl.load(rows + i[None, :], mask=inside & (i < inputs)[None, :], other=0.0)
     wait_for_inputs(PDL)
-    total = w.to(tl.float32) * tl.load(x + i, mask=i < inputs, other=0.0).to(tl.float32)[None, :]
-    begin = BLOCK
-    while begin < inputs:
-        j = begin + i
-        w = tl.load(rows + j[None, :], mask=inside & (j < inputs)[None, :], other=0.0)
-        total += w.to(tl.float32) * tl.load(x + j, mask=j < inputs, other=0.0).to(tl.float32)[None, :]
-        begin += BLOCK
-    result = tl.sum(total, axis=1)
+    result = products(w, rows, x, inside, inputs, BLOCK)
     if HAS_BIAS:
         result += tl.load(bias + f, mask=f < outputs, other=0.0).to(tl.float32)
     tl.store(y + f, result.to(y.dtype.element_ty), mask=f < outputs)
