@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,25 @@ def test_the_ranks_together_read_each_weight_once(forward: Forward, size: int, t
         forward(Alone(rank, size), source)
     for name, copies in source.copies.items():
         assert (copies == (size if name in EVERYWHERE else 1)).all(), name
+
+
+def test_experts_are_stacked_as_they_are_read() -> None:
+    """The memory of a large model has no room for its experts twice."""
+    read: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    class Source(RandomSource):
+        def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:
+            nonlocal most
+            tensor = super().read(name, shape, **parts)
+            read.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in read))
+            return tensor
+
+    num_experts = 20
+    MoELayer(WIDTH, MLP_WIDTH, num_experts, 2, SingleCommunicator(), normalize=True).load(Source(), "mlp")
+    assert len(read) == 1 + 3 * num_experts
+    assert most <= 6
 
 
 def test_no_tokens_give_no_rows() -> None:

@@ -182,7 +182,7 @@ class Engine:
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
             kv_pool=pool,
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
-            moe_backend=create_moe_backend("torch"),
+            moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
         self._graphs: GraphRunner | None = None
         max_batch_size = min(config.cuda_graph_max_bs, config.max_running_requests)

@@ -1,16 +1,17 @@
 """A mixture-of-experts MLP: the router and this rank's part of every expert."""
 
-# Dimension key: T tokens in the batch, D model width, F mlp width, E experts, A experts a token.
+# Dimension key: T tokens in the batch, D model width, F mlp width, E experts, A experts a token, X = 2 F.
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.core import Context
 from minisgl.distributed import DistributedCommunicator
+from minisgl.kernel import route
 from minisgl.layers.base import BaseOP, WeightSource
+from minisgl.layers.linear import LinearColParallelMerged
 
 
 class MoELayer(BaseOP):
@@ -36,24 +37,26 @@ class MoELayer(BaseOP):
         self._experts_per_token = experts_per_token
         self._comm = comm
         self._normalize = normalize
+        self.gate = LinearColParallelMerged(width, {"gate": num_experts}, {"gate": range(num_experts)}, bias=False)
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        self._router_ED = source.read(f"{name}.gate.weight", (self._num_experts, self._width))
+        self.gate.load(source, f"{name}.gate")
         share = self._comm.info.share(self._mlp_width, "columns of an expert")
         up_shape, down_shape = (self._mlp_width, self._width), (self._width, self._mlp_width)
-        gate_up, down = [], []
         for expert in range(self._num_experts):
             prefix = f"{name}.experts.{expert}"
             gate = source.read(f"{prefix}.gate_proj.weight", up_shape, rows=share)
             up = source.read(f"{prefix}.up_proj.weight", up_shape, rows=share)
-            gate_up.append(torch.cat((gate, up)))
-            down.append(source.read(f"{prefix}.down_proj.weight", down_shape, cols=share))
-        self._gate_up_EXD, self._down_EDF = torch.stack(gate_up), torch.stack(down)
+            down = source.read(f"{prefix}.down_proj.weight", down_shape, cols=share)
+            if expert == 0:  # there is no room for all experts and a stack of them
+                self._gate_up_EXD = gate.new_empty(self._num_experts, 2 * len(share), self._width)
+                self._down_EDF = down.new_empty(self._num_experts, *down.shape)
+            torch.cat((gate, up), out=self._gate_up_EXD[expert])
+            self._down_EDF[expert] = down
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
-        score_TE = torch.softmax(F.linear(x_TD, self._router_ED), dim=-1, dtype=torch.float32)
-        weight_TA, expert_TA = score_TE.topk(self._experts_per_token, dim=-1)
-        if self._normalize:
-            weight_TA = weight_TA / weight_TA.sum(dim=-1, keepdim=True)
-        y_TD = ctx.moe_backend.forward(x_TD, self._gate_up_EXD, self._down_EDF, weight_TA.to(x_TD.dtype), expert_TA)
-        return self._comm.all_reduce(y_TD)
+        (logits_TE,) = self.gate.forward(x_TD)
+        weight_TA, expert_TA = route(logits_TE, self._experts_per_token, self._normalize)
+        return self._comm.all_reduce(
+            ctx.moe_backend.forward(x_TD, self._gate_up_EXD, self._down_EDF, weight_TA, expert_TA)
+        )

@@ -20,7 +20,7 @@ class BaseMoeBackend(ABC):
         Args:
             gate_up_EXD: the gate's rows over the up projection's.
             weight_TA: routing weights, x's dtype.
-            expert_TA: int64, distinct within a row.
+            expert_TA: any integer dtype, distinct within a row.
 
         Returns:
             [T, D], x's dtype; the sum over experts of weight * down(silu(gate(x)) * up(x)).
