@@ -92,7 +92,8 @@ class PagedAttnBackend(BaseAttnBackend):
             metadata.length_B = position_T + 1
         else:  # a prompt, and its padding as a request of its own
             indptr = torch.full((3,), num_tokens, dtype=torch.int32, device=position_T.device)
-            indptr[0], indptr[1:2] = 0, batch.last_B + 1
+            indptr[:1].zero_()
+            indptr[1:2].copy_(batch.last_B + 1)
             metadata.query_indptr = indptr
             metadata.length_B = torch.cat((position_T[batch.last_B] + 1, num_tokens - indptr[1:2]))
         metadata.page_table_BP = self._page_table_RP.index_select(0, metadata.row_R)
