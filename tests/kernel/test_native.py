@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,14 +139,23 @@ def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
     assert torch.equal(rms_norm(torch.ones(1, 4).half(), torch.ones(4).half(), 0.0), torch.ones(1, 4).half())
 
 
+@pytest.mark.parametrize(
+    ("load", "compiler"),
+    [(native.load_cpu_kernels.__wrapped__, "c++"), (partial(native.load_cuda_kernels.__wrapped__, 9, 0), "nvcc")],
+)
 def test_without_a_compiler_the_reference_is_used_and_it_is_said_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    load: Callable[[], object],
+    compiler: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(native, "nvcc", lambda: "nvcc")
     with caplog.at_level(logging.WARNING):
-        assert native.load_cpu_kernels.__wrapped__() is None
-    assert "'c++'" in caplog.text
+        assert load() is None
+    assert f"'{compiler}'" in caplog.text
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(

@@ -29,7 +29,7 @@ from minisgl.engine.graph import GraphRunner
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
-from minisgl.kernel import kernels_for, look_up, scatter
+from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
@@ -103,7 +103,8 @@ class Engine:
             keep_freed_memory()
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
         self._dtype = getattr(torch, config.dtype)
-        kernels_for(torch.empty(0, dtype=self._dtype, device=self._device))  # built now, not in the first step
+        for kernels in (kernels_for, cuda_kernels_for):  # built now, not in the first step
+            kernels(torch.empty(0, dtype=self._dtype, device=self._device))
         self._model_config = ModelConfig.from_folder(Path(config.model))
         self._comm = create_communicator(info, self._device, meeting)
         max_seq_len = _context_length(config, self._model_config)

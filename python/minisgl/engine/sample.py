@@ -6,22 +6,18 @@ noise is a function of the request's seed, the position and the token id (`kerne
 depend on nothing else than its own logits.
 """
 
-# Dimension key: B requests, V vocab, C candidates.
+# Dimension key: B requests, V vocab.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minisgl.core import ReqSlice
-from minisgl.kernel import choose_tokens
+from minisgl.kernel import choose_tokens, lowest_kept
 from minisgl.utils import Staging
-
-_FEW_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,43 +67,7 @@ class BatchSamplingArgs:
 
 def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
     """Choose one token a request: int32 [B]."""
-    lowest_B = None if args.filters is None else _lowest_kept(logits_BV.float(), args.temperature_B, args.filters)
+    filters, lowest_B = args.filters, None
+    if filters is not None:
+        lowest_B = lowest_kept(logits_BV, args.temperature_B, filters.top_k_B, filters.top_p_B, filters.min_p_B)
     return choose_tokens(logits_BV, lowest_B, args.temperature_B, args.seed_B2, args.position_B)
-
-
-def _lowest_kept(logits_BV: Tensor, temperature_B: Tensor, filters: Filters) -> Tensor:
-    """The smallest logit that top_k, then top_p of what that leaves, and min_p keep; ties at a border are kept."""
-    temperature_B1 = temperature_B[:, None].clamp_min(1e-30)
-    top_B1 = logits_BV.amax(dim=-1, keepdim=True)
-    score_BV = (logits_BV - top_B1) / temperature_B1
-    top_k_B1, top_p_B1 = filters.top_k_B[:, None], filters.top_p_B[:, None]
-    vocab_size = score_BV.shape[1]
-    for num_candidates in _candidates(score_BV):
-        score_BC, id_BC = score_BV.topk(num_candidates)
-        rank_C = torch.arange(num_candidates, device=score_BV.device)
-        is_top_k_BC = rank_C < top_k_B1
-        mass_B1 = _log_mass(score_BV, score_BC, is_top_k_BC, top_k_B1)
-        share_BC = (score_BC - mass_B1).exp() * is_top_k_BC
-        before_BC = share_BC.cumsum(dim=-1) - share_BC
-        is_kept_BC = is_top_k_BC & ((before_BC < top_p_B1) | (top_p_B1 >= 1) | (rank_C == 0))
-        needs_more_B1 = is_kept_BC[:, -1:] | ((num_candidates < top_k_B1) & (top_k_B1 < vocab_size))
-        if num_candidates == vocab_size or not bool(needs_more_B1.any()):
-            break
-    last_B1 = is_kept_BC.sum(dim=-1, keepdim=True) - 1
-    by_min_p_B1 = torch.where(filters.min_p_B[:, None] > 0, filters.min_p_B[:, None].log(), -math.inf)
-    is_in_min_p_BV = score_BV >= by_min_p_B1
-    by_min_p_B1 = torch.where(is_in_min_p_BV, logits_BV, math.inf).amin(dim=-1, keepdim=True)
-    return torch.maximum(by_min_p_B1, logits_BV.gather(1, id_BC.gather(1, last_B1))).flatten()
-
-
-def _candidates(score_BV: Tensor) -> list[int]:
-    """How many to look at: on a CPU a few first, which mostly suffices; a GPU is not to be waited for."""
-    vocab_size = score_BV.shape[1]
-    return [vocab_size] if score_BV.is_cuda else [min(_FEW_CANDIDATES, vocab_size), vocab_size]
-
-
-def _log_mass(score_BV: Tensor, score_BC: Tensor, is_top_k_BC: Tensor, top_k_B1: Tensor) -> Tensor:
-    """Log of the softmax mass that top_k leaves: of the candidates, or of the whole vocabulary."""
-    of_candidates = score_BC.masked_fill(~is_top_k_BC, -math.inf).logsumexp(dim=-1, keepdim=True)
-    of_all = score_BV.logsumexp(dim=-1, keepdim=True)
-    return torch.where(top_k_B1 > score_BC.shape[1], of_all, of_candidates)

@@ -1,13 +1,14 @@
 """Kernels: each a function with one contract, and a reference in plain torch to be compared with.
 
 A wrapper picks the implementation by device and dtype (`dispatch.py`): csrc/cpu.cpp on a CPU with a compiler, gpu/ on a
-GPU, else the reference.
+GPU (csrc/gpu.cu for what Triton cannot say), else the reference.
 Nothing here knows of requests, pages or models. Read `norm.py` for the pattern, then `rotary.py`.
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
 from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
-from minisgl.kernel.dispatch import kernels_for
+from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
+from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, one_token_linear
 from minisgl.kernel.moe import moe, moe_reference, route, route_reference
 from minisgl.kernel.noise import choose_tokens, gumbel_noise
@@ -27,10 +28,13 @@ __all__ = [
     "causal_softmax",
     "choose_tokens",
     "common_prefix_length",
+    "cuda_kernels_for",
     "gelu_and_mul",
     "gumbel_noise",
     "kernels_for",
     "look_up",
+    "lowest_kept",
+    "lowest_kept_reference",
     "moe",
     "moe_reference",
     "one_token_linear",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.errors import ConfigError
-from minisgl.kernel.native import load_cpu_kernels
+from minisgl.kernel.native import load_cpu_kernels, load_cuda_kernels
 
 
 def kernels_for(x: Tensor) -> Any | None:
@@ -22,6 +22,13 @@ def kernels_for(x: Tensor) -> Any | None:
         return _gpu_kernels()
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32):
         return load_cpu_kernels()
+    return None
+
+
+def cuda_kernels_for(x: Tensor) -> Any | None:
+    """The functions of csrc/gpu.cu; None where there are none, and the caller runs its reference."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return load_cuda_kernels(*torch.cuda.get_device_capability(x.device))
     return None
 
 

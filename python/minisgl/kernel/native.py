@@ -1,4 +1,4 @@
-"""The compiled kernels of a CPU: csrc/cpu.cpp, built once for this processor and kept in the cache folder."""
+"""The compiled kernels, csrc/cpu.cpp and csrc/gpu.cu: built once for this processor and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import libinfo
 
-from minisgl.utils.env import cache_folder
+from minisgl.utils.env import cache_folder, nvcc
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
-_FLAGS = [
+_SOURCES = Path(__file__).parent / "csrc"
+_CPU_FLAGS = [
     *("-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 ]
+_CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC"]
 
 
 @functools.cache
@@ -29,30 +30,42 @@ def load_cpu_kernels() -> Any | None:
     """The compiled functions; None, with a warning, if they cannot be compiled here."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
-    identity = "\n".join([_SOURCE.read_text(), tvm_ffi.__version__, *_FLAGS, *features])
-    library = cache_folder() / "kernels" / f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    return _load("cpu.cpp", "c++", _CPU_FLAGS, features)
+
+
+@functools.cache
+def load_cuda_kernels(major: int, minor: int) -> Any | None:
+    """The same for a GPU of that compute capability."""
+    return _load("gpu.cu", nvcc(), [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}"], [])
+
+
+def _load(name: str, compiler: str, flags: list[str], features: list[str]) -> Any | None:
+    source = _SOURCES / name
+    identity = "\n".join([source.read_text(), tvm_ffi.__version__, *flags, *features])
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    library = cache_folder() / "kernels" / f"{source.stem}-{digest}.so"
     try:
         if not library.exists():
-            _compile(library)
+            _compile(source, library, compiler, flags)
         return tvm_ffi.load_module(str(library))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.warning("the CPU's own kernels cannot be built, torch's slower ones are used: %s", reason)
+        logger.warning("%s cannot be built, torch's slower operators are used: %s", name, reason)
         return None
 
 
-def _compile(library: Path) -> None:
+def _compile(source: Path, library: Path, compiler: str, flags: list[str]) -> None:
     """Under names of this process, then renamed: another one may be at the same.
 
     OpenMP is compiled in but not linked, so that the threads are those of the runtime that torch brought along.
     """
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        object_file, unfinished = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
+        object_file, unfinished = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
         include = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
-        _run("c++", *_FLAGS, *include, "-c", str(_SOURCE), "-o", str(object_file))
+        _run(compiler, *flags, *include, "-c", str(source), "-o", str(object_file))
         folder_of_ffi = Path(libinfo.find_libtvm_ffi()).parent
-        _run("c++", "-shared", str(object_file), "-o", str(unfinished), f"-L{folder_of_ffi}", "-ltvm_ffi")
+        _run(compiler, "-shared", str(object_file), "-o", str(unfinished), f"-L{folder_of_ffi}", "-ltvm_ffi")
         unfinished.rename(library)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -17,3 +18,10 @@ def cache_folder() -> Path:
 def overlap_disabled() -> bool:
     """MINISGL_DISABLE_OVERLAP_SCHEDULING=1, the alias of `--no-overlap`."""
     return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "0").lower() in ("1", "true", "yes")
+
+
+def nvcc() -> str:
+    """CUDA's compiler: that of CUDA_HOME, else that of the PATH, else where it is installed by default."""
+    home = os.environ.get("CUDA_HOME")
+    folders = [*([f"{home}/bin"] if home else []), os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders)) or "nvcc"

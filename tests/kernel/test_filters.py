@@ -1,0 +1,202 @@
+"""The filters' border, found by counting: the CUDA kernel on a GPU if there is one, else its source built for a CPU."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from torch import Tensor
+from tvm_ffi import libinfo
+
+from minisgl.kernel import cuda_kernels_for, filters, lowest_kept, lowest_kept_reference, native
+from minisgl.utils.env import nvcc
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SOURCE = Path(native.__file__).parent / "csrc" / "gpu.cu"
+LIBRARIES = [f"-I{libinfo.find_include_path()}", f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
+SMALLEST, LARGEST = 2.0**-15, 4080.0  # of the magnitudes that the kernel tells apart
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The functions of gpu.cu."""
+    if DEVICE.type == "cuda":
+        built = cuda_kernels_for(torch.empty(0, dtype=torch.bfloat16, device=DEVICE))
+        return built or pytest.skip("there is no nvcc")
+    library = tmp_path_factory.mktemp("kernels") / "gpu.so"
+    options = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{Path(__file__).with_name('cuda_on_cpu')}", "-x", "c++"]
+    checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    command = ["c++", *options, *checks, str(SOURCE), "-x", "none", *LIBRARIES, "-o", str(library)]
+    subprocess.run(command, check=True)
+    return tvm_ffi.load_module(str(library))
+
+
+@pytest.fixture
+def counted(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`lowest_kept` by counting."""
+    monkeypatch.setattr(filters, "cuda_kernels_for", lambda x: kernels)
+    return lowest_kept
+
+
+def lowest(find: Any, logits_BV: Tensor, *filters_of_all: float) -> Tensor:
+    """The border of each row, as `find` sees it; all rows have the same temperature, top_k, top_p and min_p."""
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    columns = [
+        torch.full(logits_BV.shape[:1], x, dtype=dtype, device=DEVICE)
+        for x, dtype in zip(filters_of_all, dtypes, strict=True)
+    ]
+    result_B: Tensor = find(logits_BV, *columns)
+    assert result_B.shape == logits_BV.shape[:1]
+    assert result_B.dtype == torch.float32
+    return result_B
+
+
+def by_definition(
+    logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
+) -> Tensor:
+    """In float64, over all ranks."""
+    sorted_BV = logits_BV.double().sort(dim=1, descending=True).values
+    rank_V = torch.arange(logits_BV.shape[1], device=DEVICE)
+    score_BV = (sorted_BV - sorted_BV[:, :1]) / temperature_B.double()[:, None]
+    mass_BV = score_BV.exp() * (rank_V < top_k_B[:, None])
+    before_BV = (mass_BV.cumsum(dim=1) - mass_BV) / mass_BV.sum(dim=1, keepdim=True)
+    is_kept_BV = (before_BV < top_p_B[:, None]) | (top_p_B >= 1)[:, None] | (rank_V == 0)
+    is_kept_BV &= (rank_V < top_k_B[:, None]) & (score_BV.float() >= min_p_B.log()[:, None])
+    return sorted_BV.gather(1, is_kept_BV.sum(dim=1, keepdim=True) - 1).flatten().float()
+
+
+def same_tokens_are_kept(find: Any, logits_BV: Tensor, temperature: float, k: int, p: float, min_p: float) -> None:
+    """As by definition; a sum of float32 may see a share that is all but top_p on either side of it."""
+    result_B = lowest(find, logits_BV, temperature, k, p, min_p)
+    kept_B = (logits_BV.float() >= result_B[:, None]).sum(dim=1)
+    told_apart_BV = logits_BV.float().masked_fill(logits_BV.abs() < SMALLEST, 0.0)
+    most_B, fewest_B = (
+        (told_apart_BV >= lowest(by_definition, told_apart_BV, temperature, k, q, min_p)[:, None]).sum(dim=1)
+        for q in (min(p * (1 + 1e-5), 1.0), p * (1 - 1e-5) if p < 1 else p)
+    )
+    assert (kept_B >= fewest_B).all(), (kept_B, fewest_B)
+    assert (kept_B <= most_B).all(), (kept_B, most_B)
+
+
+def numbers(batch_size: int, vocab_size: int, width: float, seed: int = 0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.randn(batch_size, vocab_size, generator=generator, device=DEVICE) * width).bfloat16()
+
+
+FILTERS = [
+    (1, 1.0, 0.0),
+    (50, 1.0, 0.0),
+    (10**6, 0.1, 0.0),
+    (10**6, 0.95, 0.0),
+    (10**6, 0.9999, 0.0),
+    (10**6, 1.0, 0.02),
+    (50, 0.9, 0.0),
+    (1000, 1.0, 1e-3),
+    (40, 0.95, 0.05),
+    (10**6, 1.0, 1.0),
+    (10**6, 1e-50, 0.0),  # zero in float32
+]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 1), (3, 130), (2, 9001)])
+def test_counting_keeps_what_the_definition_keeps(
+    counted: Any, batch_size: int, vocab_size: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    for width, temperature in [(0.6, 1.0), (4.0, 0.7), (1.0, 5.0)]:
+        logits_BV = numbers(batch_size, vocab_size, width)
+        same_tokens_are_kept(counted, logits_BV, temperature, min(top_k, vocab_size), top_p, min_p)
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("batch_size", [1, 256])
+def test_counting_keeps_it_in_large_vocabularies(
+    counted: Any, batch_size: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    rows = batch_size if DEVICE.type == "cuda" else 1
+    same_tokens_are_kept(counted, numbers(rows, 151936, 0.6), 1.0, min(top_k, 151936), top_p, min_p)
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+def test_the_reference_keeps_what_the_definition_keeps(top_k: int, top_p: float, min_p: float) -> None:
+    logits_BV = numbers(2, 9001, 2.0).float()
+    same_tokens_are_kept(lowest_kept_reference, logits_BV, 1.0, min(top_k, 9001), top_p, min_p)
+
+
+@pytest.mark.parametrize("column", range(9))
+@pytest.mark.parametrize("vocab_size", [1, 6, 7, 8, 9, 15, 16, 17, 1000])
+def test_rows_begin_and_end_anywhere(counted: Any, vocab_size: int, column: int) -> None:
+    """What lies around a row must not count."""
+    wide_BV = torch.full((3, 1024), 100.0, device=DEVICE).bfloat16()
+    logits_BV = wide_BV[:, column : column + vocab_size]
+    logits_BV.copy_(numbers(3, vocab_size, 1.0))
+    same_tokens_are_kept(counted, logits_BV, 1.0, min(5, vocab_size), 0.9, 0.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.0, 1e-30, 3e38, -3e38, math.inf, -math.inf])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+def test_equal_logits_are_all_kept(counted: Any, top_k: int, top_p: float, min_p: float, value: float) -> None:
+    logits_BV = torch.full((1, 777), value, device=DEVICE).bfloat16()
+    assert (logits_BV >= lowest(counted, logits_BV, 1.0, min(top_k, 777), top_p, min_p)).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, 200.0])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+def test_many_ties_at_the_border(counted: Any, top_k: int, top_p: float, min_p: float, scale: float) -> None:
+    logits_BV = numbers(2, 3000, 2.0).round() * scale
+    same_tokens_are_kept(counted, logits_BV, 0.8 * scale, min(top_k, 3000), top_p, min_p)
+
+
+def test_magnitudes_at_the_ends(counted: Any) -> None:
+    values = [LARGEST, 4064.0, 1.0, 2.0**-14, SMALLEST, 2.0**-16]
+    logits_BV = torch.tensor([[*values, *(-x for x in values)]], device=DEVICE).bfloat16()
+    kept = [int((logits_BV >= lowest(counted, logits_BV, 1.0, k, 1.0, 0.0)).sum()) for k in range(1, 13)]
+    assert kept == [1, 2, 3, 4, 5, 7, 7, 8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.999, 1.0])
+def test_infinite_logits(counted: Any, top_p: float) -> None:
+    logits_BV = numbers(1, 200, 1.0)
+    logits_BV[0, :50] = -math.inf
+    same_tokens_are_kept(counted, logits_BV, 1.0, 170, top_p, 0.0)
+    logits_BV[0, 60:62] = math.inf
+    assert lowest(counted, logits_BV, 1.0, 2, top_p, 0.0).tolist() == [LARGEST]
+
+
+def test_not_a_number_is_survived(counted: Any) -> None:
+    logits_BV = numbers(3, 100, 1.0)
+    logits_BV[0] = math.nan
+    logits_BV[1, 3], logits_BV[2, 3] = math.nan, -math.nan
+    assert not lowest(counted, logits_BV, 1.0, 5, 0.9, 0.1).isnan().any()
+
+
+def test_rows_are_filtered_each_in_its_own_way(counted: Any) -> None:
+    logits_BV = numbers(5, 500, 1.0)
+    logits_BV[0] = 7.0
+    temperature_B = torch.tensor([0.0, 1.0, 1.0, 0.5, 1e-42], device=DEVICE)
+    top_k_B = torch.tensor([5, 500, 20, 500, 3], dtype=torch.int32, device=DEVICE)
+    top_p_B = torch.tensor([0.1, 1.0, 1.0, 0.5, 0.9], device=DEVICE)
+    min_p_B = torch.zeros(5, device=DEVICE)
+    lowest_B = counted(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B)
+    expected_B = lowest_kept_reference(logits_BV.float(), temperature_B, top_k_B, top_p_B, min_p_B)
+    assert lowest_B[:2].tolist() == [-math.inf] * 2
+    assert torch.equal(lowest_B[2:], expected_B[2:])
+
+
+def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
+    for dtype in (torch.float32, torch.float16):
+        assert cuda_kernels_for(torch.empty(1, dtype=dtype, device=DEVICE)) is None
+    assert cuda_kernels_for(torch.empty(1, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.skipif(not shutil.which(nvcc()), reason="there is no nvcc")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_the_kernels_compile(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
+    assert native.load_cuda_kernels.__wrapped__(*capability) is not None
