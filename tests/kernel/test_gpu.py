@@ -123,6 +123,34 @@ def test_tokens_are_the_best_after_noise(
         assert torch.equal(token_B.long(), (kept_BV + temperature_B[:, None] * noise_BV).argmax(dim=1))
 
 
+@pytest.mark.parametrize("num_kept", [1, 40, 9001])
+@pytest.mark.parametrize("width", [0.0, 0.6, 6.0])
+def test_blocks_without_noise_hold_no_best_token(
+    random: torch.Generator, monkeypatch: pytest.MonkeyPatch, width: float, num_kept: int
+) -> None:
+    """Programs that walk over many blocks leave out the noise of those in which no token can win."""
+    monkeypatch.setattr(gpu.sample, "_PROGRAMS", 24)
+    logits_BV = numbers(random, 12, 9001) * width
+    temperature_B = torch.tensor([0.0, 1e-30, 0.1, 1.0, 1.0, 100.0] * 2, device=DEVICE)
+    seed_B, position_B = torch.arange(12, device=DEVICE) - 6, torch.arange(12, device=DEVICE).int() % 5
+    lowest_B = logits_BV.sort(descending=True).values[:, num_kept - 1].contiguous()
+    token_B = gpu.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B)
+    noise_BV = gumbel_noise(seed_B, position_B.long(), 9001) * temperature_B[:, None]
+    hidden_BV = (logits_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
+    expected_B = (logits_BV + noise_BV).masked_fill(hidden_BV, -torch.inf).argmax(dim=1)
+    assert torch.equal(token_B.long(), expected_B)
+
+
+def test_the_most_noise_there_is_wins_from_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)
+    seed_B, position_B, token = torch.tensor([64], device=DEVICE), torch.tensor([7], device=DEVICE), 9096
+    noise_BV = gumbel_noise(seed_B, position_B, token + 10)
+    logits_BV = torch.full_like(noise_BV, -40.0)
+    logits_BV[0, token], logits_BV[0, 3] = 0.0, noise_BV[0, token] - noise_BV[0, 3] - 0.01
+    arguments = torch.ones(1, device=DEVICE), seed_B.view(torch.int32).view(1, 2), position_B.int()
+    assert gpu.choose_tokens(logits_BV, None, *arguments).tolist() == [token]
+
+
 def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
     ints = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     logits_BV = torch.zeros(1, 5000, device=DEVICE)

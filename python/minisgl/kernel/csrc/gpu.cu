@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   count_values(logits + b * stride, vocab_size, count);
   __syncthreads();
 
-  int first = kBins - 1 - threadIdx.x * kBinsOfThread, last = first - kBinsOfThread + 1, num = 0, num_all;
-  for (int bin = first; bin >= last; --bin) num += count[bin];
+  int first = kBins - 1 - threadIdx.x * kBinsOfThread, num = 0, num_all;
+  for (int i = 0; i < kBinsOfThread; ++i) num += count[first - i];
   int num_before = sum_before(num, num_of_warps, num_all);
   if (num > 0 && num_before == 0) {
     int bin = first;
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   // Of each bin, those among the top k, and their share of the probability.
   auto for_kept_by_top_k = [&](auto f) {
     int seen = num_before;
-    for (int bin = first; bin >= last; --bin) {
-      int n = min(count[bin], k - seen);
+    for (int i = 0; i < kBinsOfThread; ++i) {
+      int bin = first - i, n = min(count[bin], k - seen);
       float score = (value_of(bin) - value_of(top)) / fmaxf(t, 1e-30f);
       if (n > 0) f(bin, seen, score, n * double(expf(score)));
       seen += count[bin];
