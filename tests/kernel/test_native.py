@@ -24,6 +24,7 @@ from minisgl.kernel import (
     rotate_and_store,
     silu_and_mul,
 )
+from minisgl.utils.env import nvcc
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SIZES = [1, 3, 40, 400]  # tokens: below and above what wakes a second thread
@@ -171,3 +172,17 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
         assert native.load_cpu_kernels.__wrapped__() is None
     assert "what flag is this" in caplog.text
     assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+def test_the_cuda_compiler_is_that_of_cuda_home_else_that_of_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("home/bin", "path"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "nvcc").write_text("#!/bin/sh\n")
+        (tmp_path / name / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert nvcc() == str(tmp_path / "home" / "bin" / "nvcc")
+    monkeypatch.delenv("CUDA_HOME")
+    assert nvcc() == str(tmp_path / "path" / "nvcc")
