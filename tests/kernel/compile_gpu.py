@@ -86,7 +86,8 @@ def experts() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
         down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
-        for tokens in (1, *(16 * few for few in gpu.experts._TILES if few), 8192):
+        many = [8192] if dtype == torch.bfloat16 else []  # the largest tiles are not for float32, where they spill
+        for tokens in (1, *(16 * few for few in gpu.experts._TILES if few), *many):
             x, logits = torch.empty(tokens, width, dtype=dtype), torch.empty(tokens, num_experts, dtype=dtype)
             weight, expert = logits[:, :each].contiguous(), torch.empty(tokens, each, dtype=torch.int32)
             gpu.route(logits, weight, expert, tokens > 1)

@@ -77,12 +77,9 @@ class FlashInferBackend(BaseAttnBackend):
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend="fa3" if is_hopper else "fa2"
-        )
-        self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            self._workspace, "NHD", backend="fa3" if is_hopper else "fa2"
-        )
+        self._kernels = "fa3" if is_hopper else "fa2"
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._kernels)
+        self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend=self._kernels)
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
@@ -141,8 +138,9 @@ class FlashInferBackend(BaseAttnBackend):
         last_page_len = torch.ones(num_requests, dtype=torch.int32, device=self._device)
         if is_prompt:
             wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", True, query_indptr, indptr, self._graph_pages_X, last_page_len, backend="fa2"
-            )
+                self._workspace, "NHD", True, query_indptr, indptr, self._graph_pages_X, last_page_len,
+                backend=self._kernels,
+            )  # fmt: skip
         else:
             wrapper = self._flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,

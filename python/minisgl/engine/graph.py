@@ -25,7 +25,7 @@ from minisgl.kernel import look_up
 from minisgl.utils import Staging
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]
-_PROMPT_WORK = 10**12  # tokens times bytes of weights: beyond, the device takes longer than the host needs to launch
+_PROMPT_WORK = 2 * 10**13  # tokens times bytes of weights: beyond, the device takes longer than the host to launch
 _MIN_SHARED = 256  # tokens that all decodes must share, and
 _MIN_SHARING = 16  # decodes that must share them, for it to pay
 

@@ -22,10 +22,12 @@ _ROWS, _BLOCK, _DOWN_NUMBERS = 4, 1024, 4096  # of a weight at a time, for a few
 _LIST_BLOCK = 4096
 # Up to so many pairs an expert: pairs, rows of the weight and bytes of such a row at a time; warps, stages.
 _TILES = {
-    8: (16, 64, 256, 4, 3),
-    16: (32, 64, 256, 4, 3),
+    2: (16, 64, 256, 4, 3),
+    8: (16, 128, 256, 4, 3),
+    16: (32, 128, 128, 4, 4),
     32: (64, 128, 128, 4, 4),
-    None: (128, 128, 128, 8, 3),
+    96: (64, 256, 128, 8, 3),
+    None: (128, 256, 128, 8, 3),
 }
 
 
