@@ -144,7 +144,8 @@ def main() -> None:
     assert args.engine.keys() <= known, args.engine.keys() - known
     options = {"max_seq_len": 4352, "max_prefill_length": 16384, "max_running_requests": 256, **args.engine}
     folder = MODELS / args.model
-    limits = Limits(ModelConfig.from_folder(folder), args.bandwidth, args.flops)
+    tp = options.get("tp", 1)
+    limits = Limits(ModelConfig.from_folder(folder), tp * args.bandwidth, tp * args.flops)
     began = time.perf_counter()
     figures = []
     with LLM(folder, skip_tokenizer_init=True, dummy_weight=True, **options) as llm:
@@ -157,6 +158,7 @@ def main() -> None:
                     workload=name,
                     model=args.model,
                     device="cuda",
+                    tp=tp,
                     metric=row["metric"],
                     values=values,
                 )
