@@ -244,7 +244,8 @@ class Engine:
         return Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
 
     def close(self) -> None:
-        """Leave the tensor-parallel group."""
+        """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""
+        self._graphs = None
         self._comm.close()
 
 

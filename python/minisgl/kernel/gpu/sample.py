@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
-_BLOCK = 512  # of one warp: the smaller, the more of them hold no token that can win
-_PROGRAMS = 4096  # about: what a large GPU holds at a time
+_BLOCK = 256  # of one warp: the smaller, the more of them hold no token that can win
+_PROGRAMS = 8192  # about: twice what a large GPU holds at a time
 
 
 @triton.jit
