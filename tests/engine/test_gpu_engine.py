@@ -172,6 +172,15 @@ def test_abandoned_streams_leave_nothing_behind(models: Models) -> None:
         assert llm._scheduler.is_idle
 
 
+def test_an_engine_after_another_has_as_much_memory(models: Models) -> None:
+    folder, _ = models("qwen3", 4, 2)
+    pages = []
+    for _ in range(2):
+        with LLM(folder, skip_tokenizer_init=True, max_running_requests=4096, cuda_graph_max_bs=4) as llm:
+            pages.append(llm._scheduler._executor.limits.num_pages)
+    assert abs(pages[1] - pages[0]) < 0.01 * pages[0]
+
+
 @pytest.mark.parametrize("kind", ["llama", "sparse_moe"])
 def test_a_seeded_token_is_the_same_on_both_devices(models: Models, kind: str) -> None:
     folder, _ = models(kind, 8, 2)

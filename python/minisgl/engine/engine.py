@@ -9,7 +9,6 @@ host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from minisgl.core import Batch, BatchPlan, Context, Req, ReqSlice, SamplingParam
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
-from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained
+from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, scatter
@@ -156,14 +155,14 @@ class Engine:
         """Bytes that steps take beside weights and KV, for activations, workspaces, graphs; over a pool of one page."""
         if config.num_pages is not None:
             return 0
+        return_memory()  # that an engine before this one in the process may have left
         free = free_bytes(self._device, config.tp)
         self._make_context(config, max_seq_len, 1)
         self.launch(_largest_step(config, max_seq_len)).wait()
         torch.cuda.synchronize()
         used = free - free_bytes(self._device, config.tp)
         del self.context, self._graphs
-        gc.collect()
-        torch.cuda.empty_cache()
+        return_memory()
         return used
 
     def _make_context(self, config: EngineConfig, max_seq_len: int, pages: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,12 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory() // num_ranks
+
+
+def return_memory() -> None:
+    """Give back to the GPU what nobody uses any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def may_pack(config: EngineConfig, weight_bytes: int, device: torch.device) -> bool:
