@@ -46,7 +46,7 @@ class EngineConfig:
     num_pages: int | None = option(None, "pages of the KV cache; auto: as many as --memory-ratio allows")
     memory_ratio: float | None = option(
         None,
-        "share of the memory left beside the weights to give to the KV cache; auto: 0.9 on a GPU, 0.5 on a CPU",
+        "share of the memory that weights and steps leave to give to the KV cache; auto: 0.9 on a GPU, 0.5 on a CPU",
     )
     max_seq_len: int | None = option(None, "longest prompt and answer together, in tokens; auto: the model's context")
     max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
