@@ -15,7 +15,7 @@ of the package but the errors. Next to read: `errors.py`, then `llm/llm.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ __all__ = [
     "ReqSlice",
     "SamplingParams",
     "TableWrites",
+    "TokenLogprobs",
 ]
 
 IntArray = NDArray[np.int32]
@@ -61,6 +62,20 @@ class SamplingParams:
         min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
         seed: the token at a position depends on its logits, the seed and the position only; None draws one.
         ignore_eos: go on past an end-of-sequence token.
+        min_tokens: no end-of-sequence token and none of `stop_token_ids` before so many, in [0, max_tokens].
+        stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024 characters.
+        stop_token_ids: tokens that do; at most 32.
+        include_stop_str_in_output: the answer stops behind the text that ended it.
+        skip_special_tokens: leave tokens such as end-of-sequence out of the text.
+        presence_penalty: taken off the logit of every token in the answer so far, in [-2, 2].
+        frequency_penalty: the same, times how often it is there, in [-2, 2].
+        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
+            (Keskar et al. 2019, arXiv:1909.05858); in (0, 10], 1 changes nothing.
+        logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
+        logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
+            They are the model's own, before temperature, penalties and filters.
+
+    The order is: bias and penalties, then temperature, then filters.
 
     Raises:
         InvalidRequest: a value is outside its bounds.
@@ -73,6 +88,16 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -91,11 +116,45 @@ class SamplingParams:
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         _require("seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer")
+        most = MAX_COUNT if self.max_tokens is None else self.max_tokens
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"in [0, {most}]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(name, getattr(self, name), abs(getattr(self, name)) <= 2, "in [-2, 2]")
+        _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "in (0, 10]")
+        _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "in [0, 20], or absent")
+        for name, count, bound in (("stop", len(self.stop), 32), ("stop_token_ids", len(self.stop_token_ids), 32)):
+            _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
+        for text in self.stop:
+            _require("the length of a stop text", len(text), 1 <= len(text) <= 1024, "in [1, 1024]", "stop")
+        _require(
+            "the size of logit_bias", len(self.logit_bias), len(self.logit_bias) <= 1024, "at most 1024", "logit_bias"
+        )
+        for token, bias in self.logit_bias.items():
+            _require(f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias")
+
+    @property
+    def shapes_text(self) -> bool:
+        """Whether the detokenizer has to know."""
+        return bool(self.stop) or not self.skip_special_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether more than a look at the logits is needed."""
+        is_neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
+        return not is_neutral or bool(self.logit_bias) or self.min_tokens > 0
 
 
-def _require(name: str, value: float | None, holds: bool, bound: str) -> None:
+def _require(name: str, value: float | None, holds: bool, bound: str, param: str | None = None) -> None:
     if not holds or (isinstance(value, float) and not math.isfinite(value)):
-        raise InvalidRequest(f"{name} must be {bound}, got {value}", param=name)
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", param=param or name)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log probability of a token; ids and log probabilities of the likeliest, the likeliest first."""
+
+    own: float
+    top: list[tuple[int, float]]
 
 
 class Req:

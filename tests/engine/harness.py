@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, SamplingParams
+from minisgl.core import FinishReason, ReqSlice, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
+from minisgl.engine.logits import LogprobsOutput
 from minisgl.message import BackendMsg, DetokenizeMsg, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
@@ -40,11 +41,11 @@ class WatchedEngine(Engine):
         super().__init__(config, info or DistributedInfo(), meeting)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
-    def _choose(self, plan: BatchPlan, logits_BV: Tensor | None) -> Tensor:
+    def _choose(self, parts: list[ReqSlice], logits_BV: Tensor | None) -> tuple[Tensor, LogprobsOutput | None]:
         if logits_BV is not None:
-            keys = [(part.req.uid, part.end) for part in plan.sampling]
+            keys = [(part.req.uid, part.end) for part in parts]
             self.logits.update(zip(keys, logits_BV.clone(), strict=True))
-        return super()._choose(plan, logits_BV)
+        return super()._choose(parts, logits_BV)
 
 
 class MemoryInbox:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minisgl.message as package
-from minisgl.core import MAX_COUNT, MAX_SEED, SamplingParams
+from minisgl.core import MAX_COUNT, MAX_SEED, SamplingParams, TokenLogprobs
 from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
 from minisgl.message import (
     AbortBackendMsg,
@@ -22,11 +22,13 @@ from minisgl.message import (
     BatchBackendMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    Conversation,
     DetokenizeMsg,
     ExitMsg,
     FrontendMsg,
     ReplyError,
     ShutdownMsg,
+    TextLogprobs,
     TokenIds,
     TokenizeMsg,
     TokenizerMsg,
@@ -38,7 +40,17 @@ from minisgl.message import (
     unpack_ids,
 )
 
-SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=-7, ignore_eos=True)
+SAMPLING = SamplingParams(
+    max_tokens=5,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.1,
+    seed=-7,
+    ignore_eos=True,
+    stop=("a", "b"),
+    logit_bias={5: -1.5},
+)
 ERROR = ReplyError(400, "invalid_value", "prompt 'ä' is bad", param="prompt")
 CHAT = [{"role": "user", "content": "grüß 神"}, {"role": "assistant", "content": ""}]
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
@@ -49,15 +61,16 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BatchBackendMsg, BatchBackendMsg([])),
     (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
-    (TokenizerMsg, TokenizeMsg(3, CHAT, SAMPLING)),
+    (TokenizerMsg, TokenizeMsg(3, Conversation(CHAT, {"add_generation_prompt": False}, {"a": [1]}), SAMPLING)),
     (TokenizerMsg, TokenizeMsg(3, TokenIds(pack_ids([5, 6])), SAMPLING)),
     (TokenizerMsg, AbortMsg(4)),
     (TokenizerMsg, ShutdownMsg()),
     (TokenizerMsg, ShutdownMsg(pass_on=True)),
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 0), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)])),
+    (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 7, TokenLogprobs(-0.5, [(3, -0.25)]), SAMPLING)])),
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
     (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
-    (FrontendMsg, UserReply(5, finish="length")),
+    (FrontendMsg, UserReply(5, finish="length", logprobs=TextLogprobs("a", -0.5, [("b", -0.25)]))),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
 ]
 
@@ -73,7 +86,13 @@ def test_a_message_survives_the_wire(types: Any, msg: BaseMsg) -> None:
 def test_every_message_is_tried() -> None:
     declared = {thing for thing in vars(package).values() if isinstance(thing, type) and issubclass(thing, BaseMsg)}
     concrete = {it for it in declared if not it.__name__.startswith("Base")}
-    tried = {type(msg) for _, msg in ROUND_TRIPS} | {DetokenizeMsg, ReplyError, TokenIds}  # parts of others
+    tried = {type(msg) for _, msg in ROUND_TRIPS} | {
+        DetokenizeMsg,
+        ReplyError,
+        TokenIds,
+        Conversation,
+        TextLogprobs,  # parts of others
+    }
 
     assert tried == concrete
 

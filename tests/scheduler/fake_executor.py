@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites
+from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -82,6 +82,9 @@ class FakeOutput(ForwardOutput):
         if self._tokens is None:
             self._executor.check_still_held(self._launched)
             self._tokens = self._executor.compute(self._launched)
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        return {}
 
     def wait(self) -> list[int]:
         self.compute()

@@ -20,17 +20,6 @@ both = pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 
 # Values that would change an answer, field by field.
 REFUSED: dict[str, list[Any]] = {
-    "n": [2, 0, -1, True, "1"],
-    "best_of": [3],
-    "stop": ["x", ["x"], [""]],
-    "stop_token_ids": [[1]],
-    "presence_penalty": [0.5, -1],
-    "frequency_penalty": [0.5, 2],
-    "repetition_penalty": [1.1, 0],
-    "logit_bias": [{"5": 100}],
-    "logprobs": [True, 1, 0],
-    "top_logprobs": [1],
-    "min_tokens": [1],
     "tools": [[{"type": "function", "function": {"name": "f"}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
@@ -40,10 +29,11 @@ REFUSED: dict[str, list[Any]] = {
     "audio": [{"voice": "alloy"}],
     "reasoning_effort": ["low"],
     "web_search_options": [{}],
-    "echo": [True],
     "suffix": ["x"],
-    "skip_special_tokens": [False],
-    "include_stop_str_in_output": [True],
+    "priority": [1],
+}
+OF_CHAT: dict[str, list[Any]] = {
+    "top_logprobs": [1],
     "chat_template_kwargs": [{"enable_thinking": False}],
     "continue_final_message": [True],
     "add_generation_prompt": [False],
@@ -56,7 +46,10 @@ NEUTRAL: dict[str, list[Any]] = {
     "frequency_penalty": [0, 0.0],
     "repetition_penalty": [1, 1.0],
     "logit_bias": [{}],
-    "logprobs": [False],
+    "min_tokens": [0],
+    "stop_token_ids": [[]],
+    "skip_special_tokens": [True],
+    "include_stop_str_in_output": [False],
     "top_logprobs": [0],
     "tools": [[]],
     "tool_choice": ["none", "auto"],
@@ -72,6 +65,20 @@ NEUTRAL: dict[str, list[Any]] = {
     "prompt_cache_key": ["x"],
     "parallel_tool_calls": [True],
 }
+HONOURED = [  # name, value, what the sampler gets
+    ("stop", "x", ("x",)),
+    ("stop", ["x", "y"], ("x", "y")),
+    ("stop_token_ids", [1, 2], (1, 2)),
+    ("min_tokens", 2, 2),
+    ("presence_penalty", 0.5, 0.5),
+    ("frequency_penalty", -2, -2),
+    ("repetition_penalty", 1.1, 1.1),
+    ("logit_bias", {"5": 100, "7": -0.5}, {5: 100, 7: -0.5}),
+    ("include_stop_str_in_output", True, True),
+    ("skip_special_tokens", False, False),
+    ("ignore_eos", True, True),
+    ("seed", 7, 7),
+]
 
 
 def pairs(table: dict[str, list[Any]]) -> list[Any]:
@@ -84,8 +91,11 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> An
 
 
 def sampling(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> SamplingParams:
-    request = read(kind, **fields)
-    return request.sampling({}, request.limit)  # type: ignore[no-any-return]
+    return read(kind, **fields).sampling({})  # type: ignore[no-any-return]
+
+
+def effect(request: Any) -> Any:
+    return request.sampling({}), request.num_answers, request.prompts(), request.include_usage, request.stream
 
 
 @both
@@ -99,13 +109,91 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(kind: Any, name
 @both
 @pytest.mark.parametrize(("name", "value"), pairs(NEUTRAL))
 def test_a_value_that_changes_nothing_is_accepted(kind: Any, name: str, value: Any) -> None:
-    assert read(kind, **{name: value}) == read(kind)
+    assert effect(read(kind, **{name: value})) == effect(read(kind))
 
 
 @both
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sorted({*REFUSED, *NEUTRAL, *(row[0] for row in HONOURED)} - {"max_tokens"}))
 def test_null_is_the_same_as_absent(kind: Any, name: str) -> None:
-    assert read(kind, **{name: None}) == read(kind)
+    assert effect(read(kind, **{name: None})) == effect(read(kind))
+
+
+@both
+@pytest.mark.parametrize(("name", "value", "expected"), HONOURED)
+def test_a_field_goes_to_the_sampler_under_its_name(kind: Any, name: str, value: Any, expected: Any) -> None:
+    assert getattr(sampling(kind, **{name: value}), name) == expected
+    assert getattr(sampling(kind), name) != expected
+
+
+@pytest.mark.parametrize(("name", "value"), pairs({**OF_CHAT, "logprobs": [2]}))
+def test_what_only_one_of_the_routes_has(name: str, value: Any) -> None:
+    kind, other = (CompletionRequest, ChatRequest) if name == "logprobs" else (ChatRequest, CompletionRequest)
+    read(kind, **{name: value})
+    with pytest.raises((InvalidRequest, ValidationError)):
+        read(other, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (ChatRequest, {}, None),
+        (ChatRequest, {"logprobs": False}, None),
+        (ChatRequest, {"logprobs": True}, 0),
+        (ChatRequest, {"logprobs": True, "top_logprobs": 5}, 5),
+        (CompletionRequest, {}, None),
+        (CompletionRequest, {"logprobs": 0}, 0),
+        (CompletionRequest, {"logprobs": 3}, 3),
+    ],
+)
+def test_how_many_log_probabilities(kind: Any, fields: dict[str, Any], expected: int | None) -> None:
+    assert sampling(kind, **fields).logprobs == expected
+
+
+@both
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [1] * 33}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_bounds_names_its_field(kind: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        sampling(kind, **fields)
+    assert refusal.value.param == param
+
+
+def test_top_logprobs_need_logprobs_and_echo_needs_text() -> None:
+    with pytest.raises(InvalidRequest, match="top_logprobs needs logprobs"):
+        sampling(ChatRequest, top_logprobs=2)
+    with pytest.raises(InvalidRequest, match="echo needs prompts that are texts"):
+        read(CompletionRequest, prompt=[1, 2], echo=True).prompts()
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "variables"),
+    [
+        ({}, {}, {}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}, {}),
+        ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, {"enable_thinking": False}),
+    ],
+)
+def test_what_the_template_is_told(fields: dict[str, Any], options: Any, variables: Any) -> None:
+    [conversation] = read(ChatRequest, **fields).prompts()
+    assert (conversation.options, conversation.variables) == (options, variables)
 
 
 @both
@@ -195,7 +283,7 @@ def test_what_is_given_arrives(kind: Any) -> None:
 @pytest.mark.parametrize("spelled", [0, -1])
 def test_the_other_spellings_of_all_overrule_the_models_top_k(kind: Any, spelled: int) -> None:
     request = read(kind, top_k=spelled)
-    chosen = request.sampling({"top_k": 20, "top_p": 0.5}, 5)
+    chosen = request.sampling({"top_k": 20, "top_p": 0.5})
     assert (chosen.top_k, chosen.top_p) == (None, 0.5)
 
 
@@ -203,7 +291,7 @@ def test_the_other_spellings_of_all_overrule_the_models_top_k(kind: Any, spelled
 def test_what_is_left_open_comes_from_the_model_and_what_is_given_overrules_it(kind: Any) -> None:
     defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}
     request = read(kind, temperature=0.0, min_p=0)
-    assert request.sampling(defaults, 5) == SamplingParams(
+    assert request.sampling(defaults) == SamplingParams(
         max_tokens=5, temperature=0.0, top_p=0.95, top_k=20, min_p=0.0
     )
     assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, "not written to"
@@ -235,14 +323,14 @@ def test_a_text_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None
     ],
 )
 def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
-    (turns,) = read(ChatRequest, messages=[{"role": "user", "content": content}]).prompts()
-    assert turns == [{"role": "user", "content": text}]
+    (conversation,) = read(ChatRequest, messages=[{"role": "user", "content": content}]).prompts()
+    assert conversation.messages == [{"role": "user", "content": text}]
 
 
 def test_a_developer_is_a_system() -> None:
     roles = ["developer", "system", "user", "assistant"]
-    (turns,) = read(ChatRequest, messages=[{"role": role, "content": "x"} for role in roles]).prompts()
-    assert [turn["role"] for turn in turns] == ["system", "system", "user", "assistant"]
+    (conversation,) = read(ChatRequest, messages=[{"role": role, "content": "x"} for role in roles]).prompts()
+    assert [turn["role"] for turn in conversation.messages] == ["system", "system", "user", "assistant"]
 
 
 @pytest.mark.parametrize(

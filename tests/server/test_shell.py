@@ -123,7 +123,7 @@ def test_every_turn_is_sent_with_all_turns_before_it() -> None:
         prompts = []
 
         def script(msg: TokenizeMsg) -> list[UserReply]:
-            prompts.append(msg.prompt)
+            prompts.append(msg.prompt.messages)
             assert msg.sampling == PARAMS
             return [UserReply(msg.uid, f"answer {len(prompts)}", finish="stop")]
 
@@ -146,7 +146,7 @@ def test_reset_forgets_the_conversation() -> None:
     prompts: list[Any] = []
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
-        prompts.append(msg.prompt)
+        prompts.append(msg.prompt.messages)
         return [UserReply(msg.uid, "ok", finish="stop")]
 
     async def play(chat: Chat) -> None:
@@ -192,7 +192,7 @@ def test_a_refused_message_is_said_and_not_kept() -> None:
     prompts: list[Any] = []
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
-        prompts.append(msg.prompt)
+        prompts.append(msg.prompt.messages)
         if len(prompts) == 2:
             return [UserReply(msg.uid, error=ReplyError(400, "invalid_value", "that cannot be"))]
         return [UserReply(msg.uid, "ok", finish="stop")]
@@ -210,10 +210,10 @@ def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
     prompts: list[Any] = []
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
-        prompts.append(msg.prompt)
-        if len(msg.prompt) > 3:
+        prompts.append(msg.prompt.messages)
+        if len(msg.prompt.messages) > 3:
             return [UserReply(msg.uid, error=TOO_LONG)]
-        return [UserReply(msg.uid, f"to {msg.prompt[-1]['content']}", finish="stop")]
+        return [UserReply(msg.uid, f"to {msg.prompt.messages[-1]['content']}", finish="stop")]
 
     async def play(chat: Chat) -> None:
         await chat.say("one")
@@ -229,9 +229,9 @@ def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
 
 def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() -> None:
     def script(msg: TokenizeMsg) -> list[UserReply]:
-        if "long" in msg.prompt[-1]["content"]:
+        if "long" in msg.prompt.messages[-1]["content"]:
             return [UserReply(msg.uid, error=TOO_LONG)]
-        return [UserReply(msg.uid, f"{len(msg.prompt)} turns", finish="stop")]
+        return [UserReply(msg.uid, f"{len(msg.prompt.messages)} turns", finish="stop")]
 
     async def play(chat: Chat) -> None:
         await chat.say("one")
@@ -252,7 +252,7 @@ def test_ctrl_c_stops_the_answer_keeps_what_came_and_the_shell_goes_on() -> None
         await until(lambda: chat.shown.endswith("[stopped]\n"))
         chat.type("go on")
         again = await chat.worker.take()
-        assert [turn["content"] for turn in again.prompt] == ["tell me", "once upon", "go on"]
+        assert [turn["content"] for turn in again.prompt.messages] == ["tell me", "once upon", "go on"]
         chat.worker.say(UserReply(again.uid, "a time", finish="stop"))
         await until(lambda: chat.shown.endswith("a time\n"))
         await chat.leave()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from minisgl.errors import CheckpointError, InvalidRequest
-from minisgl.message import TokenIds, pack_ids
+from minisgl.message import Conversation, TokenIds, pack_ids
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import BOS_ID, IM_END_ID, IM_START_ID
 from tests.tokenizer.vocabularies import byte_level
@@ -40,7 +40,7 @@ def test_a_text_gets_the_models_first_token_once(name: str, tokenizer: Callable[
 
 
 def test_a_chat_whose_template_writes_the_first_token_has_it_once(tokenizer: Callable[[str], Tokenizer]) -> None:
-    ids = tokenizer("byte level").encode([TURN]).tolist()
+    ids = tokenizer("byte level").encode(Conversation([TURN])).tolist()
     assert ids[0] == BOS_ID
     assert ids.count(BOS_ID) == 1
     assert ids.count(IM_START_ID) == 2, "the turn's, and the answer's"
@@ -49,7 +49,7 @@ def test_a_chat_whose_template_writes_the_first_token_has_it_once(tokenizer: Cal
 
 def test_a_chat_whose_template_writes_no_first_token_has_none(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    assert BOS_ID not in tokenizer.encode([TURN])
+    assert BOS_ID not in tokenizer.encode(Conversation([TURN]))
 
 
 @pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["user", "assistant", "user"], ["assistant"]])
@@ -58,7 +58,7 @@ def test_every_turn_stands_in_the_prompt_under_its_role(
 ) -> None:
     messages = [{"role": role, "content": f"content {i} é"} for i, role in enumerate(roles)]
     expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    assert tokenizer("byte level").render(messages) == f"<s>{expected}<|im_start|>assistant\n"
+    assert tokenizer("byte level").render(Conversation(messages)) == f"<s>{expected}<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("ids", [[7], [1, 2, 3, 250], [2**31 - 1, 0], []])
@@ -76,7 +76,7 @@ def test_any_text_becomes_ids_of_the_vocabulary(text: str, tokenizer: Callable[[
 
 def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no chat template") as refusal:
-        with_template(tmp_path, None).encode([TURN])
+        with_template(tmp_path, None).encode(Conversation([TURN]))
     assert refusal.value.param == "messages"
 
 
@@ -91,7 +91,7 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
 )
 def test_whatever_a_template_raises_is_a_refusal(template: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=reason) as refusal:
-        with_template(tmp_path, template).encode([TURN])
+        with_template(tmp_path, template).encode(Conversation([TURN]))
     assert refusal.value.param == "messages"
     assert refusal.value.status == 400
 

@@ -14,6 +14,7 @@ from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    Conversation,
     DetokenizeMsg,
     ExitMsg,
     ShutdownMsg,
@@ -70,7 +71,7 @@ def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
 
 
 def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> None:
-    chat = TokenizeMsg(1, [{"role": "user", "content": "a"}], GREEDY)
+    chat = TokenizeMsg(1, Conversation([{"role": "user", "content": "a"}]), GREEDY)
     to_backend, (reply,) = run(folder, chat, TokenizeMsg(2, "a", GREEDY), ShutdownMsg())
     assert isinstance(reply, UserReply)
     assert (reply.uid, reply.is_final) == (1, True)

@@ -2,6 +2,7 @@
 
     engine.py   `Engine`: makes everything once, then launches plans
     sample.py   logits to tokens
+    logits.py   penalties, bias, log probabilities
     memory.py   how many pages fit
     config.py   its options
 

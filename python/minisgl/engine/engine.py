@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import create_attention_backend
-from minisgl.core import Batch, BatchPlan, Context, Req, ReqSlice, SamplingParams, TableWrites
+from minisgl.core import Batch, BatchPlan, Context, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
+from minisgl.engine.logits import LogprobsOutput, change_logits
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
@@ -64,9 +65,10 @@ class EngineLimits:
 
 
 class ForwardOutput:
-    """The tokens of a launched plan, in the order of its sampling slices."""
+    """The tokens of a launched plan, in the order of its sampling slices; and what log probabilities were asked for."""
 
-    def __init__(self, token_B: Tensor) -> None:
+    def __init__(self, token_B: Tensor, logprobs: LogprobsOutput | None = None) -> None:
+        self._logprobs = logprobs
         if token_B.is_cuda:
             self._token_B = token_B.to("cpu", non_blocking=True)  # to pinned memory
             self._copied: torch.cuda.Event | None = torch.cuda.Event()
@@ -79,6 +81,10 @@ class ForwardOutput:
         if self._copied is not None:
             self._copied.synchronize()
         return self._token_B.tolist()
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """By index of the token, after `wait`."""
+        return self._logprobs.read() if self._logprobs else {}
 
 
 class Engine:
@@ -202,11 +208,11 @@ class Engine:
         x_BD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
         if not plan.sampling:
             return ForwardOutput(torch.empty(0, dtype=torch.int32))
-        token_B = self._choose(plan, self._model.logits(x_BD))
+        token_B, logprobs = self._choose(plan.sampling, self._model.logits(x_BD))
         places = [part.row * self.limits.max_seq_len + part.end for part in plan.sampling]
         [index_B] = self._staging.send(np.array(places, dtype=np.int32))
         scatter(self.context.token_pool_RL, index_B, token_B)
-        return ForwardOutput(token_B)
+        return ForwardOutput(token_B, logprobs)
 
     def _write_tables(self, writes: TableWrites) -> None:
         if len(writes.pages) + len(writes.tokens):
@@ -220,12 +226,27 @@ class Engine:
         self.context.attn_backend.begin(batch)
         return self._model.forward(batch, self.context)
 
-    def _choose(self, plan: BatchPlan, logits_BV: Tensor | None) -> Tensor:
+    def _choose(self, parts: list[ReqSlice], logits_BV: Tensor | None) -> tuple[Tensor, LogprobsOutput | None]:
         """Rank 0 samples; the others are told, so that all ranks go on with the same tokens."""
         if logits_BV is None:
-            return self._comm.broadcast(torch.zeros(len(plan.sampling), dtype=torch.int32, device=self._device))
-        args = BatchSamplingArgs.of(plan.sampling, logits_BV.shape[1], self._staging)
-        return self._comm.broadcast(sample(logits_BV, args))
+            return self._comm.broadcast(torch.zeros(len(parts), dtype=torch.int32, device=self._device)), None
+        vocab_size = logits_BV.shape[1]
+        token_B = sample(logits_BV, BatchSamplingArgs.of(parts, vocab_size, self._staging))
+        if changing := [i for i, part in enumerate(parts) if part.req.params.changes_logits]:
+            own, index_X = [parts[i] for i in changing], self._index(changing)
+            logits_XV = logits_BV[index_X].float()
+            change_logits(logits_XV, own, self.context.token_pool_RL, self.limits.eos_ids, self._staging)
+            token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(own, vocab_size, self._staging))
+        num_top = {i: n for i, part in enumerate(parts) if (n := part.req.params.logprobs) is not None}
+        logprobs = None
+        if num_top:
+            index_X = self._index(list(num_top))
+            logprobs = LogprobsOutput(list(num_top), logits_BV[index_X], token_B[index_X], list(num_top.values()))
+        return self._comm.broadcast(token_B), logprobs
+
+    def _index(self, rows: list[int]) -> Tensor:
+        [index_X] = self._staging.send(np.array(rows, dtype=np.int32))
+        return index_X.long()
 
     def _prepare(self, plan: BatchPlan) -> Batch:
         lengths = np.array([len(part) for part in plan.slices], dtype=np.int32)

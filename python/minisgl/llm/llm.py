@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 
 from tqdm import tqdm
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest, RequestError
@@ -25,9 +25,11 @@ from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
     ChatMessage,
+    Conversation,
     DetokenizeMsg,
     ExitMsg,
     UserMsg,
+    UserReply,
     pack_ids,
 )
 from minisgl.models import fetch_model
@@ -53,13 +55,18 @@ class StreamOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """A finished answer. An end-of-sequence token is among the ids but not in the text."""
+    """A finished answer. An end-of-sequence token is among the ids but not in the text.
+
+    Attributes:
+        logprobs: of each token, if they were asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     num_prompt: int
     num_cached: int
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class _Mailbox:
@@ -141,23 +148,28 @@ class LLM:
             EngineFailed: the engine died; close this object.
         """
         several = _several(prompts)
-        answers = [_Collected() for _ in several]
+        each = self._each(several, sampling_params)
+        answers = [_Collected(params) for params in each]
         with tqdm(total=len(several), disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
             num_tokens = 0
-            for index, news in self._run(several, sampling_params):
-                answers[index].take(news)
+            for index, news, reply in self._run(several, each, wants_text=any(params.stop for params in each)):
+                answers[index].take(news, reply)
                 num_tokens += news.token is not None
-                if news.finish:
+                if answers[index].finish:
                     bar.update()
                     bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
         return [self._output(answer) for answer in answers]
 
     def _output(self, answer: _Collected) -> GenerationOutput:
-        last = answer.last
-        assert last is not None and last.finish is not None
-        said = answer.ids[:-1] if last.finish == "stop" else answer.ids
-        text = self._optional_tokenizer.decode(said) if self._optional_tokenizer else ""
-        return GenerationOutput(text, answer.ids, last.finish, last.num_prompt, last.num_cached)
+        assert answer.last is not None and answer.finish is not None
+        text = "".join(answer.texts)
+        if not answer.texts and self._optional_tokenizer:
+            said = answer.ids[:-1] if answer.finish == "stop" else answer.ids
+            text = self._optional_tokenizer.decode(said, skip_special_tokens=answer.params.skip_special_tokens)
+        logprobs = None if answer.params.logprobs is None else answer.logprobs
+        return GenerationOutput(
+            text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs
+        )
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -171,9 +183,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
         """Like `generate`, token by token as they come. Closing the iterator aborts what has not finished."""
-        detokenizer = self._tokenizer.make_detokenizer()
-        for index, news in self._run(_several(prompts), sampling_params):
-            yield StreamOutput(index, news.token, detokenizer.step(news).text, news.finish)
+        several = _several(prompts)
+        for index, news, reply in self._run(several, self._each(several, sampling_params), wants_text=True):
+            assert reply is not None
+            yield StreamOutput(index, news.token, reply.text, reply.finish)
 
     def chat(
         self,
@@ -184,41 +197,49 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Answer one conversation or several, through the model's chat template; see `generate`."""
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._tokenizer.encode(list(conversation)).tolist() for conversation in several]  # type: ignore[arg-type]
+        prompts = [self._tokenizer.encode(Conversation(list(conversation))).tolist() for conversation in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def _each(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        """The parameters of each prompt."""
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
+        return each
+
     def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Iterator[tuple[int, DetokenizeMsg]]:
-        """Step until all have finished; yields the index of a prompt and its news."""
+        self, prompts: list[Prompt], each: Sequence[SamplingParams], *, wants_text: bool
+    ) -> Iterator[tuple[int, DetokenizeMsg, UserReply | None]]:
+        """Step until all have finished; yields the index of a prompt, its news, and these as text if it is wanted."""
+        detokenizer = self._tokenizer.make_detokenizer() if wants_text else None
         mail: deque[DetokenizeMsg] = deque()
-        first = self._submit(prompts, params, mail)
-        unfinished = set(range(first, first + len(prompts)))
+        first = self._submit(prompts, each, mail)
+        everyone = set(range(first, first + len(prompts)))
+        unfinished = set(everyone)
         try:
             while unfinished:
                 while not mail:
                     self._step()
                 news = mail.popleft()
-                if news.finish or news.error:
+                reply = detokenizer.step(news) if detokenizer else None
+                if detokenizer and not reply:  # its stop text came before
+                    continue
+                if news.finish or news.error or (reply and reply.finish):
                     unfinished.discard(news.uid)
                 if news.error is not None:
                     raise RequestError(news.error.message, param=news.error.param, code=news.error.code)
-                yield news.uid - first, news
+                if reply and reply.finish and not news.finish:
+                    self._mailbox.to_scheduler.append(AbortBackendMsg(news.uid))
+                yield news.uid - first, news, reply
         finally:
-            self._abort(unfinished)
+            self._abort(everyone & self._readers.keys())
 
-    def _submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        mail: deque[DetokenizeMsg],
-    ) -> int:
+    def _submit(self, prompts: list[Prompt], each: Sequence[SamplingParams], mail: deque[DetokenizeMsg]) -> int:
         """Post the prompts under consecutive uids, whose news go to `mail`; returns the first."""
         if not self._scheduler.is_running:
             raise EngineFailed("this LLM is closed")
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
         ids = [pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
         for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
@@ -266,13 +287,22 @@ class LLM:
 class _Collected:
     """An answer while it grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
         self.ids: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: FinishReason | None = None
         self.last: DetokenizeMsg | None = None
 
-    def take(self, news: DetokenizeMsg) -> None:
+    def take(self, news: DetokenizeMsg, reply: UserReply | None) -> None:
         if news.token is not None:
             self.ids.append(news.token)
+        if news.logprobs is not None:
+            self.logprobs.append(news.logprobs)
+        if reply is not None:
+            self.texts.append(reply.text)
+        self.finish = reply.finish if reply else news.finish
         self.last = news
 
 

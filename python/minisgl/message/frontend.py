@@ -26,12 +26,21 @@ class ReplyError(BaseMsg, frozen=True):
         return cls(error.status, error.code, str(error), error.param)
 
 
+class TextLogprobs(BaseMsg, frozen=True):
+    """The text of a token and its log probability; those of the likeliest, the likeliest first."""
+
+    text: str
+    own: float
+    top: list[tuple[str, float]]
+
+
 class UserReply(BaseFrontendMsg, frozen=True):
     """(De)tokenizer → API server: more text of a request, or its end.
 
     Attributes:
         text: what is new; may be empty while part of a character is held back.
         finish, error: either marks the last reply of the uid.
+        logprobs: of the new token, if they were asked for; its text may yet be held back.
         num_prompt, num_cached, num_output: tokens so far, for usage.
     """
 
@@ -39,6 +48,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     text: str = ""
     finish: FinishReason | None = None
     error: ReplyError | None = None
+    logprobs: TextLogprobs | None = None
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0

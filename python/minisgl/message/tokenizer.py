@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from minisgl.core import FinishReason, SamplingParams
+import msgspec
+
+from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import ReplyError
 
@@ -17,7 +19,15 @@ class TokenIds(BaseMsg, frozen=True):
     raw: bytes
 
 
-Prompt: TypeAlias = str | list[ChatMessage] | TokenIds
+class Conversation(BaseMsg, frozen=True):
+    """Messages for the chat template, with options of its rendering and variables of its own."""
+
+    messages: list[ChatMessage]
+    options: dict[str, bool] = msgspec.field(default_factory=dict)
+    variables: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+Prompt: TypeAlias = str | Conversation | TokenIds
 
 
 class BaseTokenizerMsg(BaseMsg, frozen=True):
@@ -51,11 +61,13 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
     """Scheduler → detokenizer: the news of one request after one step.
 
     token is None where none was made: an abort or an error. The message with `finish` or `error` is the
-    request's last.
+    request's last. The first has the request's parameters, if they say anything about text.
     """
 
     uid: int
     token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    params: SamplingParams | None = None
     finish: FinishReason | None = None
     error: ReplyError | None = None
     num_prompt: int = 0

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from minisgl.core import MAX_SEED, BatchPlan, FinishReason, IntArray, Req, ReqSlice
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.core import MAX_SEED, BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
 from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
 from minisgl.kvcache import create_prefix_cache
@@ -121,6 +124,7 @@ class Scheduler:
         prompt, params = unpack_ids(msg.input_ids), msg.sampling
         drawn = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
         try:
+            self._check_ids("logit_bias", np.fromiter(params.logit_bias, dtype=np.int64))
             max_length = self._max_length(prompt, params.max_tokens)
         except RequestError as error:
             self._news.append(DetokenizeMsg(msg.uid, error=ReplyError.of(error), num_prompt=len(prompt)))
@@ -130,15 +134,19 @@ class Scheduler:
         self.prefill.add(req)
 
     def _max_length(self, prompt: IntArray, max_tokens: int | None) -> int:
-        limit, vocab_size = self._limits.max_seq_len, self._limits.vocab_size
+        limit = self._limits.max_seq_len
         if len(prompt) == 0:
             raise InvalidRequest("the prompt is empty: it must have at least 1 token", param="prompt")
-        if prompt.min() < 0 or prompt.max() >= vocab_size:
-            bad = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
-            raise InvalidRequest(f"token id {bad} is outside [0, {vocab_size})", param="prompt")
+        self._check_ids("prompt", prompt)
         if len(prompt) + (max_tokens or 1) > limit:
             raise PromptTooLong(len(prompt), max_tokens or 1, limit)
         return limit if max_tokens is None else len(prompt) + max_tokens
+
+    def _check_ids(self, param: str, ids: NDArray[np.integer]) -> None:
+        vocab_size = self._limits.vocab_size
+        is_bad = (ids < 0) | (ids >= vocab_size)
+        if is_bad.any():
+            raise InvalidRequest(f"token id {ids[is_bad][0]} is outside [0, {vocab_size})", param=param)
 
     def _plan(self) -> list[ReqSlice]:
         """All decodes that have pages, and beside them prompts up to the prefill budget."""
@@ -172,28 +180,45 @@ class Scheduler:
 
     def _finish(self, batch: _InFlight) -> None:
         """Take the tokens of a computed batch; release what nobody needs any more."""
-        for part, token in zip(batch.plan.sampling, batch.output.wait(), strict=True):
+        tokens, logprobs = batch.output.wait(), batch.output.logprobs()
+        for index, (part, token) in enumerate(zip(batch.plan.sampling, tokens, strict=True)):
             if part.req.finish is None:
-                self._take_token(part.req, token)
+                self._take_token(part.req, token, logprobs.get(index))
         for part in batch.plan.slices:
             part.req.num_in_flight -= 1
             if part.req.uid in self._retiring and part.req.num_in_flight == 0:
                 self._release(self._retiring.pop(part.req.uid))
 
-    def _take_token(self, req: Req, token: int) -> None:
+    def _take_token(self, req: Req, token: int, logprobs: TokenLogprobs | None) -> None:
         req.append(token)
         finish: FinishReason | None = None
-        if token in self._limits.eos_ids and not req.params.ignore_eos:
+        if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not req.params.ignore_eos):
             finish = "stop"
         elif req.num_known == req.max_length:
             finish = "length"
-        self._tell(req, token=token, finish=finish)
+        self._tell(req, token=token, finish=finish, logprobs=logprobs)
         if finish:
             self._end(req, finish)
 
-    def _tell(self, req: Req, *, token: int | None = None, finish: FinishReason | None = None) -> None:
+    def _tell(
+        self,
+        req: Req,
+        *,
+        token: int | None = None,
+        finish: FinishReason | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        is_first = req.num_output == (token is not None)
         self._news.append(
-            DetokenizeMsg(req.uid, token, finish=finish, num_prompt=req.num_prompt, num_cached=req.num_cached or 0)
+            DetokenizeMsg(
+                req.uid,
+                token,
+                logprobs,
+                req.params if is_first and req.params.shapes_text else None,
+                finish=finish,
+                num_prompt=req.num_prompt,
+                num_cached=req.num_cached or 0,
+            )
         )
 
     def _end(self, req: Req, finish: FinishReason) -> None:

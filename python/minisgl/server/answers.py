@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any
 
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import UserReply
+from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.frontend import Generation
 from minisgl.server.protocol import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
+    ChatLogprob,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
     ErrorBody,
     ErrorResponse,
     FinishReason,
+    GenerationRequest,
+    Likely,
     PromptTokensDetails,
     Usage,
     new_id,
@@ -32,11 +39,14 @@ class Answer(ABC):
     id_prefix: str
     chunk_object: str
 
-    def __init__(self, model: str, num_choices: int) -> None:
+    def __init__(self, model: str, request: GenerationRequest, prompts: list[Prompt]) -> None:
         self.id = new_id(self.id_prefix)
         self.created = now()
         self.model = model
-        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._n = request.num_answers
+        self._has_logprobs = request.num_logprobs is not None
+        self._texts: list[list[str]] = [[] for _ in range(self._n * len(prompts))]
+        self._logprobs: list[list[TextLogprobs]] = [[] for _ in self._texts]
         self._last: dict[int, UserReply] = {}
         self._early: list[tuple[int, UserReply]] = []
 
@@ -53,6 +63,8 @@ class Answer(ABC):
     async def _read(self, generation: Generation) -> tuple[int, UserReply]:
         index, reply = await generation.next()
         self._texts[index].append(reply.text)
+        if reply.logprobs:
+            self._logprobs[index].append(reply.logprobs)
         self._last[index] = reply
         return index, reply
 
@@ -89,9 +101,10 @@ class Answer(ABC):
         return reason
 
     def usage(self) -> Usage:
-        num_prompt = sum(reply.num_prompt for reply in self._last.values())
+        firsts = [reply for index, reply in self._last.items() if index % self._n == 0]  # a prompt counts once
+        num_prompt = sum(reply.num_prompt for reply in firsts)
         num_output = sum(reply.num_output for reply in self._last.values())
-        num_cached = sum(reply.num_cached for reply in self._last.values())
+        num_cached = sum(reply.num_cached for reply in firsts)
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_output,
@@ -120,14 +133,29 @@ class ChatAnswer(Answer):
         return [_delta(index, {"role": "assistant", "content": ""}, None)]
 
     def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
-        text = [_delta(index, {"content": reply.text}, None)] if reply.text else []
-        return text + ([_delta(index, {}, reply.finish)] if reply.finish else [])
+        news = []
+        if reply.text or reply.logprobs:
+            logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
+            news.append(_delta(index, {"content": reply.text}, None, logprobs))
+        return news + ([_delta(index, {}, reply.finish)] if reply.finish else [])
+
+    def _shape(self, logprobs: list[TextLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs(
+            content=[
+                ChatLogprob(
+                    **Likely.of(token.text, token.own).model_dump(),
+                    top_logprobs=[Likely.of(text, logprob) for text, logprob in token.top],
+                )
+                for token in logprobs
+            ]
+        )
 
     def whole(self) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=index,
                 message=AssistantMessage(content=self.text(index)),
+                logprobs=self._shape(self._logprobs[index]) if self._has_logprobs else None,
                 finish_reason=self.finish_reason(index),
             )
             for index in range(len(self._texts))
@@ -139,24 +167,53 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     chunk_object = "text_completion"
 
-    def opening(self, index: int) -> list[dict[str, Any]]:  # noqa: ARG002 - text completions begin with text
-        return []
+    def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt]) -> None:
+        super().__init__(model, request, prompts)
+        self._echoes = [prompt if request.echo and isinstance(prompt, str) else "" for prompt in prompts]
+        self._offsets = [len(self._echo(index)) for index in range(len(self._texts))]
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._n]
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        echo = self._echo(index)
+        return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
     def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
-        if not (reply.text or reply.finish):
+        if not (reply.text or reply.finish or reply.logprobs):
             return []
-        return [{"index": index, "text": reply.text, "logprobs": None, "finish_reason": reply.finish}]
+        logprobs = self._shape(index, [reply.logprobs]).model_dump() if reply.logprobs else None
+        return [{"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish}]
+
+    def _shape(self, index: int, logprobs: list[TextLogprobs]) -> CompletionLogprobs:
+        """Of the next tokens of a choice."""
+        begin = self._offsets[index]
+        ends = list(accumulate((len(token.text) for token in logprobs), initial=begin))
+        self._offsets[index] = ends[-1]
+        return CompletionLogprobs(
+            tokens=[token.text for token in logprobs],
+            token_logprobs=[token.own for token in logprobs],
+            top_logprobs=[dict(token.top) for token in logprobs],
+            text_offset=ends[:-1],
+        )
 
     def whole(self) -> Completion:
         choices = [
-            CompletionChoice(index=index, text=self.text(index), finish_reason=self.finish_reason(index))
+            CompletionChoice(
+                index=index,
+                text=self._echo(index) + self.text(index),
+                logprobs=self._shape(index, self._logprobs[index]) if self._has_logprobs else None,
+                finish_reason=self.finish_reason(index),
+            )
             for index in range(len(self._texts))
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
 
-def _delta(index: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+def _delta(
+    index: int, delta: dict[str, str], finish: str | None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
 def error_response(error: RequestError | EngineFailed) -> ErrorResponse:

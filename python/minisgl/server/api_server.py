@@ -126,9 +126,9 @@ async def _answer(
     if body.model != model.name:
         raise UnknownModel(body.model, model.name)
     prompts = body.prompts()
-    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults, body.limit))
+    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults), body.num_answers)
     try:
-        answer = shape(model.name, len(prompts))
+        answer = shape(model.name, body, prompts)
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
             return _EventStream(answer, generation, include_usage=body.include_usage)

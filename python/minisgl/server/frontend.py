@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
@@ -48,7 +49,7 @@ class Generation:
         self._replies.put_nowait(reply)
 
     async def next(self) -> tuple[int, UserReply]:
-        """Wait for the next reply and the index of its prompt.
+        """Wait for the next reply and its index: prompt by prompt, each with all its answers.
 
         Raises:
             RequestError: a prompt is refused.
@@ -101,8 +102,11 @@ class Frontend:
     def num_open(self) -> int:
         return len(self._open)
 
-    def submit(self, prompts: list[Prompt], sampling: SamplingParams) -> Generation:
+    def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
         """Send a request on its way.
+
+        Args:
+            n: answers to each prompt, side by side; if there is a seed, the next ones have the seeds after it.
 
         Raises:
             QueueFull: too many are open.
@@ -110,16 +114,19 @@ class Frontend:
         """
         if self._failure:
             raise self._failure
-        if len(prompts) > self._max_open:
+        if n * len(prompts) > self._max_open:
             raise InvalidRequest(
-                f"{len(prompts)} prompts in one request; this server takes at most {self._max_open}", param="prompt"
+                f"{n * len(prompts)} answers in one request; this server takes at most {self._max_open}",
+                param="prompt" if n == 1 else "n",
             )
-        if len(self._open) + len(prompts) > self._max_open:
+        if len(self._open) + n * len(prompts) > self._max_open:
             raise QueueFull(len(self._open), self._max_open)
-        uids = [next(self._uids) for _ in prompts]
+        seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
+        each = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
+        uids = [next(self._uids) for _ in each]
         generation = Generation(self, uids)
-        for uid, prompt in zip(uids, prompts, strict=True):
-            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, sampling))
+        for uid, (prompt, own) in zip(uids, each, strict=True):
+            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, own))
             self._open[uid] = generation
         return generation
 

@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from abc import abstractmethod
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.message import ChatMessage, Prompt, TokenIds, pack_ids
+from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "stop": ("", []),
-    "stop_token_ids": ([],),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "min_tokens": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -41,11 +33,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "echo": (False,),
     "suffix": ("",),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
+    "priority": (0,),
 }
 _HARMLESS = {
     "user",
@@ -60,6 +51,7 @@ _HARMLESS = {
 }
 
 MAX_ID = 2**31 - 1
+MAX_ANSWERS = 128
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
@@ -116,7 +108,18 @@ class GenerationRequest(_Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: int | None = None
+    stop: ValidText | list[ValidText] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -135,18 +138,55 @@ class GenerationRequest(_Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, defaults: dict[str, float], max_tokens: int | None) -> SamplingParams:
+    @property
+    def num_answers(self) -> int:
+        """To each prompt."""
+        return self.n or 1
+
+    def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The request's parameters; what it leaves open comes from the model's recommendation.
+
+        Every field here that `SamplingParams` has under the same name goes there as it is.
 
         Raises:
             InvalidRequest: a value is outside its bounds.
         """
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        if self.best_of not in (None, self.num_answers):
+            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
+        given = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
         if self.top_k in (0, -1):  # the ways in which other servers spell "all"
             given["top_k"] = None
             defaults = {name: value for name, value in defaults.items() if name != "top_k"}
+        given |= {
+            "max_tokens": self.limit,
+            "stop": tuple(([self.stop] if self.stop else []) if isinstance(self.stop, str | None) else self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "logprobs": self.num_logprobs,
+        }
         chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, seed=self.seed, ignore_eos=self.ignore_eos, **chosen)
+        return SamplingParams(**chosen)
+
+    @property
+    @abstractmethod
+    def limit(self) -> int | None:
+        """Tokens of an answer at most."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell beside each; None: not even its own log probability."""
+
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """What is to be answered."""
+
+
+def _token_id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidRequest(f"logit_bias maps token ids, got {text[:40]!r}", param="logit_bias") from None
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -164,9 +204,28 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def prompts(self) -> list[Prompt]:
-        return [[message.plain() for message in self.messages]]
+        messages = [message.plain() for message in self.messages]
+        options = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        if self.continue_final_message:
+            given.setdefault("add_generation_prompt", False)
+        return [Conversation(messages, given, self.chat_template_kwargs or {})]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
@@ -178,6 +237,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
 
     def prompts(self) -> list[Prompt]:
         """
@@ -189,11 +250,17 @@ class CompletionRequest(GenerationRequest):
             several = [several]
         if not several or not all(several):
             raise InvalidRequest("the prompt is empty", param="prompt")
+        if self.echo and not isinstance(several[0], str):
+            raise InvalidRequest("echo needs prompts that are texts", param="echo")
         return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -216,10 +283,31 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
+class Likely(BaseModel):
+    """A token and its log probability; `bytes` is null where it is not a whole character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+    @classmethod
+    def of(cls, text: str, logprob: float) -> Self:
+        return cls(token=text, logprob=logprob, bytes=None if "\ufffd" in text else list(text.encode()))
+
+
+class ChatLogprob(Likely):
+    top_logprobs: list[Likely] = []
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -232,10 +320,19 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class CompletionLogprobs(BaseModel):
+    """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason
 
 

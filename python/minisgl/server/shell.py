@@ -19,7 +19,7 @@ from prompt_toolkit.patch_stdout import patch_stdout
 
 from minisgl.core import SamplingParams
 from minisgl.errors import RequestError
-from minisgl.message import ChatMessage, UserReply
+from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
 
 _PROMPT = "you> "
@@ -106,7 +106,7 @@ class Shell:
 
     async def _stream(self, pieces: list[str]) -> None:
         while True:
-            generation = self._frontend.submit([list(self._turns)], self._sampling)
+            generation = self._frontend.submit([Conversation(list(self._turns))], self._sampling)
             try:
                 async for _, reply in generation:
                     self._show(reply, pieces)

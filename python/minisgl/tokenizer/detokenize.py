@@ -7,24 +7,65 @@ runs of single-byte tokens, which only make sense as a whole.
 
         ids  ........│ context │ new tokens
                      prefix    read            text of the window = context + new
+
+A text that ends the answer may be spread over several pieces as well: `StopTexts` holds back what may be its beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from minisgl.message import DetokenizeMsg, UserReply
+from minisgl.core import SamplingParams
+from minisgl.message import DetokenizeMsg, TextLogprobs, UserReply
 
+Decode: TypeAlias = Callable[[Sequence[int]], str]
 _WINDOW = 16
 _REPLACEMENT = "\ufffd"
+
+
+class StopTexts:
+    """Looks for the first of several texts in a stream.
+
+    Args:
+        include: whether the found text is handed out.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self.has_stopped = False
+
+    def feed(self, text: str, *, flush: bool) -> str:
+        """What may be handed out of the text so far; with `flush`, no more will come. Nothing after the stop."""
+        if self.has_stopped:
+            return ""
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda place: place[0])
+            self.has_stopped = True
+            return text[: at + len(stop) * self._include]
+        certain = len(text) if flush else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text that begin the stop."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class _Answer:
     """The text of one request so far."""
 
-    __slots__ = ("ids", "num_shown", "prefix", "read")
+    __slots__ = ("decode", "ids", "num_shown", "prefix", "read", "stops")
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Decode, stops: StopTexts) -> None:
+        self.decode = decode
+        self.stops = stops
         self.ids: list[int] = []
         self.prefix = 0
         self.read = 0
@@ -36,15 +77,15 @@ class Detokenizer:
 
     Args:
         decode: ids to text, special tokens skipped.
+        decode_all: the same, special tokens written out.
         byte_ids: tokens that stand for a single byte and are decoded as runs.
     """
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        byte_ids: frozenset[int] = frozenset(),
+        self, decode: Decode, decode_all: Decode | None = None, byte_ids: frozenset[int] = frozenset()
     ) -> None:
         self._decode = decode
+        self._decode_all = decode_all or decode
         self._byte_ids = byte_ids
         self._answers: dict[int, _Answer] = {}
 
@@ -52,52 +93,71 @@ class Detokenizer:
     def num_open(self) -> int:
         return len(self._answers)
 
-    def step(self, msg: DetokenizeMsg) -> UserReply:
-        """The news of a request as text. The end of an answer brings out what was held back."""
-        answer = self._answers.setdefault(msg.uid, _Answer())
+    def step(self, msg: DetokenizeMsg) -> UserReply | None:
+        """The news of a request as text. The end of an answer brings out what was held back.
+
+        A text that ends the answer does so here, before the scheduler knows: who calls has to abort the request then.
+        None: the answer had ended so.
+        """
+        answer = self._answers.get(msg.uid) or self._answers.setdefault(msg.uid, self._begin(msg.params))
         ends = msg.finish is not None or msg.error is not None
+        if ends:
+            del self._answers[msg.uid]
+        if answer.stops.has_stopped:
+            return None
         num_output = len(answer.ids) + (msg.token is not None)
         if msg.token is not None and msg.finish != "stop":  # the token that says stop is not part of the text
             answer.ids.append(msg.token)
-        text = self._advance(answer, flush=ends)
-        if ends:
-            del self._answers[msg.uid]
+        text = answer.stops.feed(self._advance(answer, flush=ends), flush=ends)
         return UserReply(
             msg.uid,
             text,
-            finish=msg.finish,
+            finish="stop" if answer.stops.has_stopped else msg.finish,
             error=msg.error,
+            logprobs=self._text_logprobs(msg),
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
             num_output=num_output,
         )
 
+    def _begin(self, params: SamplingParams | None) -> _Answer:
+        if params is None:
+            return _Answer(self._decode, StopTexts((), include=False))
+        stops = StopTexts(params.stop, include=params.include_stop_str_in_output)
+        return _Answer(self._decode if params.skip_special_tokens else self._decode_all, stops)
+
+    def _text_logprobs(self, msg: DetokenizeMsg) -> TextLogprobs | None:
+        if msg.logprobs is None or msg.token is None:
+            return None
+        top = [(self._decode_all([token]), logprob) for token, logprob in msg.logprobs.top]
+        return TextLogprobs(self._decode_all([msg.token]), msg.logprobs.own, top)
+
     def _advance(self, answer: _Answer, *, flush: bool) -> str:
         window = answer.ids[answer.prefix :]
         if not window:
             return ""
-        text = self._decode(window)
-        certain = len(text) if flush else self._num_certain(text, window, answer.num_shown)
+        text = answer.decode(window)
+        certain = len(text) if flush else self._num_certain(answer, text, window)
         news = text[answer.num_shown : certain]
         answer.num_shown = max(answer.num_shown, certain)
         if certain == len(text) and len(window) > _WINDOW:
             self._move_window(answer)
         return news
 
-    def _num_certain(self, text: str, window: list[int], num_shown: int) -> int:
+    def _num_certain(self, answer: _Answer, text: str, window: list[int]) -> int:
         """Characters that later tokens cannot change."""
-        if self._byte_ids and self._ends_in_a_run(window):
-            return num_shown
+        if self._byte_ids and self._ends_in_a_run(answer, window):
+            return answer.num_shown
         return len(text.rstrip(_REPLACEMENT))
 
-    def _ends_in_a_run(self, window: list[int]) -> bool:
+    def _ends_in_a_run(self, answer: _Answer, window: list[int]) -> bool:
         """Whether the last token that has any text is a byte; special tokens and unknown ids have none."""
-        visible = (token for token in reversed(window) if token in self._byte_ids or self._decode([token]))
+        visible = (token for token in reversed(window) if token in self._byte_ids or answer.decode([token]))
         return next(visible, None) in self._byte_ids
 
     def _move_window(self, answer: _Answer) -> None:
         """Begin the window at its new tokens, if they have text of their own to be the next context."""
-        context = self._decode(answer.ids[answer.read :])
+        context = answer.decode(answer.ids[answer.read :])
         if context:
             answer.prefix, answer.read = answer.read, len(answer.ids)
-            answer.num_shown = len(self._decode(answer.ids[answer.prefix :]))
+            answer.num_shown = len(answer.decode(answer.ids[answer.prefix :]))

@@ -17,6 +17,7 @@ from minisgl.message import (
     BackendMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    DetokenizeMsg,
     ExitMsg,
     FrontendMsg,
     ReplyError,
@@ -58,7 +59,7 @@ class TokenizeWorker:
             case AbortMsg(uid):
                 self._backend.put(AbortBackendMsg(uid))
             case BatchTokenizerMsg(msgs):
-                self._frontend.put(BatchFrontendMsg([self._detokenizer.step(news) for news in msgs]))
+                self._detokenize(msgs)
 
     def _tokenize(self, msg: TokenizeMsg) -> None:
         try:
@@ -68,6 +69,16 @@ class TokenizeWorker:
         else:
             logger.debug("request %d has %d tokens", msg.uid, len(ids))
             self._backend.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
+
+    def _detokenize(self, msgs: list[DetokenizeMsg]) -> None:
+        replies = []
+        for msg in msgs:
+            if reply := self._detokenizer.step(msg):
+                replies.append(reply)
+                if reply.is_final and not (msg.finish or msg.error):  # a stop text, which the scheduler cannot see
+                    self._backend.put(AbortBackendMsg(msg.uid))
+        if replies:
+            self._frontend.put(BatchFrontendMsg(replies))
 
 
 def tokenize_worker(ready: Ready, folder: Path, inbox: str, addresses: Addresses) -> None:

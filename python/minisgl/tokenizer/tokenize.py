@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,14 @@ from transformers import AutoTokenizer
 
 from minisgl.core import IntArray
 from minisgl.errors import CheckpointError, InvalidRequest
-from minisgl.message import ChatMessage, Prompt, TokenIds, unpack_ids
+from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.detokenize import Detokenizer
+
+_RESERVED = {  # parameters of apply_chat_template that are not variables of the template
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
+}
 
 
 class Tokenizer:
@@ -43,12 +49,16 @@ class Tokenizer:
         text = self.render(prompt)  # has its special tokens already: none are added
         return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-    def render(self, messages: list[ChatMessage]) -> str:
-        """The conversation as the model was trained to read it, open for the assistant's answer."""
+    def render(self, conversation: Conversation) -> str:
+        """The conversation as the model was trained to read it, open for the assistant's answer unless it says else."""
+        reserved = conversation.variables.keys() & _RESERVED
+        if reserved:
+            raise InvalidRequest(f"{sorted(reserved)[0]!r} is not the template's to take", param="chat_template_kwargs")
+        options = {"add_generation_prompt": True, **conversation.options, **conversation.variables}
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text: str = self._tokenizer.apply_chat_template(conversation.messages, tokenize=False, **options)
         except Exception as error:  # a template is a program; whatever it raises is about these messages
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
@@ -56,14 +66,16 @@ class Tokenizer:
             ) from error
         return text
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids without special tokens; bytes that are no character become U+FFFD."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; bytes that are no character become U+FFFD."""
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""
-        return Detokenizer(self.decode, self.byte_ids)
+        return Detokenizer(self.decode, partial(self.decode, skip_special_tokens=False), self.byte_ids)
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
