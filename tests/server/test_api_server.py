@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from minisgl.core import SamplingParams
 from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
+from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -51,9 +53,9 @@ class App:
 
 
 @asynccontextmanager
-async def running(max_open_requests: int = 8) -> AsyncIterator[App]:
+async def running(max_open_requests: int = 8, model: ServedModel = MODEL) -> AsyncIterator[App]:
     async with office(max_open_requests) as (frontend, worker):
-        app = App(create_app(frontend, MODEL, LIMIT), frontend, worker)
+        app = App(create_app(frontend, model, LIMIT), frontend, worker)
         try:
             yield app
         finally:
@@ -332,6 +334,43 @@ def test_models_lists_the_one_that_is_served() -> None:
     scene(play)
 
 
+@pytest.mark.parametrize("name", ["m", "some/model", "a/b/c", "name with spaces", "ü"])
+def test_the_model_is_retrieved_by_its_name(name: str) -> None:
+    async def play(app: App) -> None:
+        call = app.call("GET", f"/v1/models/{name}")
+        await call.done
+        assert call.status == 200
+        assert json.loads(call.body) == {
+            "id": name,
+            "object": "model",
+            "created": 1234,
+            "owned_by": "minisgl",
+            "max_model_len": 100,
+        }
+
+    scene(play, model=replace(MODEL, name=name))
+
+
+@pytest.mark.parametrize("name", ["", "M", "m/", "m/m", "gpt-9"])
+def test_retrieving_another_model_is_a_404(name: str) -> None:
+    async def play(app: App) -> None:
+        call = app.call("GET", f"/v1/models/{name}")
+        await call.done
+        error = assert_is_error(call, 404, type="invalid_request_error", param="model", code="model_not_found")
+        assert repr(name) in error["message"]
+
+    scene(play)
+
+
+def test_the_version_is_the_packages() -> None:
+    async def play(app: App) -> None:
+        call = app.call("GET", "/version")
+        await call.done
+        assert (call.status, json.loads(call.body)) == (200, {"version": __version__})
+
+    scene(play)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -341,6 +380,7 @@ def test_models_lists_the_one_that_is_served() -> None:
         ("GET", CHAT, 405),
         ("PUT", TEXT, 405),
         ("DELETE", "/v1/models", 405),
+        ("DELETE", "/v1/models/m", 405),
         ("POST", "/health", 405),
         ("BREW", CHAT, 405),
     ],

@@ -211,3 +211,11 @@ def test_the_model_is_listed_by_its_name(server: Program) -> None:
         (model,) = client.models.list().data
     assert model.id == MODEL
     assert getattr(model, "max_model_len") == CONTEXT  # noqa: B009 - the client has no such field
+
+
+def test_the_model_is_retrieved_and_another_is_not_found(server: Program) -> None:
+    with server.client() as client:
+        assert client.models.retrieve(MODEL).id == MODEL
+        with pytest.raises(openai.NotFoundError) as refusal:
+            client.models.retrieve("some/other")
+    assert refusal.value.code == "model_not_found"

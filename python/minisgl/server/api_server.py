@@ -57,6 +57,18 @@ class ServedModel:
     sampling_defaults: dict[str, float]
     created: int
 
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(id=self.name, created=self.created, max_model_len=self.max_seq_len)
+
+    def check_name(self, name: str) -> None:
+        """
+        Raises:
+            UnknownModel: it is not this model's.
+        """
+        if name != self.name:
+            raise UnknownModel(name, self.name)
+
 
 def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int) -> FastAPI:
     """The application, over a frontend that runs in the same event loop."""
@@ -74,7 +86,9 @@ def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int) -> F
     ):
         app.add_exception_handler(kind, handler)
     app.add_api_route("/health", health, methods=["GET"], responses={503: {"model": ErrorResponse}})
+    app.add_api_route("/version", version, methods=["GET"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", retrieve_model, methods=["GET"], responses={404: _ERRORS[404]})
     app.add_api_route(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
@@ -103,8 +117,18 @@ async def health(frontend: FrontendDep) -> dict[str, str]:
     return {"status": "ok"}
 
 
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
 async def list_models(model: ModelDep) -> ModelList:
-    return ModelList(data=[ModelCard(id=model.name, created=model.created, max_model_len=model.max_seq_len)])
+    return ModelList(data=[model.card])
+
+
+async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
+    """Names may contain slashes, as ids of a hub do."""
+    model.check_name(name)
+    return model.card
 
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
@@ -123,8 +147,7 @@ async def _answer(
     shape: type[Answer],
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    if body.model != model.name:
-        raise UnknownModel(body.model, model.name)
+    model.check_name(body.model)
     prompts = body.prompts()
     generation = frontend.submit(prompts, body.sampling(model.sampling_defaults), body.num_answers)
     try:
