@@ -6,6 +6,7 @@
     ├─ RequestError           the caller can fix it; carries `status`, `code` and `param`
     │   ├─ InvalidRequest     400: a field's value; names the bound
     │   ├─ PromptTooLong      400: prompt and answer do not fit the context
+    │   ├─ InvalidApiKey      401
     │   ├─ UnknownModel       404
     │   └─ QueueFull          429
     ├─ CapacityError          our pages are exhausted; the scheduler decides (wait, evict, retract)
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "EngineFailed",
+    "InvalidApiKey",
     "InvalidRequest",
     "KernelInputError",
     "MiniSGLError",
@@ -75,6 +77,16 @@ class PromptTooLong(RequestError):
             f"together {num_prompt + max_tokens}, the limit is {limit}",
             param="messages",
         )
+
+
+class InvalidApiKey(RequestError):
+    """The request brings no key, or one that the server does not know. The message does not repeat it."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("this server wants an API key that it knows: Authorization: Bearer KEY")
 
 
 class UnknownModel(RequestError):

@@ -130,10 +130,20 @@ Asgi = Callable[..., Awaitable[None]]
 class Call:
     """One HTTP request put to an application by hand, and what it sends back."""
 
-    def __init__(self, app: Asgi, method: str, path: str, body: bytes = b"", *, parts: int = 1) -> None:
+    def __init__(
+        self,
+        app: Asgi,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        parts: int = 1,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
         self.status: int | None = None
         self.headers: dict[str, str] = {}
         self.chunks: list[bytes] = []
+        self.num_received = 0
         self._hung_up = asyncio.Event()
         size = -(-len(body) // parts) or 1
         self._body = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
@@ -147,7 +157,7 @@ class Call:
             "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"host", b"test"), (b"content-type", b"application/json")],
+            "headers": [(b"host", b"test"), (b"content-type", b"application/json"), *headers],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
         }
@@ -157,6 +167,7 @@ class Call:
         await app(scope, self._receive, self._send)
 
     async def _receive(self) -> dict[str, Any]:
+        self.num_received += 1
         if self._body:
             part = self._body.pop(0)
             return {"type": "http.request", "body": part, "more_body": bool(self._body)}

@@ -37,12 +37,12 @@ class App:
         self.app, self.frontend, self.worker = app, frontend, worker
         self._calls: list[Call] = []
 
-    def call(self, method: str, path: str, body: bytes = b"", *, parts: int = 1) -> Call:
-        self._calls.append(Call(self.app, method, path, body, parts=parts))
+    def call(self, method: str, path: str, body: bytes = b"", **options: Any) -> Call:
+        self._calls.append(Call(self.app, method, path, body, **options))
         return self._calls[-1]
 
     def post(self, route: str, *, raw: bytes | None = None, parts: int = 1, **fields: Any) -> Call:
-        body = json.dumps({**BODIES[route], **fields}).encode() if raw is None else raw
+        body = json.dumps({**BODIES.get(route, {}), **fields}).encode() if raw is None else raw
         return self.call("POST", route, body, parts=parts)
 
     async def cancel_calls(self) -> None:
@@ -53,9 +53,11 @@ class App:
 
 
 @asynccontextmanager
-async def running(max_open_requests: int = 8, model: ServedModel = MODEL) -> AsyncIterator[App]:
-    async with office(max_open_requests) as (frontend, worker):
-        app = App(create_app(frontend, model, LIMIT), frontend, worker)
+async def running(
+    max_open_requests: int = 8, model: ServedModel = MODEL, num_tokenizer: int = 1, **options: Any
+) -> AsyncIterator[App]:
+    async with office(max_open_requests, num_tokenizer) as (frontend, worker):
+        app = App(create_app(frontend, model, LIMIT, **options), frontend, worker)
         try:
             yield app
         finally:

@@ -38,12 +38,18 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "shell": (["--shell"], True),
     "served_model_name": (["--served-model-name", "m"], "m"),
     "num_tokenizer": (["--num-tokenizer", "0"], 0),
+    "api_key": (["--api-key", "a, b", "--api-key", "c"], ("a", "b", "c")),
     "max_open_requests": (["--max-open-requests", "1"], 1),
     "max_body_mb": (["--max-body-mb", "1"], 1),
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
     "log_level": (["--log-level", "DEBUG"], "DEBUG"),
 }
 FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+
+
+@pytest.fixture(autouse=True)
+def no_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINISGL_API_KEY", raising=False)
 
 
 def flag(name: str) -> str:
@@ -147,12 +153,38 @@ def test_the_documentation_lists_every_flag_and_no_other() -> None:
 
 def test_the_documentation_has_every_default() -> None:
     documented = dict(re.findall(r"^\| `(--[a-z-]+)` \| (\S+) \|", FEATURES.read_text(), re.MULTILINE))
-    words = {None: "auto", False: "off", True: "on"}
+    words: dict[Any, str] = {None: "auto", (): "none", False: "off", True: "on"}
     defaults = {flag(field.name): field.default for field in dataclasses.fields(ServerConfig)}
     assert documented == {
-        name: words[value] if value is None or isinstance(value, bool) else str(value)
+        name: words[value] if value in (None, ()) or isinstance(value, bool) else str(value)
         for name, value in defaults.items()
     }
+
+
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_API_KEY", "b,c")
+    assert parse_args(["--api-key", "a"]).api_key == ("a", "b", "c")
+    assert parse_args([]).api_key == ("b", "c")
+
+
+@pytest.mark.parametrize("keys", ["", "K1,,K2", "K1,", "K1 K2", "K1\tK2", "K1\nK2"])
+@pytest.mark.parametrize("where", ["--api-key", "MINISGL_API_KEY"])
+def test_a_server_that_was_to_be_closed_does_not_start_open(
+    keys: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "MINISGL_API_KEY":
+        monkeypatch.setenv(where, keys)
+    with pytest.raises(ConfigError, match=where) as refusal:
+        parse_args([f"--api-key={keys}"] if where == "--api-key" else [])
+    assert not re.search("K[12]", str(refusal.value)), "it repeats a key"
+
+
+def test_no_key_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_API_KEY", "sk-secret")
+    with pytest.raises(SystemExit):
+        parse_args(["--api-key", "sk-hidden", "--help"])
+    shown = "".join(capsys.readouterr()) + repr(parse_args(["--api-key", "sk-hidden"]))
+    assert "sk-" not in shown
 
 
 def test_a_config_cannot_be_changed() -> None:

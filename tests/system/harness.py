@@ -114,8 +114,8 @@ class Program:
         if not folder:
             assert list(self.folder.glob("minisgl-*")) == []
 
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    def client(self, api_key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=PATIENCE_S)
 
     def __enter__(self) -> Self:
         return self

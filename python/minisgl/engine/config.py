@@ -19,9 +19,9 @@ from minisgl.utils import Hardware
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A field of the config tree that is also a flag."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, choices: Sequence[str] | None = None, *, secret: bool = False) -> Any:
+    """A field of the config tree that is also a flag. The config's repr leaves a secret out."""
+    return field(default=default, repr=not secret, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)

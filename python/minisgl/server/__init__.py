@@ -6,6 +6,7 @@
     answers.py     replies to OpenAI's answers, whole or streamed
     protocol.py    OpenAI's objects and which of their fields are honoured
     api_server.py  the routes
+    middleware.py  what stands before them: keys, limits
     shell.py       the chat
 
 Read `launch.py`, then `api_server.py`.

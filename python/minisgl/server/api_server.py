@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,11 +18,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import EngineFailed, RequestError, UnknownModel
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.frontend import Frontend, Generation
+from minisgl.server.middleware import ApiKey, BodyLimit
 from minisgl.server.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED_REQUEST = 499
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 404, 413, 422, 429, 500, 503)
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500, 503)
 }
 
 
@@ -70,12 +71,18 @@ class ServedModel:
             raise UnknownModel(name, self.name)
 
 
-def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int) -> FastAPI:
-    """The application, over a frontend that runs in the same event loop."""
+def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application, over a frontend that runs in the same event loop.
+
+    Args:
+        api_keys: those that requests may bring; without any, none is asked for.
+    """
     app = FastAPI(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
     app.state.model = model
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)  # the last to be added is the first to see a request
+    if api_keys:
+        app.add_middleware(ApiKey, keys=api_keys)
     for kind, handler in (
         (RequestError, _on_our_error),
         (EngineFailed, _on_our_error),
@@ -197,27 +204,6 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, None]
 async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-class BodyLimit:
-    """ASGI middleware: a body larger than max_bytes is a 413, whatever its header says."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the body is larger than the limit of {self._max_bytes} bytes")
-            return message
-
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
 def _respond(status: int, content: ErrorResponse) -> Response:

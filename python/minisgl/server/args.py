@@ -7,10 +7,12 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
+from typing import Any
 
 from minisgl.engine.config import flag, option
 from minisgl.errors import ConfigError
 from minisgl.scheduler import SchedulerConfig
+from minisgl.utils import env
 from minisgl.version import __version__
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -25,6 +27,9 @@ class ServerConfig(SchedulerConfig):
     shell: bool = option(False, "chat in this terminal, beside the server")
     served_model_name: str | None = option(None, "the model's name in the API; auto: what --model says")
     num_tokenizer: int = option(1, "tokenizer processes; with 0 the detokenizer also tokenizes")
+    api_key: tuple[str, ...] = option(
+        (), "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY", secret=True
+    )
     max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
@@ -39,6 +44,8 @@ class ServerConfig(SchedulerConfig):
             raise ConfigError(f"--num-tokenizer must be >= 0, got {self.num_tokenizer}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
+        if any(not key.isprintable() or not key or " " in key for key in self.api_key):
+            raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,12 +67,19 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
         ConfigError: a value is outside its bounds.
         SystemExit: an unknown flag, or --help.
     """
-    return ServerConfig(**vars(make_parser().parse_args(argv)))
+    given = vars(make_parser().parse_args(argv))
+    given["api_key"] += _several(text) if (text := env.api_keys()) is not None else ()
+    values: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in given.items()}
+    return ServerConfig(**values)
 
 
 def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: object) -> None:
     plain = _without_none(hint)
-    help_text = f"{entry.metadata['help']} (default: {'auto' if entry.default is None else entry.default})"
+    words: dict[object, object] = {None: "auto", (): "none"}
+    help_text = f"{entry.metadata['help']} (default: {words.get(entry.default, entry.default)})"
+    if plain is tuple:
+        parser.add_argument(flag(entry.name), action="extend", type=_several, default=[], help=help_text, metavar="A,B")
+        return
     if plain is bool:
         parser.add_argument(
             flag(entry.name), action=argparse.BooleanOptionalAction, default=entry.default, help=help_text
@@ -81,9 +95,15 @@ def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: objec
     )
 
 
+def _several(text: str) -> tuple[str, ...]:
+    """What stands between the commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 def _without_none(hint: object) -> type:
-    """The type of a field that may also be None for "auto"."""
+    """The type of a field that may also be None for "auto"; tuple for a tuple of anything."""
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    hint = typing.get_origin(hint) or hint
     assert isinstance(hint, type)
     return hint

@@ -20,6 +20,11 @@ def overlap_disabled() -> bool:
     return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "0").lower() in ("1", "true", "yes")
 
 
+def api_keys() -> str | None:
+    """MINISGL_API_KEY: keys as `--api-key` takes them, which the process list does not show."""
+    return os.environ.get("MINISGL_API_KEY")
+
+
 def nvcc() -> str:
     """CUDA's compiler: that of CUDA_HOME, else that of the PATH, else where it is installed by default."""
     home = os.environ.get("CUDA_HOME")

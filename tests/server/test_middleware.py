@@ -1,0 +1,111 @@
+"""What stands before the routes: who is let in, and who is told why not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.harness import Call, spell
+from tests.server.test_api_server import BODIES, CHAT, LIMIT, App, assert_is_error, scene
+
+KEYS = ("sk-one", "ключ")
+
+
+def bearer(key: str) -> dict[str, list[tuple[bytes, bytes]]]:
+    return {"headers": [(b"authorization", b"Bearer " + key.encode())]}
+
+
+def assert_is_refused(call: Call) -> None:
+    error = assert_is_error(call, 401, type="invalid_request_error", code="invalid_api_key")
+    assert call.headers["www-authenticate"] == "Bearer"
+    assert not any(key in error["message"] for key in KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER   "])
+def test_each_of_the_keys_opens_the_door(key: str, scheme: bytes) -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("ok"))
+        headers = [(b"authorization", scheme + key.encode())]
+        call = app.call("POST", CHAT, json.dumps(BODIES[CHAT]).encode(), headers=headers)
+        await call.done
+        assert call.status == 200
+
+    scene(play, api_keys=KEYS)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer sk-on",
+        b"Bearer sk-one2",
+        b"Bearer SK-ONE",
+        b"Bearer sk-one,sk-two",
+        b"Basic sk-one",
+        b"sk-one",
+        b"Bearer \xff\xfe",
+        b"\xe9 sk-one",
+        b"Bearer " + b"x" * 100_000,
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_without_a_known_key_nothing_is_answered(value: bytes | None) -> None:
+    async def play(app: App) -> None:
+        headers = [] if value is None else [(b"authorization", value)]
+        call = app.call("POST", CHAT, json.dumps(BODIES[CHAT]).encode(), headers=headers)
+        await call.done
+        assert_is_refused(call)
+        assert app.frontend.num_open == 0
+
+    scene(play, api_keys=KEYS)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/m"),
+        ("GET", "/version"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nothing/here"),
+        ("OPTIONS", CHAT),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+    ],
+)
+def test_every_route_but_health_wants_a_key(method: str, path: str) -> None:
+    async def play(app: App) -> None:
+        call = app.call(method, path)
+        await call.done
+        assert_is_refused(call)
+        health = app.call("GET", "/health")
+        await health.done
+        assert health.status == 200
+
+    scene(play, api_keys=KEYS)
+
+
+def test_a_body_is_not_read_before_the_key() -> None:
+    async def play(app: App) -> None:
+        call = app.post(CHAT, raw=b" " * (LIMIT + 1), parts=7)
+        await call.done
+        assert_is_refused(call)
+        assert call.num_received == 0
+
+    scene(play, api_keys=KEYS)
+
+
+def test_without_keys_none_is_asked_for_and_one_that_comes_is_no_harm() -> None:
+    async def play(app: App) -> None:
+        for options in ({}, bearer("anything")):
+            call = app.call("GET", "/v1/models", **options)
+            await call.done
+            assert call.status == 200
+
+    scene(play)
