@@ -39,6 +39,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "served_model_name": (["--served-model-name", "m"], "m"),
     "num_tokenizer": (["--num-tokenizer", "0"], 0),
     "api_key": (["--api-key", "a, b", "--api-key", "c"], ("a", "b", "c")),
+    "cors_origins": (["--cors-origins", "https://a.org,http://b:80"], ("https://a.org", "http://b:80")),
     "max_open_requests": (["--max-open-requests", "1"], 1),
     "max_body_mb": (["--max-body-mb", "1"], 1),
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
@@ -159,6 +160,14 @@ def test_the_documentation_has_every_default() -> None:
         name: words[value] if value in (None, ()) or isinstance(value, bool) else str(value)
         for name, value in defaults.items()
     }
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "a.org", "https://a.org/", "https://a.org/page", "https://", "https://*,,", "null"]
+)
+def test_what_no_browser_would_send_as_its_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors-origins must be"):
+        parse_args([f"--cors-origins={origin}"])
 
 
 def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

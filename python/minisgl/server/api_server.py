@@ -17,6 +17,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -71,11 +72,18 @@ class ServedModel:
             raise UnknownModel(name, self.name)
 
 
-def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int, api_keys: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    frontend: Frontend,
+    model: ServedModel,
+    max_body_bytes: int,
+    api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
     Args:
         api_keys: those that requests may bring; without any, none is asked for.
+        cors_origins: those whose pages may call it from a browser; "*" is all.
     """
     app = FastAPI(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
@@ -83,6 +91,14 @@ def create_app(frontend: Frontend, model: ServedModel, max_body_bytes: int, api_
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)  # the last to be added is the first to see a request
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
+    if cors_origins:  # before the keys: a browser asks without one whether it may send one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     for kind, handler in (
         (RequestError, _on_our_error),
         (EngineFailed, _on_our_error),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ class ServerConfig(SchedulerConfig):
     api_key: tuple[str, ...] = option(
         (), "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY", secret=True
     )
+    cors_origins: tuple[str, ...] = option((), "origins whose pages may call this server, with commas; * is all")
     max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
@@ -46,6 +48,9 @@ class ServerConfig(SchedulerConfig):
             raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"--cors-origins must be * or like https://example.org:8080, got {origin!r}")
 
 
 def make_parser() -> argparse.ArgumentParser:

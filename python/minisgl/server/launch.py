@@ -130,7 +130,7 @@ async def _serve(
     queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(addresses.frontend, decoder(FrontendMsg))
     frontend = Frontend(queues, replies, config.max_open_requests)
-    app = create_app(frontend, model, config.max_body_mb << 20, config.api_key)
+    app = create_app(frontend, model, config.max_body_mb << 20, config.api_key, config.cors_origins)
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S))
     reading = asyncio.create_task(frontend.run())
     serving = asyncio.create_task(server.serve([listener]))
