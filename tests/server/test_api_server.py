@@ -427,6 +427,7 @@ def test_too_many_requests_are_a_429_and_the_open_ones_go_on(route: str) -> None
         second = app.post(route)
         await second.done
         assert_is_error(second, 429, type="rate_limit_error", code="queue_full")
+        assert int(second.headers["retry-after"]) >= 1
         app.worker.say(UserReply(uid, "ok", finish="stop"))
         await first.done
         assert first.status == 200

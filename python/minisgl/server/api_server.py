@@ -40,6 +40,7 @@ from minisgl.version import __version__
 logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED_REQUEST = 499
+_RETRY_AFTER_S = 1
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500, 503)
 }
@@ -223,7 +224,8 @@ async def _disconnect(request: Request) -> None:
 
 
 def _respond(status: int, content: ErrorResponse) -> Response:
-    return JSONResponse(content.model_dump(), status)
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 429 else None
+    return JSONResponse(content.model_dump(), status, headers)
 
 
 async def _on_our_error(_: Request, error: Exception) -> Response:
