@@ -56,7 +56,11 @@ class FakeWorker:
 
     def say(self, *replies: UserReply) -> None:
         """One reply as it is, several as those of one step."""
-        self._frontend.put(replies[0] if len(replies) == 1 else BatchFrontendMsg(list(replies)))
+        self.put(replies[0] if len(replies) == 1 else BatchFrontendMsg(list(replies)))
+
+    def put(self, msg: FrontendMsg) -> None:
+        """Any message."""
+        self._frontend.put(msg)
 
     def answer_with(self, script: Script) -> None:
         """From now on, answer every prompt by itself."""

@@ -8,7 +8,17 @@ import pytest
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
-from minisgl.message import AbortMsg, ReplyError, ShutdownMsg, TokenizeMsg, UserReply
+from minisgl.message import (
+    AbortMsg,
+    CodecReply,
+    DecodeMsg,
+    EncodeMsg,
+    ReplyError,
+    ShutdownMsg,
+    TokenizeMsg,
+    UserReply,
+    pack_ids,
+)
 from tests.server.harness import office, run, spell, until
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
@@ -206,5 +216,62 @@ def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
             for start in range(0, 1000, 50):
                 await asyncio.gather(*(ask(number) for number in range(start, start + 50)))
                 assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_questions_go_to_all_tokenizers_in_turn_and_each_gets_its_own_answer() -> None:
+    async def scene() -> None:
+        async with office(num_tokenizer=2) as (frontend, worker):
+            encoding = asyncio.create_task(frontend.encode("text", add_special_tokens=False))
+            decoding = asyncio.create_task(frontend.decode([1, 2]))
+            first, second = [await worker.take(i) for i in range(2)]
+            assert first == EncodeMsg(first.uid, "text", add_special_tokens=False)
+            assert second == DecodeMsg(second.uid, pack_ids([1, 2]))
+            worker.put(CodecReply(second.uid, text="two"))
+            worker.put(CodecReply(first.uid, ids=pack_ids([5, 6, 7])))
+            assert await encoding == [5, 6, 7]
+            assert await decoding == "two"
+            assert frontend.num_open == 0
+
+    run(scene())
+
+
+def test_a_question_takes_a_place_and_one_that_is_given_up_leaves_it() -> None:
+    async def scene() -> None:
+        async with office(max_open_requests=1) as (frontend, worker):
+            asking = asyncio.create_task(frontend.decode([1]))
+            uid = (await worker.take()).uid
+            assert frontend.num_open == 1
+            with pytest.raises(QueueFull):
+                frontend.submit(["a"], PARAMS)
+            with pytest.raises(QueueFull):
+                await frontend.encode("a")
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            assert frontend.num_open == 0
+            worker.put(CodecReply(uid, text="late"))
+            again = asyncio.create_task(frontend.decode([2]))
+            worker.put(CodecReply((await worker.take()).uid, text="in time"))
+            assert await again == "in time"
+
+    run(scene())
+
+
+def test_a_question_is_refused_by_the_tokenizer_or_by_an_engine_that_is_gone() -> None:
+    async def scene() -> None:
+        async with office() as (frontend, worker):
+            asking = asyncio.create_task(frontend.decode([1]))
+            worker.put(CodecReply((await worker.take()).uid, error=ReplyError(400, "c", "no", "tokens")))
+            with pytest.raises(RequestError, match="no") as refusal:
+                await asking
+            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (400, "c", "tokens")
+            asking = asyncio.create_task(frontend.decode([1]))
+            await worker.take()
+            frontend.fail("gone")
+            for question in (asking, frontend.decode([1])):
+                with pytest.raises(EngineFailed, match="gone"):
+                    await question
+            assert frontend.num_open == 0
 
     run(scene())

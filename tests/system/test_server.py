@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -219,3 +220,23 @@ def test_the_model_is_retrieved_and_another_is_not_found(server: Program) -> Non
         with pytest.raises(openai.NotFoundError) as refusal:
             client.models.retrieve("some/other")
     assert refusal.value.code == "model_not_found"
+
+
+def test_a_prompt_is_tokenized_as_for_a_completion_and_comes_back(server: Program) -> None:
+    def post(route: str, **body: Any) -> Any:
+        response = httpx.post(f"{server.url}{route}", json=body, timeout=PATIENCE_S)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    for given in ({"prompt": "the dog, 語 é 👍"}, {"messages": turn("the dog")}):
+        encoded = post("/tokenize", **given)
+        assert (encoded["count"], encoded["max_model_len"]) == (len(encoded["tokens"]), CONTEXT)
+        route = "/v1/completions" if "prompt" in given else "/v1/chat/completions"
+        usage = post(route, model=MODEL, max_tokens=1, **given)["usage"]
+        assert usage["prompt_tokens"] == encoded["count"]
+    text = post("/tokenize", prompt="the dog, 語 é 👍", add_special_tokens=False)["tokens"]
+    assert post("/detokenize", tokens=text)["prompt"] == "the dog, 語 é 👍"
+    refusal = httpx.post(f"{server.url}/detokenize", json={"tokens": [1, 10**6]}, timeout=PATIENCE_S)
+    assert refusal.status_code == 400
+    assert re.search(r"1000000 is outside \[0, \d+\)", refusal.json()["error"]["message"])
+    assert_nothing_is_open(server)

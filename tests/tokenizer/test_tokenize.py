@@ -115,3 +115,44 @@ def test_byte_tokens_are_those_that_stand_for_one_byte(tokenizer: Callable[[str]
     }
     assert names == {f"<0x{byte:02X}>" for byte in range(256)}
     assert tokenizer("byte level").byte_ids == frozenset()
+
+
+@pytest.mark.parametrize(("given", "num_bos"), [(None, 1), (True, 1), (False, 0)])
+def test_a_text_has_special_tokens_unless_they_are_not_wanted(
+    given: bool | None, num_bos: int, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = tokenizer("byte level").encode("the dog", add_special_tokens=given).tolist()
+    assert ids.count(BOS_ID) == num_bos
+    assert ids[num_bos:] == tokenizer("byte level").encode("the dog").tolist()[1:]
+
+
+@pytest.mark.parametrize(("given", "num_bos"), [(None, 1), (True, 2), (False, 1)])
+def test_a_chat_has_those_of_its_template_and_more_if_they_are_wanted(
+    given: bool | None, num_bos: int, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    assert tokenizer("byte level").encode([TURN], add_special_tokens=given).tolist().count(BOS_ID) == num_bos
+
+
+@pytest.mark.parametrize("name", ["byte level", "default"])
+@pytest.mark.parametrize("text", ["", "the dog", " é 神 👍\n", "a , b !", "<|im_end|> and on"])
+def test_text_comes_back_from_its_ids_as_it_was(name: str, text: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = tokenizer(name).encode(text, add_special_tokens=False)
+    assert tokenizer(name).text_of(ids) == text
+
+
+def test_special_tokens_are_part_of_the_text_that_ids_stand_for(tokenizer: Callable[[str], Tokenizer]) -> None:
+    one = tokenizer("byte level")
+    assert one.text_of(one.encode([TURN])) == one.render([TURN])
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback", "default"])
+def test_the_first_id_beyond_the_vocabulary_is_refused_by_number(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    one = tokenizer(name)
+    size = len(one._tokenizer)  # these vocabularies have no gaps
+    assert one.text_of(np.array([size - 1], dtype=np.int32))
+    for bad in (size, 2**31 - 1, -1):
+        with pytest.raises(InvalidRequest, match=rf"token id {bad} is outside \[0, {size}\)") as refusal:
+            one.text_of(np.array([1, bad], dtype=np.int32))
+        assert refusal.value.param == "tokens"

@@ -14,8 +14,11 @@ from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    CodecReply,
     Conversation,
+    DecodeMsg,
     DetokenizeMsg,
+    EncodeMsg,
     ExitMsg,
     ShutdownMsg,
     TokenIds,
@@ -26,6 +29,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer.server import TokenizeWorker
 from tests.tokenizer.vocabularies import byte_fallback
 
@@ -91,6 +95,28 @@ def test_news_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> Non
     assert isinstance(batch, BatchFrontendMsg)
     assert [(reply.uid, reply.text, reply.finish) for reply in batch.replies] == [(1, "a", None), (2, "", "abort")]
     assert to_backend == []
+
+
+def test_questions_are_answered_without_the_backend(folder: Path) -> None:
+    to_backend, replies = run(
+        folder,
+        EncodeMsg(1, "ab", add_special_tokens=False),
+        EncodeMsg(2, [{"role": "user", "content": "a"}]),
+        DecodeMsg(3, pack_ids([10**6])),
+        DecodeMsg(4, pack_ids(Tokenizer(folder).encode("ab", add_special_tokens=False))),
+        ShutdownMsg(),
+    )
+    assert to_backend == []
+    assert all(isinstance(reply, CodecReply) for reply in replies)
+    assert [reply.uid for reply in replies] == [1, 2, 3, 4]
+    assert unpack_ids(replies[0].ids).tolist() == Tokenizer(folder).encode("ab").tolist()[1:]
+    assert [reply.error and (reply.error.status, reply.error.param) for reply in replies] == [
+        None,
+        (400, "messages"),
+        (400, "tokens"),
+        None,
+    ]
+    assert replies[3].text == "ab"
 
 
 @pytest.mark.parametrize("pass_on", [False, True])

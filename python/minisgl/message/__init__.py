@@ -2,6 +2,7 @@
 
     API server ─TokenizeMsg, AbortMsg─▶ tokenizer ─UserMsg, AbortBackendMsg─▶ scheduler 0 ─BatchBackendMsg─▶ ranks
     API server ◀─────UserReply───── detokenizer ◀────────DetokenizeMsg────────┘
+    API server ─EncodeMsg, DecodeMsg─▶ tokenizer ─CodecReply─▶ API server
 
 Every message is a frozen msgspec struct with its type as a tag; `encode` and a `decoder` turn it into msgpack
 and back and check every field. Nothing is ever unpickled. Token ids travel as raw little-endian int32.
@@ -20,6 +21,7 @@ from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
 from minisgl.message.frontend import (
     BaseFrontendMsg,
     BatchFrontendMsg,
+    CodecReply,
     FrontendMsg,
     ReplyError,
     TextLogprobs,
@@ -31,7 +33,9 @@ from minisgl.message.tokenizer import (
     BatchTokenizerMsg,
     ChatMessage,
     Conversation,
+    DecodeMsg,
     DetokenizeMsg,
+    EncodeMsg,
     Prompt,
     ShutdownMsg,
     TokenIds,
@@ -52,7 +56,10 @@ __all__ = [
     "BatchTokenizerMsg",
     "ChatMessage",
     "Conversation",
+    "CodecReply",
+    "DecodeMsg",
     "DetokenizeMsg",
+    "EncodeMsg",
     "ExitMsg",
     "FrontendMsg",
     "Prompt",

@@ -58,10 +58,19 @@ class UserReply(BaseFrontendMsg, frozen=True):
         return self.finish is not None or self.error is not None
 
 
+class CodecReply(BaseFrontendMsg, frozen=True):
+    """Tokenizer → API server: `ids`, packed, for an EncodeMsg, `text` for a DecodeMsg, or why there is none."""
+
+    uid: int
+    ids: bytes = b""
+    text: str = ""
+    error: ReplyError | None = None
+
+
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
     """Detokenizer → API server: all news of one step."""
 
     replies: list[UserReply]
 
 
-FrontendMsg: TypeAlias = UserReply | BatchFrontendMsg
+FrontendMsg: TypeAlias = UserReply | CodecReply | BatchFrontendMsg

@@ -42,6 +42,24 @@ class TokenizeMsg(BaseTokenizerMsg, frozen=True):
     sampling: SamplingParams
 
 
+class EncodeMsg(BaseTokenizerMsg, frozen=True):
+    """API server → any tokenizer: which tokens is this? Answered by a CodecReply.
+
+    add_special_tokens: None for what suits the prompt: yes for a text, no for a conversation, whose template has them.
+    """
+
+    uid: int
+    prompt: str | Conversation
+    add_special_tokens: bool | None = None
+
+
+class DecodeMsg(BaseTokenizerMsg, frozen=True):
+    """API server → any tokenizer: which text is this? `ids` is packed by `pack_ids`. Answered by a CodecReply."""
+
+    uid: int
+    ids: bytes
+
+
 class AbortMsg(BaseTokenizerMsg, frozen=True):
     """API server → the tokenizer that took the request, so that it cannot overtake it."""
 
@@ -80,4 +98,4 @@ class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
     msgs: list[DetokenizeMsg]
 
 
-TokenizerMsg: TypeAlias = TokenizeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg
+TokenizerMsg: TypeAlias = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg

@@ -5,6 +5,7 @@
     frontend.py    open requests: from a prompt to a stream of replies
     answers.py     replies to OpenAI's answers, whole or streamed
     protocol.py    OpenAI's objects and which of their fields are honoured
+    vocabulary.py  the objects of /tokenize and /detokenize
     api_server.py  the routes
     middleware.py  what stands before them: keys, limits
     shell.py       the chat

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,10 +35,12 @@ from minisgl.server.protocol import (
     ModelCard,
     ModelList,
 )
+from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _CLIENT_CLOSED_REQUEST = 499
 _RETRY_AFTER_S = 1
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -64,12 +66,12 @@ class ServedModel:
     def card(self) -> ModelCard:
         return ModelCard(id=self.name, created=self.created, max_model_len=self.max_seq_len)
 
-    def check_name(self, name: str) -> None:
+    def check_name(self, name: str | None) -> None:
         """
         Raises:
-            UnknownModel: it is not this model's.
+            UnknownModel: there is a name and it is not this model's.
         """
-        if name != self.name:
+        if name is not None and name != self.name:
             raise UnknownModel(name, self.name)
 
 
@@ -117,6 +119,8 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
+    app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
     return app
 
 
@@ -163,6 +167,18 @@ async def completions(body: CompletionRequest, request: Request, frontend: Front
     return await _answer(body, request, frontend, model, CompletionAnswer)
 
 
+async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
+    model.check_name(body.model)
+    encoding = frontend.encode(body.content(), add_special_tokens=body.add_special_tokens)
+    tokens = await _unless_disconnected(request, encoding)
+    return Tokenized(tokens=tokens, count=len(tokens), max_model_len=model.max_seq_len)
+
+
+async def detokenize(body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Detokenized:
+    model.check_name(body.model)
+    return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
+
+
 async def _answer(
     body: ChatRequest | CompletionRequest,
     request: Request,
@@ -201,8 +217,8 @@ class _EventStream(StreamingResponse):
             self._generation.close()
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work.
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work; what it comes to.
 
     Raises:
         ClientDisconnect: the client went away first; the work was cancelled.
@@ -212,7 +228,7 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, None]
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
-        task.result()
+        return task.result()
     finally:
         task.cancel()
         watcher.cancel()

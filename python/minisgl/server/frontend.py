@@ -9,13 +9,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
 from minisgl.message import (
     AbortMsg,
+    BatchFrontendMsg,
+    CodecReply,
+    Conversation,
+    DecodeMsg,
+    EncodeMsg,
     FrontendMsg,
     Prompt,
     ReplyError,
@@ -23,6 +28,8 @@ from minisgl.message import (
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
+    pack_ids,
+    unpack_ids,
 )
 from minisgl.utils.mp import AsyncPullQueue, PushQueue
 
@@ -90,6 +97,7 @@ class Frontend:
         self._incoming = replies
         self._max_open = max_open_requests
         self._open: dict[int, Generation] = {}
+        self._questions: dict[int, asyncio.Future[CodecReply]] = {}
         self._uids = itertools.count()
         self._failure: EngineFailed | None = None
 
@@ -100,7 +108,7 @@ class Frontend:
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._questions)
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
         """Send a request on its way.
@@ -112,15 +120,12 @@ class Frontend:
             QueueFull: too many are open.
             EngineFailed: the engine is gone.
         """
-        if self._failure:
-            raise self._failure
         if n * len(prompts) > self._max_open:
             raise InvalidRequest(
                 f"{n * len(prompts)} answers in one request; this server takes at most {self._max_open}",
                 param="prompt" if n == 1 else "n",
             )
-        if len(self._open) + n * len(prompts) > self._max_open:
-            raise QueueFull(len(self._open), self._max_open)
+        self._make_sure_of_room(n * len(prompts))
         seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
         each = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
         uids = [next(self._uids) for _ in each]
@@ -130,6 +135,46 @@ class Frontend:
             self._open[uid] = generation
         return generation
 
+    def _make_sure_of_room(self, num_requests: int) -> None:
+        if self._failure:
+            raise self._failure
+        if self.num_open + num_requests > self._max_open:
+            raise QueueFull(self.num_open, self._max_open)
+
+    async def encode(self, prompt: str | Conversation, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The tokens of a text or a conversation; see `EncodeMsg`.
+
+        Raises:
+            RequestError: the template refuses the conversation, or too many requests are open.
+            EngineFailed: the engine is gone.
+        """
+        reply = await self._ask(lambda uid: EncodeMsg(uid, prompt, add_special_tokens))
+        ids: list[int] = unpack_ids(reply.ids).tolist()
+        return ids
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of tokens, special ones included.
+
+        Raises:
+            RequestError: an id is not of the vocabulary, or too many requests are open.
+            EngineFailed: the engine is gone.
+        """
+        return (await self._ask(lambda uid: DecodeMsg(uid, pack_ids(ids)))).text
+
+    async def _ask(self, question: Callable[[int], EncodeMsg | DecodeMsg]) -> CodecReply:
+        """Ask a tokenizer. Who stops waiting leaves nothing behind."""
+        self._make_sure_of_room(1)
+        uid = next(self._uids)
+        self._tokenizer_of(uid).put(question(uid))
+        self._questions[uid] = asyncio.get_running_loop().create_future()
+        try:
+            reply = await self._questions[uid]
+        finally:
+            self._questions.pop(uid, None)
+        if reply.error is not None:
+            raise _request_error(reply.error)
+        return reply
+
     def abort(self, uid: int) -> None:
         """Give a request up; its remaining replies are dropped."""
         if self._open.pop(uid, None) and not self._failure:
@@ -138,9 +183,19 @@ class Frontend:
     async def run(self) -> None:
         """Hand out replies, for ever."""
         while True:
-            msg = await self._incoming.get()
-            for reply in [msg] if isinstance(msg, UserReply) else msg.replies:
-                self._hand_out(reply)
+            match await self._incoming.get():
+                case BatchFrontendMsg(replies):
+                    for reply in replies:
+                        self._hand_out(reply)
+                case UserReply() as refusal:
+                    self._hand_out(refusal)
+                case CodecReply() as answer:
+                    self._answer(answer)
+
+    def _answer(self, reply: CodecReply) -> None:
+        question = self._questions.get(reply.uid)
+        if question and not question.done():
+            question.set_result(reply)
 
     def _hand_out(self, reply: UserReply) -> None:
         generation = self._open.get(reply.uid)
@@ -156,6 +211,9 @@ class Frontend:
         for generation in set(self._open.values()):
             generation.put(self._failure)
         self._open.clear()
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(self._failure)
 
     def shut_down(self) -> None:
         """Ask the workers to end."""

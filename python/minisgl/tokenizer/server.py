@@ -17,7 +17,10 @@ from minisgl.message import (
     BackendMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    CodecReply,
+    DecodeMsg,
     DetokenizeMsg,
+    EncodeMsg,
     ExitMsg,
     FrontendMsg,
     ReplyError,
@@ -29,6 +32,7 @@ from minisgl.message import (
     decoder,
     encode,
     pack_ids,
+    unpack_ids,
 )
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
@@ -56,6 +60,8 @@ class TokenizeWorker:
         match msg:
             case TokenizeMsg():
                 self._tokenize(msg)
+            case EncodeMsg() | DecodeMsg():
+                self._frontend.put(self._translate(msg))
             case AbortMsg(uid):
                 self._backend.put(AbortBackendMsg(uid))
             case BatchTokenizerMsg(msgs):
@@ -79,6 +85,15 @@ class TokenizeWorker:
                     self._backend.put(AbortBackendMsg(msg.uid))
         if replies:
             self._frontend.put(BatchFrontendMsg(replies))
+
+    def _translate(self, msg: EncodeMsg | DecodeMsg) -> CodecReply:
+        try:
+            if isinstance(msg, DecodeMsg):
+                return CodecReply(msg.uid, text=self._tokenizer.text_of(unpack_ids(msg.ids)))
+            ids = self._tokenizer.encode(msg.prompt, add_special_tokens=msg.add_special_tokens)
+            return CodecReply(msg.uid, ids=pack_ids(ids))
+        except RequestError as error:
+            return CodecReply(msg.uid, error=ReplyError.of(error))
 
 
 def tokenize_worker(ready: Ready, folder: Path, inbox: str, addresses: Addresses) -> None:

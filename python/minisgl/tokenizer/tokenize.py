@@ -36,18 +36,21 @@ class Tokenizer:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
 
-    def encode(self, prompt: Prompt) -> IntArray:
-        """int32 ids of a text (with the model's special tokens), a conversation, or ids as they are.
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> IntArray:
+        """int32 ids of a text, a conversation, or ids as they are.
+
+        Args:
+            add_special_tokens: the model's, around the text; None adds them to a text but not to a conversation, whose
+                template writes them.
 
         Raises:
             InvalidRequest: the conversation does not suit the template, or there is no template.
         """
         if isinstance(prompt, TokenIds):
             return unpack_ids(prompt.raw)
-        if isinstance(prompt, str):
-            return np.array(self._tokenizer(prompt)["input_ids"], dtype=np.int32)
-        text = self.render(prompt)  # has its special tokens already: none are added
-        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        adds = isinstance(prompt, str) if add_special_tokens is None else add_special_tokens
+        return np.array(self._tokenizer(text, add_special_tokens=adds)["input_ids"], dtype=np.int32)
 
     def render(self, conversation: Conversation) -> str:
         """The conversation as the model was trained to read it, open for the assistant's answer unless it says else."""
@@ -72,6 +75,24 @@ class Tokenizer:
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def text_of(self, ids: IntArray) -> str:
+        """The text that ids stand for, special tokens included.
+
+        Raises:
+            InvalidRequest: an id is not of the vocabulary.
+        """
+        unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if unknown.size:
+            raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})", param="tokens")
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids end below it. A vocabulary may have gaps, and the model rows beyond it that stand for nothing."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        return max(vocab.values()) + 1
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""
