@@ -122,3 +122,5 @@ class KernelInputError(MiniSGLError):
 
 class EngineFailed(MiniSGLError):
     """The engine is gone; requests that were open have no answer."""
+
+    code = "engine_failed"

@@ -13,7 +13,7 @@ from minisgl.core import FinishReason, ReqSlice, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.engine.logits import LogprobsOutput
-from minisgl.message import BackendMsg, DetokenizeMsg, ExitMsg, UserMsg, pack_ids
+from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
 Prompt = list[int]
@@ -63,7 +63,7 @@ class MemoryOutbox:
     def __init__(self) -> None:
         self.msgs: list[DetokenizeMsg] = []
 
-    def send(self, msgs: list[DetokenizeMsg]) -> None:
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         self.msgs += msgs
 
 

@@ -27,6 +27,7 @@ from minisgl.message import (
     DecodeMsg,
     DetokenizeMsg,
     EncodeMsg,
+    EngineStats,
     ExitMsg,
     FrontendMsg,
     ReplyError,
@@ -56,6 +57,7 @@ SAMPLING = SamplingParams(
 )
 ERROR = ReplyError(400, "invalid_value", "prompt 'ä' is bad", param="prompt")
 CHAT = [{"role": "user", "content": "grüß 神"}, {"role": "assistant", "content": ""}]
+STATS = EngineStats(num_running=1, num_waiting=2, num_pages_used=3, num_pages=4, num_retractions=5)
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
     (BackendMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
@@ -77,6 +79,8 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 0), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)])),
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 7, TokenLogprobs(-0.5, [(3, -0.25)]), SAMPLING)])),
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
+    (TokenizerMsg, BatchTokenizerMsg([], STATS)),
+    (FrontendMsg, BatchFrontendMsg([], STATS)),
     (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
     (FrontendMsg, UserReply(5, finish="length", logprobs=TextLogprobs("a", -0.5, [("b", -0.25)]))),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
@@ -96,11 +100,12 @@ def test_every_message_is_tried() -> None:
     concrete = {it for it in declared if not it.__name__.startswith("Base")}
     tried = {type(msg) for _, msg in ROUND_TRIPS} | {
         DetokenizeMsg,
+        Conversation,
+        TextLogprobs,
+        EngineStats,
         ReplyError,
         TokenIds,
-        Conversation,
-        TextLogprobs,  # parts of others
-    }
+    }  # parts of others
 
     assert tried == concrete
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from minisgl.core import FinishReason, IntArray, SamplingParams
 from minisgl.engine import EngineLimits
-from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, ReplyError, UserMsg, pack_ids
+from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, EngineStats, ReplyError, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler.fake_executor import FakeExecutor, reference_answer
 
@@ -63,8 +63,11 @@ class AnswerBook:
 
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}
+        self.stats: list[EngineStats] = []
 
-    def send(self, msgs: list[DetokenizeMsg]) -> None:
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        assert msgs or stats, "it says nothing"
+        self.stats += [stats] if stats else []
         for msg in msgs:
             self.answers.setdefault(msg.uid, Answer()).take(msg)
 
@@ -103,6 +106,11 @@ class Host:
 
     def answer(self, uid: int) -> Answer:
         return self._book.answers.get(uid, Answer())
+
+    @property
+    def stats(self) -> list[EngineStats]:
+        """All that was said of how the scheduler stands."""
+        return self._book.stats
 
     @property
     def open_uids(self) -> list[int]:

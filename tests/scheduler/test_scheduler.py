@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -447,3 +448,44 @@ def test_a_hit_at_the_first_admission_is_what_is_reported() -> None:
     assert restarts[:2] == [0, 0]
     assert restarts[2] > 0, "the second was retracted and found a part of itself"
     assert [host.answer(uid).num_cached for uid in uids] == [0, 0]
+
+
+# --- what is said of how it stands
+
+
+@OVERLAP
+def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=16, page_size=4), num_rows=2, overlap=overlap)
+    held = set()
+    for salt in range(4):
+        host.submit(prompt_of(9, salt), exactly(6))
+    while host.is_busy:
+        host.step()
+        scheduler, last = host.scheduler, host.stats[-1]
+        assert last.num_running == len(scheduler.decode.running) + (scheduler.prefill.half_computed is not None)
+        assert last.num_running + last.num_waiting == len(scheduler._live)
+        assert last.num_pages_used == 16 - scheduler.cache.num_available
+        assert last.num_pages == 16
+        held.add((last.num_running, last.num_waiting))
+    assert {(2, 2), (0, 0)} <= held
+    assert all(one != other for one, other in itertools.pairwise(host.stats))
+    assert host.stats[-1].num_pages_used == host.stats[-1].num_retractions == 0
+
+
+def test_an_abort_that_leaves_nothing_to_say_still_tells_of_the_pages_that_came_back() -> None:
+    host = Host(overlap=True)
+    uid = host.submit(prompt_of(9), exactly(20))
+    host.step(4)
+    assert host.stats[-1].num_pages_used > 0
+    host.abort(uid)
+    host.drain()
+    assert (host.stats[-1].num_running, host.stats[-1].num_pages_used) == (0, 0)
+
+
+def test_retractions_are_counted() -> None:
+    host = Host(make_limits(num_pages=8, page_size=4))
+    for salt in range(3):
+        host.submit(prompt_of(6, salt), exactly(20))
+    host.drain()
+    assert host.stats[-1].num_retractions > 0
+    host.check_answers()

@@ -19,6 +19,7 @@ from minisgl.message import (
     DecodeMsg,
     DetokenizeMsg,
     EncodeMsg,
+    EngineStats,
     ExitMsg,
     ShutdownMsg,
     TokenIds,
@@ -91,8 +92,10 @@ def test_an_abort_follows_its_request(folder: Path) -> None:
 
 def test_news_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
     news = [DetokenizeMsg(1, 260, num_prompt=3), DetokenizeMsg(2, finish="abort")]
-    to_backend, (batch,) = run(folder, BatchTokenizerMsg(news), ShutdownMsg())
+    stats = EngineStats(1, 2, 3, 4, 5)
+    to_backend, (batch, more) = run(folder, BatchTokenizerMsg(news), BatchTokenizerMsg([], stats), ShutdownMsg())
     assert isinstance(batch, BatchFrontendMsg)
+    assert (batch.stats, more) == (None, BatchFrontendMsg([], stats))
     assert [(reply.uid, reply.text, reply.finish) for reply in batch.replies] == [(1, "a", None), (2, "", "abort")]
     assert to_backend == []
 

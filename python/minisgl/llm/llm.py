@@ -27,6 +27,7 @@ from minisgl.message import (
     ChatMessage,
     Conversation,
     DetokenizeMsg,
+    EngineStats,
     ExitMsg,
     UserMsg,
     UserReply,
@@ -81,7 +82,7 @@ class _Mailbox:
         msgs, self.to_scheduler = self.to_scheduler, []
         return msgs
 
-    def send(self, msgs: list[DetokenizeMsg]) -> None:
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002 - nobody watches
         self.from_scheduler += msgs
 
     def take(self) -> list[DetokenizeMsg]:

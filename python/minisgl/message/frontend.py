@@ -67,10 +67,26 @@ class CodecReply(BaseFrontendMsg, frozen=True):
     error: ReplyError | None = None
 
 
+class EngineStats(BaseMsg, frozen=True):
+    """How scheduler 0 stands after a step. Sent along with its news when it has changed.
+
+    Attributes:
+        num_pages_used: pages that requests hold; those that could be evicted are not among them.
+        num_retractions: since the start.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_pages_used: int
+    num_pages: int
+    num_retractions: int
+
+
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
     """Detokenizer → API server: all news of one step."""
 
     replies: list[UserReply]
+    stats: EngineStats | None = None
 
 
 FrontendMsg: TypeAlias = UserReply | CodecReply | BatchFrontendMsg

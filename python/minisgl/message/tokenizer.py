@@ -8,7 +8,7 @@ import msgspec
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message.base import BaseMsg
-from minisgl.message.frontend import ReplyError
+from minisgl.message.frontend import EngineStats, ReplyError
 
 ChatMessage: TypeAlias = dict[str, Any]
 
@@ -96,6 +96,7 @@ class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
     """Scheduler → detokenizer: all news of one step."""
 
     msgs: list[DetokenizeMsg]
+    stats: EngineStats | None = None
 
 
 TokenizerMsg: TypeAlias = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from minisgl.message import BackendMsg, BatchBackendMsg, BatchTokenizerMsg, DetokenizeMsg
+from minisgl.message import BackendMsg, BatchBackendMsg, BatchTokenizerMsg, DetokenizeMsg, EngineStats
 from minisgl.utils.mp import PullQueue, PushQueue
 
 
@@ -24,8 +24,8 @@ class Inbox(Protocol):
 class Outbox(Protocol):
     """Where news goes."""
 
-    def send(self, msgs: list[DetokenizeMsg]) -> None:
-        """Pass on the news of one step."""
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        """Pass on the news of one step, and how the scheduler stands if that has changed."""
 
 
 class ZmqInbox:
@@ -73,12 +73,12 @@ class ZmqOutbox:
     def __init__(self, queue: PushQueue[BatchTokenizerMsg]) -> None:
         self._queue = queue
 
-    def send(self, msgs: list[DetokenizeMsg]) -> None:
-        self._queue.put(BatchTokenizerMsg(msgs))
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        self._queue.put(BatchTokenizerMsg(msgs, stats))
 
 
 class DiscardOutbox:
     """For ranks that do not answer."""
 
-    def send(self, msgs: list[DetokenizeMsg]) -> None:
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         pass

@@ -26,6 +26,7 @@ from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
     DetokenizeMsg,
+    EngineStats,
     ExitMsg,
     ReplyError,
     UserMsg,
@@ -83,6 +84,8 @@ class Scheduler:
         self._retiring: dict[int, Req] = {}  # ended or retracted, but a launched batch refers to them
         self._in_flight: _InFlight | None = None
         self._news: list[DetokenizeMsg] = []
+        self._num_retractions = 0
+        self._reported = self._stats()
 
     @property
     def is_idle(self) -> bool:
@@ -102,9 +105,25 @@ class Scheduler:
         previous, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
         if previous:
             self._finish(previous)
-        if self._news:
-            self._outbox.send(self._news)
-            self._news = []
+        self._report()
+
+    def _report(self) -> None:
+        """Send the news of a step, and how it has left the scheduler if that is not what was said last."""
+        stats = self._stats()
+        has_changed = stats != self._reported
+        if self._news or has_changed:
+            self._outbox.send(self._news, stats if has_changed else None)
+            self._news, self._reported = [], stats
+
+    def _stats(self) -> EngineStats:
+        num_pages, num_half = self.cache.num_pages, self.prefill.half_computed is not None
+        return EngineStats(
+            num_running=len(self.decode) + num_half,
+            num_waiting=len(self.prefill) - num_half,
+            num_pages_used=num_pages - self.cache.num_available,
+            num_pages=num_pages,
+            num_retractions=self._num_retractions,
+        )
 
     def _take_in(self, msgs: Sequence[BackendMsg]) -> None:
         for msg in msgs:
@@ -154,6 +173,7 @@ class Scheduler:
         if starved and not self._retiring:  # else pages are on their way back already
             victim = self.prefill.retract() or self.decode.retract()
             logger.debug("request %d is retracted at %d tokens", victim.uid, victim.num_known)
+            self._num_retractions += 1
             self._retire(victim)
             decodes = [part for part in decodes if part.req is not victim]
         prefills = self.prefill.plan(self._prefill_budget, num_running=len(self.decode))

@@ -7,7 +7,8 @@
     protocol.py    OpenAI's objects and which of their fields are honoured
     vocabulary.py  the objects of /tokenize and /detokenize
     api_server.py  the routes
-    middleware.py  what stands before them: keys, limits
+    middleware.py  what stands before them: keys, limits, counts
+    metrics.py     the numbers at /metrics
     shell.py       the chat
 
 Read `launch.py`, then `api_server.py`.

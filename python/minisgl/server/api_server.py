@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -24,7 +25,8 @@ from starlette.types import Receive, Scope, Send
 from minisgl.errors import EngineFailed, RequestError, UnknownModel
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.frontend import Frontend, Generation
-from minisgl.server.middleware import ApiKey, BodyLimit
+from minisgl.server.metrics import Metrics
+from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.protocol import (
     ChatCompletion,
     ChatRequest,
@@ -93,7 +95,7 @@ def create_app(
     app.state.model = model
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)  # the last to be added is the first to see a request
     if api_keys:
-        app.add_middleware(ApiKey, keys=api_keys)
+        app.add_middleware(ApiKey, keys=api_keys, metrics=frontend.metrics)
     if cors_origins:  # before the keys: a browser asks without one whether it may send one
         app.add_middleware(
             CORSMiddleware,
@@ -102,6 +104,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
+    app.add_middleware(RequestCount, metrics=frontend.metrics)
     for kind, handler in (
         (RequestError, _on_our_error),
         (EngineFailed, _on_our_error),
@@ -112,6 +115,7 @@ def create_app(
     ):
         app.add_exception_handler(kind, handler)
     app.add_api_route("/health", health, methods=["GET"], responses={503: {"model": ErrorResponse}})
+    app.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
     app.add_api_route("/version", version, methods=["GET"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", retrieve_model, methods=["GET"], responses={404: _ERRORS[404]})
@@ -143,6 +147,10 @@ async def health(frontend: FrontendDep) -> dict[str, str]:
     if frontend.failure:
         raise frontend.failure
     return {"status": "ok"}
+
+
+async def metrics(frontend: FrontendDep) -> Response:
+    return Response(frontend.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def version() -> dict[str, str]:
@@ -194,7 +202,7 @@ async def _answer(
         answer = shape(model.name, body, prompts)
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
-            return _EventStream(answer, generation, include_usage=body.include_usage)
+            return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
         await _unless_disconnected(request, answer.finish(generation))
         return answer.whole()
     except BaseException:
@@ -205,16 +213,19 @@ async def _answer(
 class _EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the request does not outlive it."""
 
-    def __init__(self, answer: Answer, generation: Generation, *, include_usage: bool) -> None:
+    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics, *, include_usage: bool) -> None:
         events = answer.events(generation, include_usage=include_usage)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._generation = generation
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._generation.close()
+            if self._generation.error:
+                self._metrics.count_error(self._generation.error.code)
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -239,30 +250,31 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def _respond(status: int, content: ErrorResponse) -> Response:
+def _respond(request: Request, status: int, content: ErrorResponse) -> Response:
+    _get_frontend(request).metrics.count_error(content.error.code or f"http_{status}")
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 429 else None
     return JSONResponse(content.model_dump(), status, headers)
 
 
-async def _on_our_error(_: Request, error: Exception) -> Response:
+async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineFailed)
-    return _respond(503 if isinstance(error, EngineFailed) else error.status, error_response(error))
+    return _respond(request, 503 if isinstance(error, EngineFailed) else error.status, error_response(error))
 
 
-async def _on_invalid_body(_: Request, error: Exception) -> Response:
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     body = ErrorBody(message=message, type="invalid_request_error", param=param, code=str(first["type"]))
-    return _respond(400, ErrorResponse(error=body))
+    return _respond(request, 400, ErrorResponse(error=body))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f" ({request.method} {request.url.path})" if error.status_code in (404, 405) else ""
     body = ErrorBody(message=f"{error.detail}{where}", type="invalid_request_error")
-    return _respond(error.status_code, ErrorResponse(error=body))
+    return _respond(request, error.status_code, ErrorResponse(error=body))
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -272,4 +284,4 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s fails", request.method, request.url.path, exc_info=error)
     body = ErrorBody(message="internal server error", type="server_error")
-    return _respond(500, ErrorResponse(error=body))
+    return _respond(request, 500, ErrorResponse(error=body))

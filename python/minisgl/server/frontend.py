@@ -31,6 +31,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.utils.mp import AsyncPullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Generation:
         self._frontend = frontend
         self._index_of = {uid: index for index, uid in enumerate(uids)}
         self._replies: asyncio.Queue[UserReply | EngineFailed] = asyncio.Queue()
+        self.error: RequestError | EngineFailed | None = None  # what `next` raised
 
     @property
     def has_ended(self) -> bool:
@@ -65,12 +67,14 @@ class Generation:
         reply = await self._replies.get()
         if isinstance(reply, EngineFailed):
             self._index_of.clear()
-            raise reply
+            self.error = reply
+            raise self.error
         index = self._index_of[reply.uid]
         if reply.is_final:
             del self._index_of[reply.uid]
         if reply.error is not None:
-            raise _request_error(reply.error)
+            self.error = _request_error(reply.error)
+            raise self.error
         return index, reply
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, UserReply]]:
@@ -96,10 +100,11 @@ class Frontend:
         self._tokenizers = tokenizers
         self._incoming = replies
         self._max_open = max_open_requests
-        self._open: dict[int, Generation] = {}
+        self._open: dict[int, tuple[Generation, Stopwatch]] = {}
         self._questions: dict[int, asyncio.Future[CodecReply]] = {}
         self._uids = itertools.count()
         self._failure: EngineFailed | None = None
+        self.metrics = Metrics()
 
     @property
     def failure(self) -> EngineFailed | None:
@@ -132,7 +137,7 @@ class Frontend:
         generation = Generation(self, uids)
         for uid, (prompt, own) in zip(uids, each, strict=True):
             self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, own))
-            self._open[uid] = generation
+            self._open[uid] = (generation, Stopwatch(self.metrics))
         return generation
 
     def _make_sure_of_room(self, num_requests: int) -> None:
@@ -178,13 +183,16 @@ class Frontend:
     def abort(self, uid: int) -> None:
         """Give a request up; its remaining replies are dropped."""
         if self._open.pop(uid, None) and not self._failure:
+            self.metrics.aborts.inc()
             self._tokenizer_of(uid).put(AbortMsg(uid))
 
     async def run(self) -> None:
         """Hand out replies, for ever."""
         while True:
             match await self._incoming.get():
-                case BatchFrontendMsg(replies):
+                case BatchFrontendMsg(replies, stats):
+                    if stats:
+                        self.metrics.take(stats)
                     for reply in replies:
                         self._hand_out(reply)
                 case UserReply() as refusal:
@@ -198,9 +206,10 @@ class Frontend:
             question.set_result(reply)
 
     def _hand_out(self, reply: UserReply) -> None:
-        generation = self._open.get(reply.uid)
-        if generation is None:  # given up by its reader
+        if reply.uid not in self._open:  # given up by its reader
             return
+        generation, watch = self._open[reply.uid]
+        watch.see(reply)
         if reply.is_final:
             del self._open[reply.uid]
         generation.put(reply)
@@ -208,7 +217,7 @@ class Frontend:
     def fail(self, reason: str) -> None:
         """Tell every open request that there will be no answer, and refuse new ones."""
         self._failure = EngineFailed(reason)
-        for generation in set(self._open.values()):
+        for generation in {generation for generation, _ in self._open.values()}:
             generation.put(self._failure)
         self._open.clear()
         for question in self._questions.values():

@@ -13,8 +13,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey
 from minisgl.server.answers import error_response
+from minisgl.server.metrics import Metrics
 
 _OPEN_PATHS = {"/health"}
+
+
+class RequestCount:
+    """Counts every response by the route that gave it, as the routes are written; the rest is one more route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        def count(status: int) -> None:
+            self._metrics.count_request(getattr(scope.get("route"), "path", "other"), status)
+
+        async def counted(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                count(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:  # what answers it stands before this
+            if not has_begun:
+                count(500)
+            raise
 
 
 class ApiKey:
@@ -23,8 +52,9 @@ class ApiKey:
     Keeps digests, which are all of one length, and compares with every one of them: the time it takes tells nothing.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,6 +62,7 @@ class ApiKey:
             await self._app(scope, receive, send)
             return
         error = InvalidApiKey()
+        self._metrics.count_error(error.code)
         response = JSONResponse(
             error_response(error).model_dump(), error.status, headers={"WWW-Authenticate": "Bearer"}
         )

@@ -19,7 +19,6 @@ from minisgl.message import (
     BatchTokenizerMsg,
     CodecReply,
     DecodeMsg,
-    DetokenizeMsg,
     EncodeMsg,
     ExitMsg,
     FrontendMsg,
@@ -64,8 +63,8 @@ class TokenizeWorker:
                 self._frontend.put(self._translate(msg))
             case AbortMsg(uid):
                 self._backend.put(AbortBackendMsg(uid))
-            case BatchTokenizerMsg(msgs):
-                self._detokenize(msgs)
+            case BatchTokenizerMsg():
+                self._detokenize(msg)
 
     def _tokenize(self, msg: TokenizeMsg) -> None:
         try:
@@ -76,15 +75,15 @@ class TokenizeWorker:
             logger.debug("request %d has %d tokens", msg.uid, len(ids))
             self._backend.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
 
-    def _detokenize(self, msgs: list[DetokenizeMsg]) -> None:
+    def _detokenize(self, batch: BatchTokenizerMsg) -> None:
         replies = []
-        for msg in msgs:
+        for msg in batch.msgs:
             if reply := self._detokenizer.step(msg):
                 replies.append(reply)
                 if reply.is_final and not (msg.finish or msg.error):  # a stop text, which the scheduler cannot see
                     self._backend.put(AbortBackendMsg(msg.uid))
-        if replies:
-            self._frontend.put(BatchFrontendMsg(replies))
+        if replies or batch.stats:
+            self._frontend.put(BatchFrontendMsg(replies, batch.stats))
 
     def _translate(self, msg: EncodeMsg | DecodeMsg) -> CodecReply:
         try:

@@ -1,0 +1,90 @@
+"""What the server says of itself at /metrics, in the text format of Prometheus.
+
+Numbers only: no text of any request, and labels whose values are few. Counted in the API process as replies are handed
+out, but for what only the scheduler knows, which comes with its news (`EngineStats`).
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from minisgl.message import EngineStats, UserReply
+
+_TO_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
+_WHOLE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The numbers of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, namespace="minisgl", registry=self._registry)
+        gauge = partial(Gauge, namespace="minisgl", registry=self._registry)
+        histogram = partial(Histogram, namespace="minisgl", registry=self._registry)
+        self._requests = counter("http_requests_total", "HTTP requests by route and status", ["route", "status"])
+        self._errors = counter("errors_total", "Errors answered, by their code", ["code"])
+        self.aborts = counter("aborts_total", "Prompts whose reader went away before the end")
+        self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts whose answer has begun")
+        self.cached_tokens = counter("cached_prompt_tokens_total", "Those of them that came from the prefix cache")
+        self.output_tokens = counter("output_tokens_total", "Tokens of answers")
+        self.to_first = histogram(
+            "time_to_first_token_seconds", "From a prompt's arrival to its first token", buckets=_TO_FIRST_S
+        )
+        self.between = histogram("inter_token_latency_seconds", "From a token to the next", buckets=_BETWEEN_S)
+        self.whole = histogram(
+            "request_duration_seconds", "From a prompt's arrival to the end of its answer", buckets=_WHOLE_S
+        )
+        self._running = gauge("requests_running", "Prompts that hold pages of the KV cache")
+        self._waiting = gauge("requests_waiting", "Prompts that wait for pages")
+        self._used = gauge("kv_pages_used_ratio", "Share of KV pages that are held: neither free nor evictable")
+        self._retractions = counter("retractions_total", "Times that a prompt lost its pages to others")
+        self._num_retractions = 0
+
+    def count_request(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def count_error(self, code: str) -> None:
+        self._errors.labels(code).inc()
+
+    def take(self, stats: EngineStats) -> None:
+        """The state of the scheduler after its latest step."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._used.set(stats.num_pages_used / stats.num_pages)
+        self._retractions.inc(stats.num_retractions - self._num_retractions)
+        self._num_retractions = stats.num_retractions
+
+    def expose(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+
+class Stopwatch:
+    """Takes the times of one prompt, from now on."""
+
+    __slots__ = ("_began", "_last", "_metrics", "_num_output")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._began = self._last = time.perf_counter()
+        self._num_output = 0
+
+    def see(self, reply: UserReply) -> None:
+        """Account for a reply as it is handed out."""
+        now, num_new = time.perf_counter(), reply.num_output - self._num_output
+        if num_new > 0:
+            if self._num_output:
+                self._metrics.between.observe((now - self._last) / num_new)
+            else:
+                self._metrics.to_first.observe(now - self._began)
+                self._metrics.prompt_tokens.inc(reply.num_prompt)
+                self._metrics.cached_tokens.inc(reply.num_cached)
+            self._metrics.output_tokens.inc(num_new)
+            self._last, self._num_output = now, reply.num_output
+        if reply.finish is not None:
+            self._metrics.whole.observe(now - self._began)
