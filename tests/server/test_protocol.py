@@ -290,7 +290,7 @@ def test_the_other_spellings_of_all_overrule_the_models_top_k(kind: Any, spelled
 @both
 def test_what_is_left_open_comes_from_the_model_and_what_is_given_overrules_it(kind: Any) -> None:
     defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}
-    request = read(kind, temperature=0.0, min_p=0)
+    request = read(kind, temperature=0.0, min_p=0, max_tokens=5)
     assert request.sampling(defaults) == SamplingParams(max_tokens=5, temperature=0.0, top_p=0.95, top_k=20, min_p=0.0)
     assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, "not written to"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.message import CodecReply, DecodeMsg, EncodeMsg, ReplyError, pack_ids
+from minisgl.message import CodecReply, Conversation, DecodeMsg, EncodeMsg, ReplyError, pack_ids
 from tests.server.test_api_server import App, assert_is_error, scene
 
 TURN = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
@@ -20,8 +20,8 @@ ASKED = pytest.mark.parametrize(("route", "body"), [("/tokenize", {"prompt": "a"
         ({"prompt": "hi"}, "hi", None),
         ({"prompt": ""}, "", None),
         ({"prompt": "hi", "model": "m", "add_special_tokens": False}, "hi", False),
-        ({"messages": [TURN]}, [{"role": "user", "content": "hi"}], None),
-        ({"messages": [TURN], "add_special_tokens": True}, [{"role": "user", "content": "hi"}], True),
+        ({"messages": [TURN]}, Conversation([{"role": "user", "content": "hi"}]), None),
+        ({"messages": [TURN], "add_special_tokens": True}, Conversation([{"role": "user", "content": "hi"}]), True),
     ],
 )
 def test_a_prompt_of_either_kind_is_tokenized(body: dict[str, Any], prompt: Any, special: bool | None) -> None:

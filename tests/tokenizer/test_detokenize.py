@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from minisgl.message import DetokenizeMsg, ReplyError
 from minisgl.tokenizer import Detokenizer, Tokenizer
+from minisgl.tokenizer.detokenize import StopTexts
 
 TINY = ["byte level", "byte fallback"]
 OUTSIDE = 100_000  # an id that no tokenizer here has: models often have more rows than their tokenizer has tokens
@@ -177,3 +179,25 @@ def test_an_end_without_a_token_says_the_counts_it_was_given(tokenizer: Callable
     reply = detokenizer.step(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
     assert (reply.num_prompt, reply.num_cached, reply.num_output) == (5, 4, 1)
     assert detokenizer.num_open == 0
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 30)),
+    st.booleans(),
+)
+def test_a_stop_text_is_found_however_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+    expected = text
+    if ends:
+        end, begin, _ = min(ends)
+        expected = text[:end] if include else text[:begin]
+    search = StopTexts(stops, include=include)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    shown = [search.feed(piece, flush=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    assert "".join(shown) == expected
+    assert search.has_stopped == bool(ends)

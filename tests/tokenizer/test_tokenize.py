@@ -130,7 +130,9 @@ def test_a_text_has_special_tokens_unless_they_are_not_wanted(
 def test_a_chat_has_those_of_its_template_and_more_if_they_are_wanted(
     given: bool | None, num_bos: int, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
-    assert tokenizer("byte level").encode([TURN], add_special_tokens=given).tolist().count(BOS_ID) == num_bos
+    assert (
+        tokenizer("byte level").encode(Conversation([TURN]), add_special_tokens=given).tolist().count(BOS_ID) == num_bos
+    )
 
 
 @pytest.mark.parametrize("name", ["byte level", "default"])
@@ -142,7 +144,7 @@ def test_text_comes_back_from_its_ids_as_it_was(name: str, text: str, tokenizer:
 
 def test_special_tokens_are_part_of_the_text_that_ids_stand_for(tokenizer: Callable[[str], Tokenizer]) -> None:
     one = tokenizer("byte level")
-    assert one.text_of(one.encode([TURN])) == one.render([TURN])
+    assert one.text_of(one.encode(Conversation([TURN]))) == one.render(Conversation([TURN]))
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "default"])

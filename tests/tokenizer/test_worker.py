@@ -104,7 +104,7 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
     to_backend, replies = run(
         folder,
         EncodeMsg(1, "ab", add_special_tokens=False),
-        EncodeMsg(2, [{"role": "user", "content": "a"}]),
+        EncodeMsg(2, Conversation([{"role": "user", "content": "a"}])),
         DecodeMsg(3, pack_ids([10**6])),
         DecodeMsg(4, pack_ids(Tokenizer(folder).encode("ab", add_special_tokens=False))),
         ShutdownMsg(),

@@ -11,7 +11,7 @@ from typing import Any
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.frontend import Generation
-from minisgl.server.protocol import (
+from minisgl.server.objects import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -20,17 +20,16 @@ from minisgl.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     ErrorBody,
     ErrorResponse,
     FinishReason,
-    GenerationRequest,
     Likely,
     PromptTokensDetails,
     Usage,
     new_id,
     now,
 )
+from minisgl.server.protocol import CompletionRequest, GenerationRequest
 
 
 class Answer(ABC):

@@ -27,16 +27,8 @@ from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_r
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
-from minisgl.server.protocol import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    ErrorBody,
-    ErrorResponse,
-    ModelCard,
-    ModelList,
-)
+from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
+from minisgl.server.protocol import ChatRequest, CompletionRequest
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 

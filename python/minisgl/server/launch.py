@@ -32,7 +32,7 @@ from minisgl.scheduler import scheduler_worker
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.frontend import Frontend
-from minisgl.server.protocol import now
+from minisgl.server.objects import now
 from minisgl.server.shell import run_shell
 from minisgl.tokenizer import tokenize_worker
 from minisgl.utils import detect_hardware, set_up_logging

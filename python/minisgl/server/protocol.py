@@ -1,4 +1,4 @@
-"""OpenAI's objects: which fields of a request are honoured, and what answers look like.
+"""Requests as OpenAI has them: which fields are honoured, and what they become.
 
 A field that would change the output is honoured or refused, never ignored: `_NEUTRAL` lists those that are accepted
 only with the value that changes nothing, `_HARMLESS` those that never change the output, and anything else unknown is
@@ -7,11 +7,9 @@ an error that names it. Reference: https://platform.openai.com/docs/api-referenc
 
 from __future__ import annotations
 
-import time
-import uuid
 from abc import abstractmethod
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -261,118 +259,3 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-FinishReason = Literal["stop", "length", "abort"]
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int = 0
-
-
-class Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
-    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class Likely(BaseModel):
-    """A token and its log probability; `bytes` is null where it is not a whole character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-    @classmethod
-    def of(cls, text: str, logprob: float) -> Self:
-        return cls(token=text, logprob=logprob, bytes=None if "\ufffd" in text else list(text.encode()))
-
-
-class ChatLogprob(Likely):
-    top_logprobs: list[Likely] = []
-
-
-class ChatLogprobs(BaseModel):
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class CompletionLogprobs(BaseModel):
-    """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "minisgl"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorBody
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def now() -> int:
-    """Seconds since the epoch, as OpenAI's `created`."""
-    return int(time.time())

@@ -25,7 +25,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class StopTexts:
-    """Looks for the first of several texts in a stream.
+    """Looks in a stream for the one of several texts that is complete first.
 
     Args:
         include: whether the found text is handed out.
@@ -44,7 +44,7 @@ class StopTexts:
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found, key=lambda place: place[0])
+            at, stop = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
             self.has_stopped = True
             return text[: at + len(stop) * self._include]
         certain = len(text) if flush else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)

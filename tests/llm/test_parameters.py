@@ -1,0 +1,166 @@
+"""What each parameter of a request does to its answer, and to nobody else's; transformers gives the logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.core import SamplingParams
+from minisgl.errors import RequestError
+from minisgl.llm import LLM
+from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model
+from tests.llm.test_llm import ARCH, ids_of, make, text_of
+
+PROMPT = "The quick brown fox jumps"
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    with make(checkpoint(ARCH), overlap=request.param) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def logits_after() -> Callable[[list[int]], Tensor]:
+    model = tiny_model(ARCH)
+
+    @torch.no_grad()
+    def logits(ids: list[int]) -> Tensor:
+        return model(torch.tensor([ids])).logits[0, -1].float()
+
+    return logits
+
+
+def params(num_tokens: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields})
+
+
+def answer(llm: LLM, **fields: Any) -> list[int]:
+    return llm.generate(PROMPT, params(**fields), use_tqdm=False)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.4},
+        {"frequency_penalty": -1.5},
+        {"repetition_penalty": 1.6},
+        {"repetition_penalty": 0.7},
+        {"presence_penalty": -0.5, "frequency_penalty": 0.8, "repetition_penalty": 1.2, "logit_bias": {7: 1.5, 9: -2}},
+    ],
+    ids=str,
+)
+def test_penalties_and_bias_follow_their_definition(
+    llm: LLM, logits_after: Callable[[list[int]], Tensor], fields: dict[str, Any]
+) -> None:
+    prompt, expected = ids_of(PROMPT), list[int]()
+    for _ in range(NUM_TOKENS):
+        logits = logits_after(prompt + expected)
+        for token, bias in fields.get("logit_bias", {}).items():
+            logits[token] += bias
+        for token in {*prompt, *expected}:
+            factor = fields.get("repetition_penalty", 1)
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        for token, count in Counter(expected).items():
+            logits[token] -= fields.get("presence_penalty", 0) + count * fields.get("frequency_penalty", 0)
+        expected.append(int(logits.argmax()))
+    assert answer(llm, **fields) == expected
+    assert answer(llm) != expected
+
+
+def test_a_biased_token_always_or_never_shows(llm: LLM) -> None:
+    plain = answer(llm)
+    assert plain[0] not in answer(llm, logit_bias={plain[0]: -100})
+    assert set(answer(llm, logit_bias={5: 100})) == {5}
+
+
+def test_log_probabilities_are_transformers(llm: LLM, logits_after: Callable[[list[int]], Tensor]) -> None:
+    fields = {"logprobs": 5, "temperature": 0.7, "seed": 3, "top_k": 9, "presence_penalty": 0.5}
+    [out] = llm.generate(PROMPT, params(**fields), use_tqdm=False)
+    assert out.logprobs is not None and len(out.logprobs) == NUM_TOKENS
+    ids = ids_of(PROMPT)
+    for token, told in zip(out.token_ids, out.logprobs, strict=True):
+        logprob_V = torch.log_softmax(logits_after(ids), dim=0)
+        assert told.own == pytest.approx(float(logprob_V[token]), abs=1e-3)
+        top, top_ids = logprob_V.topk(5)
+        assert [token for token, _ in told.top] == top_ids.tolist()
+        assert [logprob for _, logprob in told.top] == pytest.approx(top.tolist(), abs=1e-3)
+        ids.append(token)
+    [none] = llm.generate(PROMPT, params(4, logprobs=0), use_tqdm=False)
+    assert [told.top for told in none.logprobs or []] == [[]] * 4
+    assert llm.generate(PROMPT, params(4), use_tqdm=False)[0].logprobs is None
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 5])
+def test_no_end_before_the_least_number_of_tokens(llm: LLM, min_tokens: int) -> None:
+    fields = {"ignore_eos": False, "logit_bias": {EOS_ID: 100}, "min_tokens": min_tokens}
+    [out] = llm.generate(PROMPT, params(**fields), use_tqdm=False)
+    assert (out.finish_reason, len(out.token_ids)) == ("stop", min_tokens + 1)
+    assert EOS_ID not in out.token_ids[:-1]
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:
+    plain = answer(llm)
+    stop = next(token for i, token in enumerate(plain) if i > 2 and token not in plain[:i])
+    end = plain.index(stop)
+    [out] = llm.generate(PROMPT, params(stop_token_ids=(stop, VOCAB_SIZE - 1)), use_tqdm=False)
+    assert (out.token_ids, out.finish_reason) == (plain[: end + 1], "stop")
+    assert out.text == text_of(plain[:end])
+    late = llm.generate(PROMPT, params(stop_token_ids=(stop,), min_tokens=end + 2), use_tqdm=False)[0].token_ids
+    assert late[:end] == plain[:end] and stop not in late[: end + 2]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_text_ends_the_answer_wherever_the_tokens_begin(llm: LLM, include: bool) -> None:
+    text = text_of(answer(llm))
+    stops = {text[at : at + size] for at in range(0, len(text) - 5, 3) for size in (1, 2, 5)}
+    several = [params(stop=("never there", stop), include_stop_str_in_output=include) for stop in sorted(stops)]
+    outs = llm.generate([PROMPT] * len(several), several, use_tqdm=False)
+    streamed = [""] * len(several)
+    for news in llm.stream([PROMPT] * len(several), several):
+        streamed[news.index] += news.text
+    for out, stream, one in zip(outs, streamed, several, strict=True):
+        stop = one.stop[1]
+        assert out.text == stream == text[: text.index(stop) + include * len(stop)]
+        assert out.finish_reason == "stop"
+        assert len(out.token_ids) <= NUM_TOKENS
+    assert llm._scheduler.is_idle
+    llm._scheduler.check_integrity()
+
+
+def test_special_tokens_are_shown_if_asked_for(llm: LLM) -> None:
+    for skip, expected in ((True, ""), (False, "</s>" * 3)):
+        fields = {"logit_bias": {EOS_ID: 100}, "skip_special_tokens": skip}
+        assert llm.generate(PROMPT, params(3, **fields), use_tqdm=False)[0].text == expected
+
+
+def test_parameters_are_a_requests_own(llm: LLM) -> None:
+    """The same answers in a crowd of all kinds as alone."""
+    kinds = [
+        params(),
+        params(presence_penalty=2.0),
+        params(logprobs=2, temperature=1.0, seed=1),
+        params(logit_bias={3: 4.0}, temperature=0.5, seed=2, top_p=0.9),
+        params(stop=("e",)),
+        params(repetition_penalty=1.3, min_tokens=4, ignore_eos=False),
+    ]
+    alone = [llm.generate(PROMPT, kind, use_tqdm=False)[0] for kind in kinds]
+    crowd = llm.generate([PROMPT] * len(kinds), kinds, use_tqdm=False)
+    for one, other in zip(alone, crowd, strict=True):
+        assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+        if one.finish_reason == "length":
+            assert one.token_ids == other.token_ids
+
+
+def test_a_bias_for_a_token_that_is_not_there_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}\)") as refusal:
+        answer(llm, logit_bias={VOCAB_SIZE: 1.0})
+    assert refusal.value.param == "logit_bias"
