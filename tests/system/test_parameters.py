@@ -1,0 +1,133 @@
+"""Parameters as OpenAI's client sends them, against a server of real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.system.harness import MODEL, PATIENCE_S, Program, eventually
+from tests.system.oracle import answer_to, text_after
+
+pytestmark = pytest.mark.slow
+PROMPT = "The quick brown fox"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+GO_ON = {"ignore_eos": True}
+
+
+def test_a_stop_text_never_shows_in_a_stream_and_frees_the_engine(server: Program) -> None:
+    whole = text_after(PROMPT, 24)
+    with server.client() as client:
+        for at in range(2, 12, 3):
+            stop = whole[at : at + 4]
+            stream = client.completions.create(
+                prompt=PROMPT, stop=["never there", stop], stream=True, extra_body=GO_ON, **GREEDY
+            )
+            chunks = [chunk.choices[0] for chunk in stream]
+            assert "".join(chunk.text for chunk in chunks) == whole[: whole.index(stop)]
+            assert chunks[-1].finish_reason == "stop"
+        kept = client.completions.create(
+            prompt=PROMPT, stop=stop, extra_body={**GO_ON, "include_stop_str_in_output": True}, **GREEDY
+        )
+        assert kept.choices[0].text == whole[: whole.index(stop) + len(stop)]
+        long = client.completions.create(prompt=PROMPT, stop=stop, extra_body=GO_ON, **{**GREEDY, "max_tokens": 200})
+        assert long.usage is not None and long.usage.completion_tokens < 24
+    eventually(server.has_all_places, "the engine is free again")
+
+
+def test_n_answers_are_n_seeded_requests(server: Program) -> None:
+    options = {"model": MODEL, "prompt": [PROMPT, "the dog"], "max_tokens": 12, "temperature": 1.0, "extra_body": GO_ON}
+    with server.client() as client:
+        together = client.completions.create(n=4, seed=7, **options)
+        alone = [client.completions.create(seed=7 + i, **options) for i in range(4)]
+    texts = [choice.text for choice in together.choices]
+    assert [choice.index for choice in together.choices] == list(range(8))
+    assert texts == [alone[i].choices[prompt].text for prompt in range(2) for i in range(4)]
+    assert len(set(texts)) == 8
+    assert together.usage is not None and alone[0].usage is not None
+    assert together.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert together.usage.completion_tokens == 8 * 12
+
+
+def test_a_stream_of_n_answers_interleaves_them_under_their_indexes(server: Program) -> None:
+    async def read() -> dict[int, str]:
+        url = f"{server.url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+            stream = await client.chat.completions.create(
+                messages=[{"role": "user", "content": PROMPT}], n=3, stream=True, extra_body=GO_ON, **GREEDY
+            )
+            texts: dict[int, str] = {}
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            return texts
+
+    assert asyncio.run(read()) == dict.fromkeys(range(3), answer_to(PROMPT, 24))
+
+
+def test_log_probabilities_stand_beside_their_tokens(server: Program) -> None:
+    with server.client() as client:
+        options = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 3, **GREEDY}
+        chat = client.chat.completions.create(extra_body=GO_ON, **options)
+        stream = list(client.chat.completions.create(stream=True, extra_body=GO_ON, **options))
+        text = client.completions.create(prompt=PROMPT, logprobs=2, echo=True, extra_body=GO_ON, **GREEDY)
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 24
+    for entry in content:
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (t.logprob for t in entry.top_logprobs), reverse=True
+        )
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-6
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+    streamed = [chunk.choices[0].logprobs for chunk in stream if chunk.choices and chunk.choices[0].logprobs]
+    assert [entry for part in streamed for entry in part.content or []] == content
+    choice = text.choices[0]
+    assert choice.text == PROMPT + text_after(PROMPT, 24)
+    assert (
+        choice.logprobs is not None and choice.logprobs.tokens is not None and choice.logprobs.text_offset is not None
+    )
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs or []) == 24
+    assert choice.logprobs.text_offset[0] == len(PROMPT)
+    assert choice.logprobs.text_offset[1] == len(PROMPT) + len(choice.logprobs.tokens[0])
+
+
+def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:
+    with server.client() as client:
+        options = {"prompt": PROMPT, "logprobs": 0, "extra_body": GO_ON, **GREEDY}
+        plain = client.completions.create(**options).choices[0].logprobs
+        biased = client.completions.create(logit_bias={"5": 100}, **options).choices[0].logprobs
+        varied = client.completions.create(presence_penalty=2, frequency_penalty=2, **options).choices[0].logprobs
+    assert plain and plain.tokens and biased and biased.tokens and varied and varied.tokens
+    assert len(set(biased.tokens)) == 1
+    assert len(set(varied.tokens)) > len(set(plain.tokens))
+
+
+def test_variables_of_the_template_and_an_unfinished_turn(server: Program) -> None:
+    turns: list[Any] = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "the"}]
+    with server.client() as client:
+        opened = client.chat.completions.create(messages=turns, extra_body=GO_ON, **GREEDY)
+        continued = client.chat.completions.create(
+            messages=turns, extra_body={**GO_ON, "continue_final_message": True}, **GREEDY
+        )
+        assert opened.usage is not None and continued.usage is not None
+        assert continued.usage.prompt_tokens < opened.usage.prompt_tokens
+        client.chat.completions.create(
+            messages=turns, extra_body={"chat_template_kwargs": {"enable_thinking": False}}, **GREEDY
+        )
+        with pytest.raises(openai.BadRequestError, match="'tokenize' is not the template's to take") as refusal:
+            client.chat.completions.create(
+                messages=turns, extra_body={"chat_template_kwargs": {"tokenize": True}}, **GREEDY
+            )
+        assert refusal.value.param == "chat_template_kwargs"
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(
+                messages=turns,
+                extra_body={"continue_final_message": True, "add_generation_prompt": True},
+                **GREEDY,
+            )
