@@ -11,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from minisgl.core import SamplingParams
@@ -63,6 +64,18 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
     return text
+
+
+def _packable(value: dict[str, Any]) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
+    """
+    try:
+        msgspec.msgpack.encode(value)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it cannot be sent on: {error}") from None
+    return value
 
 
 ValidText = Annotated[str, AfterValidator(_encodable)]
@@ -204,7 +217,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

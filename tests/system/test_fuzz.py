@@ -1,0 +1,151 @@
+"""Two thousand bodies, each a good one with some of its fields spoilt: no 5xx, no hang, and the server is as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.system.harness import MODEL, Program, eventually
+from tests.system.oracle import text_after
+
+pytestmark = pytest.mark.slow
+NUM_BODIES = 2000
+HANGS_S = 30.0
+CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+SAMPLING: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 3,
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 1,
+    "n": 2,
+    "best_of": 2,
+    "stop": ["x", "yy"],
+    "stop_token_ids": [3],
+    "min_tokens": 1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.5},
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "user": "me",
+}
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {
+        **SAMPLING,
+        "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "response_format": {"type": "text"},
+        "tools": [],
+    },
+    TEXT: {**SAMPLING, "prompt": ["a", "b"], "logprobs": 2, "echo": True, "suffix": ""},
+    TOKENIZE: {"model": MODEL, "prompt": "a b", "add_special_tokens": False},
+}
+NASTY: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        300,
+        2**31,
+        2**63,
+        -(2**63),
+        10**30,
+        0.0,
+        -0.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+    ),
+    *("", "x", "\0", "é" * 50, "\ud83d", "0", "null", "a" * 5000, "{{ 1 / 0 }}", "<|im_end|>"),
+    *([], [None], [[]], [""], ["a", 1], [1, 2], [-1], [2**40], [[1], [2]], ["x"] * 40, [{}]),
+    *({}, {"": ""}, {"a": {"a": {"a": []}}}, {"5": "x"}, {"5": 1e999}, {"\ud83d": 1}, {"type": "json_schema"}),
+    *({"role": "user"}, [{"role": "user", "content": "\udc00"}], [{"role": "user", "content": "a", "x": 1}]),
+]
+ENDLESS = (None, 300, 2**31, 2**63, 10**30)  # until the end of a long context: no hang, but no test either
+
+
+def spoil(value: Any, source: random.Random) -> Any:
+    """One thing in it, at any depth, is other than it was."""
+    if isinstance(value, dict) and value and source.random() < 0.85:
+        key = source.choice(list(value))
+        match source.randrange(8):
+            case 0:
+                return {name: item for name, item in value.items() if name != key}
+            case 1:
+                return {**value, source.choice(["x", "", "max_new_tokens", "\ud83d", "prompt", "messages"]): value[key]}
+            case _:
+                return {**value, key: spoil(value[key], source)}
+    if isinstance(value, list) and value and source.random() < 0.6:
+        place = source.randrange(len(value))
+        return [*value[:place], spoil(value[place], source), *value[place + 1 :]]
+    return source.choice(NASTY)
+
+
+def bodies() -> list[tuple[str, bytes]]:
+    source, made = random.Random(0), []
+    for _ in range(NUM_BODIES):
+        path = source.choice([CHAT, CHAT, TEXT, TEXT, TOKENIZE])
+        names = source.sample(list(GOOD[path]), source.randint(2, len(GOOD[path])))
+        body: Any = {
+            name: value for name, value in GOOD[path].items() if name in {"model", "messages", "prompt", *names}
+        }
+        for _ in range(source.randint(0, 2)):
+            body = spoil(body, source)
+        if isinstance(body, dict) and path != TOKENIZE and body.get("max_tokens") in ENDLESS:
+            body["max_tokens"] = 3
+        made.append((path, json.dumps(body).encode()))
+    return made
+
+
+async def send(url: str) -> Counter[int]:
+    seen: Counter[int] = Counter()
+    places = asyncio.Semaphore(16)
+
+    async def post(client: httpx.AsyncClient, path: str, body: bytes) -> None:
+        async with places:
+            try:
+                answer = await client.post(url + path, content=body, headers={"Content-Type": "application/json"})
+            except httpx.TimeoutException:
+                raise AssertionError((path, body)) from None
+        assert answer.status_code < 500, (path, body, answer.text)
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"], body
+        elif b"event-stream" in answer.headers["content-type"].encode():
+            assert answer.text.endswith("data: [DONE]\n\n"), (body, answer.text[-300:])
+        seen[answer.status_code] += 1
+
+    async with httpx.AsyncClient(timeout=HANGS_S) as client:
+        await asyncio.gather(*(post(client, path, body) for path, body in bodies()))
+    return seen
+
+
+def test_spoilt_bodies(server: Program) -> None:
+    seen = asyncio.run(send(server.url))
+    assert seen.keys() <= {200, 400, 404}
+    assert min(seen[200], seen[400]) > NUM_BODIES // 10
+    assert server.is_healthy()
+    eventually(server.has_all_places, "nothing is left of them")
+    with server.client() as client:
+        answer = client.completions.create(
+            model=MODEL, prompt="the dog", temperature=0, max_tokens=24, extra_body={"ignore_eos": True}
+        )
+    assert answer.choices[0].text == text_after("the dog", 24)
