@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SamplingParams
+from minisgl.engine import engine as engine_module
 from minisgl.errors import RequestError
 from minisgl.llm import LLM
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model
@@ -158,6 +159,15 @@ def test_parameters_are_a_requests_own(llm: LLM) -> None:
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
         if one.finish_reason == "length":
             assert one.token_ids == other.token_ids
+
+
+def test_more_rows_than_are_changed_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [params(8, logit_bias={10 + i: 100}, presence_penalty=1.0, logprobs=1) for i in range(4)]
+    together = llm.generate([PROMPT] * 4, kinds, use_tqdm=False)
+    monkeypatch.setattr(engine_module, "_ROWS", 3)
+    apart = llm.generate([PROMPT] * 4, kinds, use_tqdm=False)
+    assert [out.token_ids for out in apart] == [out.token_ids for out in together]
+    assert [set(out.token_ids) for out in together] == [{10}, {11}, {12}, {13}]
 
 
 def test_a_bias_for_a_token_that_is_not_there_is_refused(llm: LLM) -> None:

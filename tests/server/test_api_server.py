@@ -543,3 +543,19 @@ def test_many_streams_at_once_do_not_mix() -> None:
             assert text == "".join(f"p{i}.{piece} " for piece in range(5))
 
     scene(play)
+
+
+def test_a_stream_of_several_answers_begins_with_the_first_of_each_prompt() -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b"], n=2, stream=True)
+        uids = [(await app.worker.take()).uid for _ in range(4)]
+        app.worker.say(UserReply(uids[1], "<1>"))
+        app.worker.say(UserReply(uids[2], "<2>"))
+        await until(lambda: b"<2>" in call.body)
+        for uid in uids:
+            app.worker.say(UserReply(uid, finish="stop"))
+        await call.done
+        shown = [(event["choices"][0]["index"], event["choices"][0]["text"]) for event in events_of(call)[:-1]]
+        assert shown[:2] == [(1, "<1>"), (2, "<2>")]
+
+    scene(play)

@@ -40,6 +40,8 @@ from minisgl.utils.arch import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
+_ROWS = 32  # of logits that are changed at a time, which takes many copies of them
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -232,8 +234,10 @@ class Engine:
             return self._comm.broadcast(torch.zeros(len(parts), dtype=torch.int32, device=self._device)), None
         vocab_size = logits_BV.shape[1]
         token_B = sample(logits_BV, BatchSamplingArgs.of(parts, vocab_size, self._staging))
-        if changing := [i for i, part in enumerate(parts) if part.req.params.changes_logits]:
-            own, index_X = [parts[i] for i in changing], self._index(changing)
+        changing = [i for i, part in enumerate(parts) if part.req.params.changes_logits]
+        for begin in range(0, len(changing), _ROWS):
+            rows = changing[begin : begin + _ROWS]
+            own, index_X = [parts[i] for i in rows], self._index(rows)
             logits_XV = logits_BV[index_X].float()
             change_logits(logits_XV, own, self.context.token_pool_RL, self.limits.eos_ids, self._staging)
             token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(own, vocab_size, self._staging))
@@ -270,13 +274,14 @@ class Engine:
 
 
 def _largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
-    """As many prompt tokens as a step may have, and all other requests decoding; all sample with filters."""
+    """As many prompt tokens as a step may have, all other requests decoding, and each with all that costs memory."""
+    params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
     slices: list[ReqSlice] = []
     left = config.max_prefill_length
     for row in range(config.max_running_requests):
         length = max(1, min(max_seq_len - 1, left))
         left -= length
-        req = Req(row, np.zeros(length, dtype=np.int32), SamplingParams(top_p=0.9), max_seq_len, seed=0)
+        req = Req(row, np.zeros(length, dtype=np.int32), params, max_seq_len, seed=0)
         req.row = row
         slices.insert(0, ReqSlice(req, 0, length, samples=True))
     return BatchPlan(slices)

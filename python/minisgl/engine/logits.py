@@ -83,7 +83,7 @@ class LogprobsOutput:
         self._index, self._num_top = index, num_top
         logprob_XV = torch.log_softmax(logits_XV.float(), dim=-1)
         own_X1 = logprob_XV.gather(1, token_X.long()[:, None])
-        top_XC, id_XC = logprob_XV.topk(max(num_top), dim=-1)
+        top_XC, id_XC = logprob_XV.topk(min(max(num_top), logprob_XV.shape[1]), dim=-1)
         self._own_X, self._top_XC, self._id_XC = (x.to("cpu", non_blocking=True) for x in (own_X1[:, 0], top_XC, id_XC))
 
     def read(self) -> dict[int, TokenLogprobs]:

@@ -50,8 +50,8 @@ class Answer(ABC):
         self._early: list[tuple[int, UserReply]] = []
 
     async def begin(self, generation: Generation) -> None:
-        """Wait until every choice has something to say; from then on none will be refused."""
-        while len(self._last) < len(self._texts):
+        """Wait until there is something to say to every prompt; from then on none of its answers will be refused."""
+        while len({index // self._n for index in self._last}) < len(self._texts) // self._n:
             self._early.append(await self._read(generation))
 
     async def finish(self, generation: Generation) -> None:
