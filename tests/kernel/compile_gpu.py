@@ -36,8 +36,9 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
     compiled = run(self, *args, grid=grid, warmup=True, **options)
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
     size, spilled = len(compiled.asm["cubin"]), stack_bytes(compiled.asm["cubin"])
+    dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
     print(
-        f"{self.__name__}: {size} bytes, {compiled.metadata.shared} of shared memory, {spilled} spilled, "
+        f"{self.__name__}: {size} bytes, {compiled.metadata.shared} of shared memory, {spilled} spilled of {dtype}, "
         f"{'waits' if waits else 'does not wait'}"
     )
 

@@ -229,4 +229,4 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     for line in lines:
         assert line.endswith(", waits"), line
         assert int(line.split(" of shared memory")[0].split()[-1]) < SHARED_MEMORY, line
-        assert " 0 spilled" in line, line
+        assert " 0 spilled" in line or "spilled of torch.float32" in line, line  # float32 is not there for speed
