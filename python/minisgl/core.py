@@ -139,9 +139,9 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether more than a look at the logits is needed."""
+        """Whether there are penalties or a bias."""
         is_neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
-        return not is_neutral or bool(self.logit_bias) or self.min_tokens > 0
+        return not is_neutral or bool(self.logit_bias)
 
 
 def _require(name: str, value: float | None, holds: bool, bound: str, param: str | None = None) -> None:

@@ -25,7 +25,7 @@ from minisgl.core import Batch, BatchPlan, Context, Req, ReqSlice, SamplingParam
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
-from minisgl.engine.logits import LogprobsOutput, change_logits
+from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
@@ -234,7 +234,7 @@ class Engine:
             return self._comm.broadcast(torch.zeros(len(parts), dtype=torch.int32, device=self._device)), None
         vocab_size = logits_BV.shape[1]
         token_B = sample(logits_BV, BatchSamplingArgs.of(parts, vocab_size, self._staging))
-        changing = [i for i, part in enumerate(parts) if part.req.params.changes_logits]
+        changing = [i for i, part in enumerate(parts) if wants_change(part)]
         for begin in range(0, len(changing), _ROWS):
             rows = changing[begin : begin + _ROWS]
             own, index_X = [parts[i] for i in rows], self._index(rows)

@@ -20,6 +20,11 @@ from minisgl.core import ReqSlice, TokenLogprobs
 from minisgl.utils import Staging
 
 
+def wants_change(part: ReqSlice) -> bool:
+    """Whether its token is to be chosen from other logits than the model's."""
+    return part.req.params.changes_logits or _is_too_short(part)
+
+
 def change_logits(
     logits_XV: Tensor, parts: list[ReqSlice], token_pool_RL: Tensor, eos_ids: frozenset[int], staging: Staging
 ) -> None:
@@ -43,9 +48,13 @@ def change_logits(
 def _bans(part: ReqSlice, eos_ids: frozenset[int]) -> list[tuple[int, float]]:
     """The tokens that would end an answer too early."""
     params = part.req.params
-    if part.end - part.req.num_prompt >= params.min_tokens:
+    if not _is_too_short(part):
         return []
     return [(token, -math.inf) for token in {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}]
+
+
+def _is_too_short(part: ReqSlice) -> bool:
+    return part.end - part.req.num_prompt < part.req.params.min_tokens
 
 
 def _penalize(logits_XV: Tensor, parts: list[ReqSlice], token_pool_RL: Tensor, staging: Staging) -> None:
