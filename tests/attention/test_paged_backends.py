@@ -154,7 +154,8 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
 def test_what_trtllm_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     refuse(name, "--attn trtllm needs a --page-size of .*, got 4", page_size=4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    refuse(name, "--attn trtllm: on this GPU it only decodes; give another for prompts, as in fi,trtllm")
+    for given in (name, f"{name},torch"):
+        refuse(given, "--attn trtllm only decodes on this GPU: give another for prompts, as in fi,trtllm$")
 
 
 def test_decodes_are_those_at_the_head() -> None:

@@ -175,6 +175,11 @@ def test_a_value_out_of_bounds_names_its_field(kind: Any, fields: dict[str, Any]
     assert refusal.value.param == param
 
 
+def test_the_name_of_a_speaker_goes_to_the_template() -> None:
+    (conversation,) = read(ChatRequest, messages=[{"role": "user", "content": "x", "name": "Ada"}]).prompts()
+    assert conversation.messages == [{"role": "user", "content": "x", "name": "Ada"}]
+
+
 def test_top_logprobs_need_logprobs_and_echo_needs_text() -> None:
     with pytest.raises(InvalidRequest, match="top_logprobs needs logprobs"):
         sampling(ChatRequest, top_logprobs=2)

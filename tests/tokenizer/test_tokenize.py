@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,28 @@ def test_whatever_a_template_raises_is_a_refusal(template: str, reason: str, tmp
         with_template(tmp_path, template).encode(Conversation([TURN]))
     assert refusal.value.param == "messages"
     assert refusal.value.status == 400
+
+
+def test_a_template_has_the_names_of_speakers_and_the_variables_of_the_request(tmp_path: Path) -> None:
+    template = "{{ messages[0]['name'] }} {{ enable_thinking }} {{ add_generation_prompt }}"
+    options: Any = {"add_generation_prompt": False}
+    turn = {**TURN, "name": "Ada"}
+    rendered = with_template(tmp_path, template).render(Conversation([turn], options, {"enable_thinking": False}))
+    assert rendered == "Ada False False"
+    assert with_template(tmp_path, template).render(Conversation([turn], {}, {"enable_thinking": 1})) == "Ada 1 True"
+
+
+def test_an_unfinished_turn_is_left_open(tokenizer: Callable[[str], Tokenizer]) -> None:
+    turns = [TURN, {"role": "assistant", "content": "the"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert tokenizer("byte level").render(Conversation(turns, options)).endswith("<|im_start|>assistant\nthe")
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt", "tools"])
+def test_what_is_not_the_templates_to_take_is_refused(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+    with pytest.raises(InvalidRequest, match=f"'{name}' is not the template's to take") as refusal:
+        tokenizer("byte level").render(Conversation([TURN], {}, {name: True}))
+    assert refusal.value.param == "chat_template_kwargs"
 
 
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:

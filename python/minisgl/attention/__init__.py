@@ -37,9 +37,10 @@ def create_attention_backend(
     Raises:
         ConfigError: its library is not installed, or it cannot be used so.
     """
-    prefill, *decode = [ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads) for part in backend_names(name)]
+    names = backend_names(name)
+    prefill, *decode = [ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads) for part in names]
     if not prefill.attends_prompts:
-        raise ConfigError(f"--attn {name}: on this GPU it only decodes; give another for prompts, as in fi,{name}")
+        raise ConfigError(f"--attn {names[0]} only decodes on this GPU: give another for prompts, as in fi,{names[0]}")
     return HybridBackend(prefill, *decode) if decode else prefill
 
 

@@ -102,11 +102,12 @@ class Message(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: ValidText | list[TextPart]
-    name: str | None = None
+    name: ValidText | None = None
 
     def plain(self) -> ChatMessage:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
 
 
 class GenerationRequest(_Strict):
