@@ -129,6 +129,9 @@ class SamplingParams:
         _require(
             "the size of logit_bias", len(self.logit_bias), len(self.logit_bias) <= 1024, "at most 1024", "logit_bias"
         )
+        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token in tokens:
+                _require(f"a token id of {name}", token, 0 <= token <= MAX_COUNT, f"in [0, {MAX_COUNT}]", name)
         for token, bias in self.logit_bias.items():
             _require(f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias")
 

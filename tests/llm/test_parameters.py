@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.core import SamplingParams
 from minisgl.engine import engine as engine_module
-from minisgl.errors import RequestError
+from minisgl.errors import InvalidRequest, RequestError
 from minisgl.llm import LLM
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model
 from tests.llm.test_llm import ARCH, ids_of, make, text_of
@@ -174,3 +174,10 @@ def test_a_bias_for_a_token_that_is_not_there_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match=rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}\)") as refusal:
         answer(llm, logit_bias={VOCAB_SIZE: 1.0})
     assert refusal.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {2**70: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (-5,)}])
+def test_what_can_be_no_token_id_is_refused_at_once(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"a token id of .* must be in \[0, 2147483647\]") as refusal:
+        params(**fields)
+    assert refusal.value.param in fields

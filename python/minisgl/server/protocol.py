@@ -195,10 +195,9 @@ class GenerationRequest(_Strict):
 
 
 def _token_id(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidRequest(f"logit_bias maps token ids, got {text[:40]!r}", param="logit_bias") from None
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_ID))):
+        raise InvalidRequest(f"logit_bias maps token ids, got {text[:40]!r}", param="logit_bias")
+    return int(text)
 
 
 def _is_neutral(name: str, value: Any) -> bool:
