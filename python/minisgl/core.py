@@ -34,6 +34,7 @@ __all__ = [
     "BatchPlan",
     "Context",
     "FinishReason",
+    "Grammar",
     "IntArray",
     "Req",
     "ReqSlice",
@@ -46,6 +47,20 @@ IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
+MAX_GRAMMAR = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to match from its first character to its last.
+
+    Attributes:
+        text: a JSON schema, a regular expression in Rust's syntax, or llguidance's variant of a Lark grammar; at most
+            262,144 characters.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +88,8 @@ class SamplingParams:
             (Keskar et al. 2019, arXiv:1909.05858); in (0, 10], 1 changes nothing.
         logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
         logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
-            They are the model's own, before temperature, penalties and filters.
+            They are the model's own, before temperature, penalties, filters and grammar.
+        grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
 
     The order is: bias and penalties, then temperature, then filters.
 
@@ -98,6 +114,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -129,6 +146,9 @@ class SamplingParams:
         _require(
             "the size of logit_bias", len(self.logit_bias), len(self.logit_bias) <= 1024, "at most 1024", "logit_bias"
         )
+        if self.grammar is not None:
+            size = len(self.grammar.text)
+            _require("the length of the grammar", size, size <= MAX_GRAMMAR, f"at most {MAX_GRAMMAR}", "grammar")
         for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for token in tokens:
                 _require(f"a token id of {name}", token, 0 <= token <= MAX_COUNT, f"in [0, {MAX_COUNT}]", name)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import accumulate
 from typing import Any
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
+from minisgl.server.deltas import Content, Delta, PlainReader, Reader, Transcript
 from minisgl.server.frontend import Generation
 from minisgl.server.objects import (
     AssistantMessage,
@@ -38,20 +39,27 @@ class Answer(ABC):
     id_prefix: str
     chunk_object: str
 
-    def __init__(self, model: str, request: GenerationRequest, prompts: list[Prompt]) -> None:
+    def __init__(
+        self,
+        model: str,
+        request: GenerationRequest,
+        prompts: list[Prompt],
+        make_reader: Callable[[], Reader] = PlainReader,
+    ) -> None:
         self.id = new_id(self.id_prefix)
         self.created = now()
         self.model = model
         self._n = request.num_answers
         self._has_logprobs = request.num_logprobs is not None
-        self._texts: list[list[str]] = [[] for _ in range(self._n * len(prompts))]
-        self._logprobs: list[list[TextLogprobs]] = [[] for _ in self._texts]
+        self._readers = [make_reader() for _ in range(self._n * len(prompts))]
+        self._said = [Transcript() for _ in self._readers]
+        self._logprobs: list[list[TextLogprobs]] = [[] for _ in self._readers]
         self._last: dict[int, UserReply] = {}
-        self._early: list[tuple[int, UserReply]] = []
+        self._early: list[tuple[int, list[Delta], UserReply]] = []
 
     async def begin(self, generation: Generation) -> None:
         """Wait until there is something to say to every prompt; from then on none of its answers will be refused."""
-        while len({index // self._n for index in self._last}) < len(self._texts) // self._n:
+        while len({index // self._n for index in self._last}) < len(self._readers) // self._n:
             self._early.append(await self._read(generation))
 
     async def finish(self, generation: Generation) -> None:
@@ -59,23 +67,25 @@ class Answer(ABC):
         while not generation.has_ended:
             await self._read(generation)
 
-    async def _read(self, generation: Generation) -> tuple[int, UserReply]:
+    async def _read(self, generation: Generation) -> tuple[int, list[Delta], UserReply]:
         index, reply = await generation.next()
-        self._texts[index].append(reply.text)
+        deltas = self._readers[index].feed(reply.text, ends=reply.is_final)
+        for delta in deltas:
+            self._said[index].add(delta)
         if reply.logprobs:
             self._logprobs[index].append(reply.logprobs)
         self._last[index] = reply
-        return index, reply
+        return index, deltas, reply
 
     async def events(self, generation: Generation, *, include_usage: bool) -> AsyncIterator[str]:
         """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the last event."""
         usage = {"usage": None} if include_usage else {}
         try:
-            for index in range(len(self._texts)):
+            for index in range(len(self._said)):
                 for choice in self.opening(index):
                     yield self._event([choice], **usage)
-            for index, reply in self._early:
-                for choice in self.pieces(index, reply):
+            for early in self._early:
+                for choice in self.pieces(*early):
                     yield self._event([choice], **usage)
             while not generation.has_ended:
                 for choice in self.pieces(*await self._read(generation)):
@@ -90,9 +100,6 @@ class Answer(ABC):
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
         return f"data: {json.dumps({**head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
-
-    def text(self, index: int) -> str:
-        return "".join(self._texts[index])
 
     def finish_reason(self, index: int) -> FinishReason:
         reason = self._last[index].finish
@@ -116,8 +123,8 @@ class Answer(ABC):
         """What a stream says of a choice before its text."""
 
     @abstractmethod
-    def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
-        """What a stream says of a reply: its text, its end, both or nothing."""
+    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
+        """What a stream says of a reply and what was read in it: text, an end, both or nothing."""
 
     @abstractmethod
     def whole(self) -> ChatCompletion | Completion:
@@ -131,11 +138,12 @@ class ChatAnswer(Answer):
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [_delta(index, {"role": "assistant", "content": ""}, None)]
 
-    def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
-        news = []
-        if reply.text or reply.logprobs:
-            logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
-            news.append(_delta(index, {"content": reply.text}, None, logprobs))
+    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
+        logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
+        said = [{"content": delta.text} for delta in deltas if isinstance(delta, Content)]
+        if logprobs and not said:
+            said = [{"content": ""}]
+        news = [_delta(index, it, None, None if i else logprobs) for i, it in enumerate(said)]
         return news + ([_delta(index, {}, reply.finish)] if reply.finish else [])
 
     def _shape(self, logprobs: list[TextLogprobs]) -> ChatLogprobs:
@@ -153,11 +161,11 @@ class ChatAnswer(Answer):
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(content=self.text(index)),
+                message=AssistantMessage(content=self._said[index].content),
                 logprobs=self._shape(self._logprobs[index]) if self._has_logprobs else None,
                 finish_reason=self.finish_reason(index),
             )
-            for index in range(len(self._texts))
+            for index in range(len(self._said))
         ]
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
@@ -169,7 +177,7 @@ class CompletionAnswer(Answer):
     def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt]) -> None:
         super().__init__(model, request, prompts)
         self._echoes = [prompt if request.echo and isinstance(prompt, str) else "" for prompt in prompts]
-        self._offsets = [len(self._echo(index)) for index in range(len(self._texts))]
+        self._offsets = [len(self._echo(index)) for index in range(len(self._said))]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n]
@@ -178,11 +186,12 @@ class CompletionAnswer(Answer):
         echo = self._echo(index)
         return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
-    def pieces(self, index: int, reply: UserReply) -> list[dict[str, Any]]:
-        if not (reply.text or reply.finish or reply.logprobs):
+    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
+        if not (deltas or reply.finish or reply.logprobs):
             return []
         logprobs = self._shape(index, [reply.logprobs]).model_dump() if reply.logprobs else None
-        return [{"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish}]
+        text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish}]
 
     def _shape(self, index: int, logprobs: list[TextLogprobs]) -> CompletionLogprobs:
         """Of the next tokens of a choice."""
@@ -200,11 +209,11 @@ class CompletionAnswer(Answer):
         choices = [
             CompletionChoice(
                 index=index,
-                text=self._echo(index) + self.text(index),
+                text=self._echo(index) + self._said[index].content,
                 logprobs=self._shape(index, self._logprobs[index]) if self._has_logprobs else None,
                 finish_reason=self.finish_reason(index),
             )
-            for index in range(len(self._texts))
+            for index in range(len(self._said))
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
