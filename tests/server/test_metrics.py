@@ -126,10 +126,11 @@ def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
 
 def test_an_engine_that_dies_is_one_error_for_a_stream_and_one_for_a_whole_answer() -> None:
     async def play(app: App) -> None:
-        stream, whole = app.post(CHAT, stream=True), app.post(CHAT)
-        uids = [(await app.worker.take()).uid for _ in range(2)]
-        app.worker.say(UserReply(uids[0], "part", num_output=1))
+        stream = app.post(CHAT, stream=True)
+        app.worker.say(UserReply((await app.worker.take()).uid, "part", num_output=1))
         await until(lambda: b"part" in stream.body)
+        whole = app.post(CHAT)
+        await app.worker.take()
         app.frontend.fail("gone")
         await asyncio.gather(stream.done, whole.done)
         seen = await scrape(app)
