@@ -25,14 +25,14 @@ NUM_TOKENS = 24
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param({"overlap": False}, id="in turn"),
-        pytest.param({"overlap": True}, id="overlapping"),
-        pytest.param({"device": "cuda", "attn": "torch"}, id="on a GPU", marks=ON_GPU),
-    ],
-)
+ENGINES = [
+    pytest.param({"overlap": False}, id="in turn"),
+    pytest.param({"overlap": True}, id="overlapping"),
+    pytest.param({"device": "cuda", "attn": "torch"}, id="on a GPU", marks=ON_GPU),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
     with make(checkpoint(ARCH), **request.param) as llm:
         yield llm

@@ -197,8 +197,10 @@ async def _answer(
             return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
         await _unless_disconnected(request, answer.finish(generation))
         return answer.whole()
-    except BaseException:
+    except BaseException as error:
         generation.close()
+        if isinstance(error, RequestError):
+            error.param = body.field_of(error.param)
         raise
 
 

@@ -11,12 +11,13 @@ from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
+from minisgl.server.fields import Strict, ValidText, packable
+from minisgl.server.formats import Choices, ResponseFormat, choice_grammar, schema_grammar
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -24,7 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": (),
@@ -54,50 +54,17 @@ MAX_ANSWERS = 128
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
-def _encodable(text: str) -> str:
-    """
-    Raises:
-        ValueError: half a surrogate pair, which JSON can say and UTF-8 cannot.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
-    return text
-
-
-def _packable(value: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
-    """
-    try:
-        msgspec.msgpack.encode(value)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it cannot be sent on: {error}") from None
-    return value
-
-
-ValidText = Annotated[str, AfterValidator(_encodable)]
-
-
-class _Strict(BaseModel):
-    """Numbers are numbers, texts are texts, and no field is overlooked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: ValidText
 
 
-class Message(_Strict):
+class Message(Strict):
     """One turn. Content may come in text parts, which are joined."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -110,7 +77,7 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What chat and text completions have in common."""
 
     model: str
@@ -132,6 +99,11 @@ class GenerationRequest(_Strict):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: JsonValue = None
+    guided_regex: ValidText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: ValidText | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -175,9 +147,36 @@ class GenerationRequest(_Strict):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
             "logprobs": self.num_logprobs,
+            "grammar": self.grammar(),
         }
         chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**chosen)
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to match.
+
+        Raises:
+            InvalidRequest: more than one thing is asked for.
+        """
+        asked = self._grammars()
+        if len(asked) > 1:
+            raise InvalidRequest("an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1])
+        return next(iter(asked.values()), None)
+
+    def _grammars(self) -> dict[str, Grammar]:
+        """By the field that asks for it."""
+        asked = {
+            "response_format": self.response_format.grammar() if self.response_format else None,
+            "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
+            "guided_regex": None if self.guided_regex is None else Grammar("regex", self.guided_regex),
+            "guided_choice": None if self.guided_choice is None else choice_grammar(self.guided_choice),
+            "guided_grammar": None if self.guided_grammar is None else Grammar("lark", self.guided_grammar),
+        }
+        return {name: grammar for name, grammar in asked.items() if grammar}
+
+    def field_of(self, param: str | None) -> str | None:
+        """The field of this request behind what a scheduler finds fault with."""
+        return next(iter(self._grammars())) if param == "grammar" else param
 
     @property
     @abstractmethod
@@ -217,7 +216,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_packable)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
