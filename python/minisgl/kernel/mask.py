@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,6 @@ def mask_logits(logits_BV: Tensor, row_X: Tensor, bits_XW: Tensor) -> None:
 
 
 def mask_logits_reference(logits_BV: Tensor, row_X: Tensor, bits_XW: Tensor) -> None:
-    bit_XW32 = (bits_XW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bits_XW.device)) & 1
-    is_banned_XV = bit_XW32.flatten(1)[:, : logits_BV.shape[1]] == 0
-    logits_BV[row_X.long()] = logits_BV[row_X.long()].masked_fill_(is_banned_XV, -torch.inf)
+    bytes_X = bits_XW.contiguous().numpy().view(np.uint8)
+    may_XV = np.unpackbits(bytes_X, axis=1, count=logits_BV.shape[1], bitorder="little")
+    logits_BV[row_X.long()] = logits_BV[row_X.long()].masked_fill_(torch.from_numpy(may_XV) == 0, -torch.inf)
