@@ -18,15 +18,12 @@ def mask_logits(logits_BV: Tensor, row_X: Tensor, bits_XW: Tensor) -> None:
         row_X: int32, unique; the others are left as they are.
         bits_XW: int32, [X, ceil(V / 32)]; bit v % 32 of word v // 32 says whether token v may stay.
     """
-    if logits_BV.is_cuda:
-        kernels = kernels_for(logits_BV)
-        assert kernels is not None
-        kernels.mask_logits(logits_BV, row_X, bits_XW)
-    else:
-        mask_logits_reference(logits_BV, row_X, bits_XW)
+    kernels = kernels_for(logits_BV)
+    (kernels.mask_logits if kernels else mask_logits_reference)(logits_BV, row_X, bits_XW)
 
 
 def mask_logits_reference(logits_BV: Tensor, row_X: Tensor, bits_XW: Tensor) -> None:
+    """The same, on a CPU."""
     bytes_X = bits_XW.contiguous().numpy().view(np.uint8)
     may_XV = np.unpackbits(bytes_X, axis=1, count=logits_BV.shape[1], bitorder="little")
     logits_BV[row_X.long()] = logits_BV[row_X.long()].masked_fill_(torch.from_numpy(may_XV) == 0, -torch.inf)
