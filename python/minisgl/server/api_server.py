@@ -28,7 +28,7 @@ from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
-from minisgl.server.protocol import ChatRequest, CompletionRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
@@ -180,7 +180,7 @@ async def detokenize(body: DetokenizeRequest, request: Request, frontend: Fronte
 
 
 async def _answer(
-    body: ChatRequest | CompletionRequest,
+    body: GenerationRequest,
     request: Request,
     frontend: Frontend,
     model: ServedModel,
@@ -188,13 +188,13 @@ async def _answer(
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
     model.check_name(body.model)
-    prompts = body.prompts()
-    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults), body.num_answers)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
-        answer = shape(model.name, body, prompts)
+        answer = shape(model.name, body, prompts, sampling)
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
-            return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
+            return _EventStream(answer, generation, frontend.metrics)
         await _unless_disconnected(request, answer.finish(generation))
         return answer.whole()
     except BaseException:
@@ -205,8 +205,8 @@ async def _answer(
 class _EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the request does not outlive it."""
 
-    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics, *, include_usage: bool) -> None:
-        events = answer.events(generation, include_usage=include_usage)
+    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics) -> None:
+        events = answer.events(generation)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._generation = generation
         self._metrics = metrics

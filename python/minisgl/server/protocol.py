@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -81,23 +81,23 @@ def _packable(value: dict[str, Any]) -> dict[str, Any]:
 ValidText = Annotated[str, AfterValidator(_encodable)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Numbers are numbers, texts are texts, and no field is overlooked."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: ValidText
 
 
-class Message(_Strict):
+class Message(Strict):
     """One turn. Content may come in text parts, which are joined."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -110,18 +110,23 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
 
 
-class GenerationRequest(_Strict):
-    """What chat and text completions have in common."""
+class GenerationRequest(Strict):
+    """What all entrances have in common.
+
+    Attributes:
+        neutral: fields that are accepted with a value that changes nothing, and those values.
+        harmless: fields that are accepted with any value.
+    """
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
+    harmless: ClassVar[set[str]] = _HARMLESS
 
     model: str
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    best_of: int | None = None
     stop: ValidText | list[ValidText] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: int | None = None
@@ -133,7 +138,6 @@ class GenerationRequest(_Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -142,18 +146,15 @@ class GenerationRequest(_Strict):
             return body
         own = cls.model_fields.keys()
         for name, value in body.items():
-            if name in _NEUTRAL and name not in own and not _is_neutral(name, value):
-                raise InvalidRequest(_unsupported(name), param=name, code="unsupported_parameter")
-        return {name: value for name, value in body.items() if name in own or name not in _NEUTRAL.keys() | _HARMLESS}
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+            if name in cls.neutral and name not in own and not _is_one_of(cls.neutral[name], value):
+                raise InvalidRequest(_unsupported(name, cls.neutral[name]), param=name, code="unsupported_parameter")
+        idle = (cls.neutral.keys() | cls.harmless) - own
+        return {name: value for name, value in body.items() if name not in idle}
 
     @property
     def num_answers(self) -> int:
         """To each prompt."""
-        return self.n or 1
+        return 1
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The request's parameters; what it leaves open comes from the model's recommendation.
@@ -163,8 +164,6 @@ class GenerationRequest(_Strict):
         Raises:
             InvalidRequest: a value is outside its bounds.
         """
-        if self.best_of not in (None, self.num_answers):
-            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
         given = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
         if self.top_k in (0, -1):  # the ways in which other servers spell "all"
             given["top_k"] = None
@@ -200,17 +199,39 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_one_of(neutral: tuple[Any, ...], value: Any) -> bool:
     """Whether a value is one of those that change nothing; null always is. True is not 1 here."""
-    return value is None or any(type(value) is type(other) and value == other for other in _NEUTRAL[name])
+    return value is None or any(type(value) is type(other) and value == other for other in neutral)
 
 
-def _unsupported(name: str) -> str:
-    harmless = " or ".join(map(repr, _NEUTRAL[name]))
+def _unsupported(name: str, neutral: tuple[Any, ...]) -> str:
+    harmless = " or ".join(map(repr, neutral))
     return f"{name} is not supported yet" + (f"; leave it out or send {harmless}" if harmless else "; leave it out")
 
 
-class ChatRequest(GenerationRequest):
+class ChoicesRequest(GenerationRequest):
+    """What chat and text completions have in common: there may be several answers to a prompt."""
+
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: int | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
+
+    def sampling(self, defaults: dict[str, float]) -> SamplingParams:
+        if self.best_of not in (None, self.num_answers):
+            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
+        return super().sampling(defaults)
+
+
+class ChatRequest(ChoicesRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -243,7 +264,7 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ChoicesRequest):
     """POST /v1/completions. Several prompts give several choices."""
 
     prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
