@@ -36,7 +36,7 @@ from minisgl.server.objects import (
     new_id,
     now,
 )
-from minisgl.server.protocol import ChoicesRequest, CompletionRequest, GenerationRequest
+from minisgl.server.protocol import CompletionRequest, GenerationRequest
 
 
 class Answer(ABC):
@@ -56,6 +56,7 @@ class Answer(ABC):
         self.created = now()
         self.model = model
         self._n = request.num_answers
+        self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         self._has_logprobs = sampling.logprobs is not None
         self._readers = [make_reader() for _ in range(self._n * len(prompts))]
         self._said = [Transcript() for _ in self._readers]
@@ -135,7 +136,7 @@ class Answer(ABC):
         """The events instead of the rest."""
 
     @abstractmethod
-    def whole(self) -> BaseModel:
+    def whole(self) -> BaseModel | dict[str, Any]:
         """The finished answer as one object."""
 
 
@@ -143,17 +144,6 @@ class _ChoicesAnswer(Answer):
     """Choices side by side, in events that are chunks of them."""
 
     chunk_object: str
-
-    def __init__(
-        self,
-        model: str,
-        request: ChoicesRequest,
-        prompts: list[Prompt],
-        sampling: SamplingParams,
-        make_reader: Callable[[], Reader] = PlainReader,
-    ) -> None:
-        super().__init__(model, request, prompts, sampling, make_reader)
-        self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
 
     def head(self) -> Iterable[str]:
         return [self._event(choice) for index in range(len(self._said)) for choice in self.opening(index)]

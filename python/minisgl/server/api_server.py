@@ -22,13 +22,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import EngineFailed, RequestError, UnknownModel
+from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
 from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from minisgl.server.responses import ResponsesRequest
+from minisgl.server.responses_answer import ResponsesAnswer
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
@@ -115,6 +117,8 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/v1/responses", responses, methods=["POST"], responses=_ERRORS)
+    app.add_api_route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"], responses={404: _ERRORS[404]})
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
     return app
@@ -165,6 +169,14 @@ async def chat_completions(body: ChatRequest, request: Request, frontend: Fronte
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
     return await _answer(body, request, frontend, model, CompletionAnswer)
+
+
+async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    return await _answer(body, request, frontend, model, ResponsesAnswer)
+
+
+async def stored_response(name: str) -> None:
+    raise ResponseNotFound(name)
 
 
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:

@@ -11,12 +11,12 @@ from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
+from minisgl.server.fields import MAX_ID, Strict, TokenId, ValidText, packable
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -49,42 +49,7 @@ _HARMLESS = {
     "prediction",
 }
 
-MAX_ID = 2**31 - 1
 MAX_ANSWERS = 128
-TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
-
-
-def _encodable(text: str) -> str:
-    """
-    Raises:
-        ValueError: half a surrogate pair, which JSON can say and UTF-8 cannot.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
-    return text
-
-
-def _packable(value: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
-    """
-    try:
-        msgspec.msgpack.encode(value)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it cannot be sent on: {error}") from None
-    return value
-
-
-ValidText = Annotated[str, AfterValidator(_encodable)]
-
-
-class Strict(BaseModel):
-    """Numbers are numbers, texts are texts, and no field is overlooked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
@@ -155,6 +120,11 @@ class GenerationRequest(Strict):
     def num_answers(self) -> int:
         """To each prompt."""
         return 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream's chunks have a place for it."""
+        return False
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The request's parameters; what it leaves open comes from the model's recommendation.
@@ -238,7 +208,7 @@ class ChatRequest(ChoicesRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_packable)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
