@@ -112,7 +112,7 @@ class Output:
     def _complete(self, item: Object) -> list[Object]:
         if item["type"] == "function_call":
             return [self._event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
-        part = deepcopy(item["content"][0])
+        part = item["content"][0]
         texts = {name: part[name] for name in ("text", "logprobs") if name in part}
         done = self._event(f"{part['type']}.done", content_index=0, **texts)
         return [done, self._event("content_part.done", content_index=0, part=part)]
@@ -121,11 +121,10 @@ class Output:
         closed = self.close("completed")
         item_id = f"{_PREFIXES[kind]}_{self._suffix}{len(self.items)}"
         self.items.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
-        return [*closed, self._item_event("added")]
+        return [*closed, deepcopy(self._item_event("added"))]
 
     def _item_event(self, what: str) -> Object:
-        item = deepcopy(self.items[-1])
-        return {"type": f"response.output_item.{what}", "output_index": len(self.items) - 1, "item": item}
+        return {"type": f"response.output_item.{what}", "output_index": len(self.items) - 1, "item": self.items[-1]}
 
     def _event(self, kind: str, **fields: Any) -> Object:
         """Of the last item."""
