@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.deltas import Content, Delta, PlainReader, Reader, Transcript
@@ -49,7 +48,6 @@ class Answer(ABC):
         model: str,
         request: GenerationRequest,
         prompts: list[Prompt],
-        sampling: SamplingParams,
         make_reader: Callable[[], Reader] = PlainReader,
     ) -> None:
         self.id = new_id(self.id_prefix)
@@ -57,7 +55,7 @@ class Answer(ABC):
         self.model = model
         self._n = request.num_answers
         self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
-        self._has_logprobs = sampling.logprobs is not None
+        self._has_logprobs = request.num_logprobs is not None
         self._readers = [make_reader() for _ in range(self._n * len(prompts))]
         self._said = [Transcript() for _ in self._readers]
         self._logprobs: list[list[TextLogprobs]] = [[] for _ in self._readers]
@@ -216,8 +214,8 @@ class CompletionAnswer(_ChoicesAnswer):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
 
-    def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt], sampling: SamplingParams) -> None:
-        super().__init__(model, request, prompts, sampling)
+    def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt]) -> None:
+        super().__init__(model, request, prompts)
         self._echoes = [prompt if request.echo and isinstance(prompt, str) else "" for prompt in prompts]
         self._offsets = [len(self._echo(index)) for index in range(len(self._said))]
 

@@ -22,7 +22,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
+from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
@@ -164,15 +166,24 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, ChatAnswer)
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    answer = ChatAnswer(model.name, body, prompts)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, CompletionAnswer)
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    answer = CompletionAnswer(model.name, body, prompts)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
 async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, ResponsesAnswer)
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    answer = ResponsesAnswer(model.name, body, prompts, sampling)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
 async def stored_response(name: str) -> None:
@@ -195,15 +206,13 @@ async def _answer(
     body: GenerationRequest,
     request: Request,
     frontend: Frontend,
-    model: ServedModel,
-    shape: type[Answer],
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    answer: Answer,
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    model.check_name(body.model)
-    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
     generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
-        answer = shape(model.name, body, prompts, sampling)
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
             return _EventStream(answer, generation, frontend.metrics)

@@ -148,7 +148,7 @@ class ResponsesAnswer(Answer):
         sampling: SamplingParams,
         make_reader: Callable[[], Reader] = PlainReader,
     ) -> None:
-        super().__init__(model, request, prompts, sampling, make_reader)
+        super().__init__(model, request, prompts, make_reader)
         self._asked = _asked(request, sampling)
         self._output = Output(self.id.removeprefix(self.id_prefix))
         self._num_output = self._num_reasoning = 0
