@@ -57,3 +57,17 @@ def test_who_hangs_up_on_a_response_leaves_nothing_behind(server: Program) -> No
         with pytest.raises(openai.BadRequestError, match="together") as refusal:
             client.responses.create(input=PROMPT, max_output_tokens=10**6, **GREEDY)
     assert refusal.value.code == "context_length_exceeded"
+
+
+def test_the_default_model_answers_as_in_chat() -> None:
+    turns: list[Any] = [{"role": "user", "content": "What is the capital of France? One word."}]
+    few = ("--port", "0", "--page-size", "16", "--num-pages", "64", "--max-running-requests", "1")
+    with Program(*few).wait_ready() as program, program.client() as client:
+        model = client.models.list().data[0].id
+        chat = client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=48)
+        whole = client.responses.create(model=model, input=turns, temperature=0, max_output_tokens=48)
+        with client.responses.stream(model=model, input=turns, temperature=0, max_output_tokens=48) as stream:
+            final = stream.get_final_response()
+    assert chat.choices[0].finish_reason == "stop" and "Paris" in (chat.choices[0].message.content or "")
+    assert (whole.status, whole.output_text) == ("completed", chat.choices[0].message.content)
+    assert (final.status, final.output_text) == ("completed", chat.choices[0].message.content)
