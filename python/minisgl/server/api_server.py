@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -22,8 +22,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError, UnknownModel
+from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
@@ -49,12 +52,14 @@ class ServedModel:
     Attributes:
         sampling_defaults: the model's recommendation for what a request leaves open.
         created: when it was loaded, in seconds since the epoch.
+        dialect: how it spells calls and thoughts.
     """
 
     name: str
     max_seq_len: int
     sampling_defaults: dict[str, float]
     created: int
+    dialect: Dialect = field(default_factory=Dialect)
 
     @property
     def card(self) -> ModelCard:
@@ -160,11 +165,19 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, ChatAnswer)
+    model.check_name(body.model)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ChatAnswer(model.name, body, prompts, model.dialect)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, CompletionAnswer)
+    model.check_name(body.model)
+    prompts = body.prompts()
+    answer = CompletionAnswer(model.name, body, prompts)
+    return await _answer(body, request, frontend, prompts, body.sampling(model.sampling_defaults), answer)
 
 
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
@@ -183,15 +196,13 @@ async def _answer(
     body: ChatRequest | CompletionRequest,
     request: Request,
     frontend: Frontend,
-    model: ServedModel,
-    shape: type[Answer],
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    answer: Answer,
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    model.check_name(body.model)
-    prompts = body.prompts()
-    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults), body.num_answers)
+    generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
-        answer = shape(model.name, body, prompts)
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
             return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)

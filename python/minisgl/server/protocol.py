@@ -11,12 +11,14 @@ from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
+from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
+from minisgl.server.fields import MAX_ID, Strict, TokenId, ValidText, packable
+from minisgl.server.messages import Message
+from minisgl.server.tools import MAX_TOOLS, NamedTool, Tool, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -49,68 +51,15 @@ _HARMLESS = {
     "prediction",
 }
 
-MAX_ID = 2**31 - 1
 MAX_ANSWERS = 128
-TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
-def _encodable(text: str) -> str:
-    """
-    Raises:
-        ValueError: half a surrogate pair, which JSON can say and UTF-8 cannot.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
-    return text
-
-
-def _packable(value: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
-    """
-    try:
-        msgspec.msgpack.encode(value)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it cannot be sent on: {error}") from None
-    return value
-
-
-ValidText = Annotated[str, AfterValidator(_encodable)]
-
-
-class _Strict(BaseModel):
-    """Numbers are numbers, texts are texts, and no field is overlooked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: ValidText
-
-
-class Message(_Strict):
-    """One turn. Content may come in text parts, which are joined."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ValidText | list[TextPart]
-    name: ValidText | None = None
-
-    def plain(self) -> ChatMessage:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
-
-
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What chat and text completions have in common."""
 
     model: str
@@ -217,7 +166,10 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_packable)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -230,7 +182,25 @@ class ChatRequest(GenerationRequest):
         given = {name: value for name, value in options.items() if value is not None}
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
-        return [Conversation(messages, given, self.chat_template_kwargs or {})]
+        return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        tools = [tool.function for tool in self.tools or ()]
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolUse(tools, "required", self.tool_choice.function.name, is_parallel)
+        return ToolUse(tools, self.tool_choice or "auto", None, is_parallel)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        asked = (self.chat_template_kwargs or {}).get("enable_thinking", True)
+        return asked is not False and not self.continue_final_message
 
     @property
     def num_logprobs(self) -> int | None:
