@@ -26,6 +26,13 @@ def text_without(text: str) -> str:
     return rf"/(?s:.*)/ & ~/(?s:.*){_slashed(re.escape(text))}(?s:.*)/"
 
 
+def text_to(end: str, markers: Markers) -> list[str]:
+    """A rule `text`: whatever comes before a marker, and the marker."""
+    if end in markers:
+        return [f"text: TEXT <[{markers[end]}]>", f"TEXT: {text_without(end)}"]
+    return [f"text[lazy]: /(?s:.*){_slashed(re.escape(end))}/"]
+
+
 def nested(grammar: Grammar) -> str:
     """A whole grammar as the body of a rule."""
     match grammar.kind:

@@ -14,7 +14,7 @@ import regex
 
 from minisgl.core import Grammar
 from minisgl.server.deltas import Reader, Reasoning
-from minisgl.server.grammars import Markers, marker, nested, text_without
+from minisgl.server.grammars import Markers, marker, nested, text_to
 from minisgl.server.readers import StepReader
 
 _BEGIN, _END = "<think>", "</think>"
@@ -38,10 +38,10 @@ class Thinking:
 
     def before(self, grammar: Grammar, markers: Markers) -> Grammar:
         """A thought, and then what a grammar allows; no thought, unless one is open already."""
-        begin, end = marker(_BEGIN, markers), marker(_END, markers)
-        thought = f"{begin}? TEXT {end} GAP" if self.is_open else f"({begin} TEXT {end} GAP)?"
-        rules = [r"GAP: /[ \r\n]{0,4}/", f"answer: {nested(grammar)}"]
-        return Grammar("lark", "\n".join([f"start: {thought} answer", f"TEXT: {text_without(_END)}", *rules]))
+        begin = marker(_BEGIN, markers)
+        thought = f"{begin}? text GAP" if self.is_open else f"({begin} text GAP)?"
+        rules = [f"start: {thought} answer", *text_to(_END, markers), r"GAP: /[ \r\n]{0,4}/"]
+        return Grammar("lark", "\n".join([*rules, f"answer: {nested(grammar)}"]))
 
 
 PARSERS = {"qwen3": Thinking(is_open=False), "deepseek_r1": Thinking(is_open=True)}
