@@ -390,7 +390,14 @@ def turn(**fields: Any) -> Any:
 def test_calls_and_their_results_go_to_the_template() -> None:
     call = {**CALL, "function": {"name": "f", "arguments": '{"x": [1, null]}'}}
     messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call, CALL], "refusal": None, "reasoning_content": "Hm"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call, CALL],
+            "refusal": None,
+            "audio": None,
+            "reasoning_content": "Hm",
+        },
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}], "name": "f"},
     ]
     (conversation,) = read(ChatRequest, messages=messages).prompts()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ class TextPart(Strict):
 class Message(Strict):
     """One turn. Content may come in text parts, which are joined; an assistant that called tools needs none.
 
-    An answer may come back as it was given, with the nulls of its fields.
+    An answer may come back as a client has it, with nulls for what it did not say.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -28,9 +28,11 @@ class Message(Strict):
     reasoning_content: ValidText | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: ValidText | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, turn: Any) -> Any:
+        return {name: value for name, value in turn.items() if value is not None} if isinstance(turn, dict) else turn
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
