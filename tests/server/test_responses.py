@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -19,13 +21,15 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from minisgl.core import Grammar, SamplingParams
-from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.deltas import CallArguments, CallBegin, Content, Delta, Reader, Reasoning
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Generation
 from minisgl.server.protocol import ChatRequest
+from minisgl.server.reasoning import PARSERS
 from minisgl.server.responses import ResponsesRequest
 from minisgl.server.responses_answer import ResponsesAnswer
+from minisgl.server.tool_formats import FORMATS
 from tests.server.harness import Call, run, spell, until
 from tests.server.test_api_server import MODEL, RESPONSES, App, assert_is_error, scene
 
@@ -106,7 +110,8 @@ class Scripted(Reader):
 def answer_to(said: list[list[Delta]], *, finish: Any = "stop", logprobs: bool = False, **fields: Any) -> Any:
     """An answer that reads these deltas, and its generation, which has been fed a token for each list of them."""
     request = read(**fields)
-    answer = ResponsesAnswer("m", request, request.prompts(), request.sampling({}), make_reader=lambda: Scripted(said))
+    dialect = SimpleNamespace(make_reader=lambda *_, **__: Scripted(said))
+    answer = ResponsesAnswer("m", request, request.prompts(), request.sampling({}), cast(Any, dialect))
     generation = Generation(cast(Any, None), [0])
     for i in range(1, len(said) + 1):
         token = TextLogprobs(f"t{i}", -i, []) if logprobs else None
@@ -510,7 +515,7 @@ def test_the_items_of_an_answer_are_input_of_the_next_request() -> None:
     output = Response.model_validate(whole_of(said)).output
     items = [{"role": "user", "content": "hi"}, *(item.model_dump(mode="json", exclude_unset=True) for item in output)]
     result = {"type": "function_call_output", "call_id": "c0", "output": "42"}
-    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {}}}
     assert read(input=[*items, result]).messages() == [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "so:", "reasoning_content": "hm", "tool_calls": [call]},
@@ -523,7 +528,7 @@ def _call(i: int) -> dict[str, Any]:
 
 
 def _called(*numbers: int) -> list[dict[str, Any]]:
-    return [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in numbers]
+    return [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}} for i in numbers]
 
 
 USER = {"role": "user", "content": "q"}
@@ -696,13 +701,53 @@ def test_an_input_must_be() -> None:
         ResponsesRequest.model_validate({"model": "m"})
 
 
-def test_tools_in_their_flat_form_are_chats() -> None:
-    request = ResponsesRequest.model_validate({"model": "m", "input": "hi", "tools": [{**TOOL, "description": "d"}]})
-    assert request.tools is not None
-    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
-    assert request.tools[0].nested() == {"type": "function", "function": function}
-    with pytest.raises(InvalidRequest, match="tools is not supported yet"):
-        request.prompts()
+FLAT = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+NESTED = {"type": "function", "function": {name: value for name, value in FLAT.items() if name != "type"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "chats"),
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_flat_tools_are_used_as_chats_are(choice: Any, chats: Any, parallel: bool | None) -> None:
+    flat = read(tools=[FLAT], tool_choice=choice, parallel_tool_calls=parallel)
+    common = {"model": "m", "messages": [USER], "parallel_tool_calls": parallel}
+    chat = ChatRequest.model_validate({**common, "tools": [NESTED], "tool_choice": chats})
+    uses = [(use.choice, use.named, use.is_parallel, use.for_template()) for use in (flat.tool_use, chat.tool_use)]
+    assert uses[0] == uses[1]
+
+
+def test_an_answer_with_tools_through_openais_client() -> None:
+    tools: Any = [{"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}]
+    spoken = '<think>\nHm.\n</think>\n\nSo.\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
+    prompts: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> Iterable[UserReply]:
+        prompts.append(msg.prompt)
+        return spell(*(spoken[at : at + 3] for at in range(0, len(spoken), 3)))(msg)
+
+    async def play(app: App) -> None:
+        app.worker.answer_with(script)
+        async with client_of(app) as client:
+            whole = await client.responses.create(model="m", input="hi", tools=tools)
+            async with client.responses.stream(model="m", input="hi", tools=tools) as stream:
+                streamed = await stream.get_final_response()
+        for output in (whole.output, streamed.output):
+            assert [item.type for item in output] == ["reasoning", "message", "function_call"]
+            reasoning, message, call = (item.to_dict() for item in output)
+            assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+            assert cast(Any, message)["content"][0]["text"] == "So."
+            assert (call["name"], call["arguments"]) == ("get", '{"x": 1}')
+        assert prompts[0] == prompts[1] and prompts[0].tools == read(tools=tools).tool_use.for_template()
+        assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
+
+    scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"])))
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])

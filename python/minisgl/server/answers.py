@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,17 @@ from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.deltas import Content, Delta, PlainReader, Reader, Transcript
+from minisgl.server.deltas import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Delta,
+    PlainReader,
+    Reader,
+    Reasoning,
+    Transcript,
+)
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Generation
 from minisgl.server.objects import (
     AssistantMessage,
@@ -29,13 +40,15 @@ from minisgl.server.objects import (
     ErrorBody,
     ErrorResponse,
     FinishReason,
+    FunctionCall,
     Likely,
     PromptTokensDetails,
+    ToolCall,
     Usage,
     new_id,
     now,
 )
-from minisgl.server.protocol import CompletionRequest, GenerationRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 
 class Answer(ABC):
@@ -175,16 +188,27 @@ class ChatAnswer(_ChoicesAnswer):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect) -> None:
+        self._tools = request.tool_use
+        make_reader = partial(dialect.make_reader, self._tools, thinks=request.thinks, eager=bool(request.stream))
+        super().__init__(model, request, prompts, make_reader)
+
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": ""}, None)]
+        return [_delta(index, {"role": "assistant", "content": None if self._tools.offered else ""}, None)]
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
-        said = [{"content": delta.text} for delta in deltas if isinstance(delta, Content)]
+        said = [_shape_delta(delta) for delta in deltas]
         if logprobs and not said:
             said = [{"content": ""}]
         news = [_delta(index, it, None, None if i else logprobs) for i, it in enumerate(said)]
-        return news + ([_delta(index, {}, reply.finish)] if reply.finish else [])
+        return news + ([_delta(index, {}, self.finish_reason(index))] if reply.finish else [])
+
+    def finish_reason(self, index: int) -> FinishReason:
+        """An answer that had to call one tool ends as any other; OpenAI has it so."""
+        reason = super().finish_reason(index)
+        is_call = self._said[index].calls and self._tools.named is None
+        return "tool_calls" if is_call and reason == "stop" else reason
 
     def _shape(self, logprobs: list[TextLogprobs]) -> ChatLogprobs:
         return ChatLogprobs(
@@ -201,7 +225,7 @@ class ChatAnswer(_ChoicesAnswer):
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(content=self._said[index].content),
+                message=_message(self._said[index]),
                 logprobs=self._shape(self._logprobs[index]) if self._has_logprobs else None,
                 finish_reason=self.finish_reason(index),
             )
@@ -258,8 +282,29 @@ class CompletionAnswer(_ChoicesAnswer):
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
 
+def _message(said: Transcript) -> AssistantMessage:
+    calls = [
+        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments)) for call in said.calls
+    ]
+    content = None if calls and not said.content else said.content
+    return AssistantMessage(content=content, reasoning_content=said.reasoning or None, tool_calls=calls or None)
+
+
+def _shape_delta(delta: Delta) -> dict[str, Any]:
+    match delta:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def _delta(
-    index: int, delta: dict[str, str], finish: str | None, logprobs: dict[str, Any] | None = None
+    index: int, delta: dict[str, Any], finish: str | None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -26,6 +26,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
 from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
@@ -53,12 +54,14 @@ class ServedModel:
     Attributes:
         sampling_defaults: the model's recommendation for what a request leaves open.
         created: when it was loaded, in seconds since the epoch.
+        dialect: how it spells calls and thoughts.
     """
 
     name: str
     max_seq_len: int
     sampling_defaults: dict[str, float]
     created: int
+    dialect: Dialect = field(default_factory=Dialect)
 
     @property
     def card(self) -> ModelCard:
@@ -167,8 +170,10 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
     model.check_name(body.model)
-    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
-    answer = ChatAnswer(model.name, body, prompts)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ChatAnswer(model.name, body, prompts, model.dialect)
     return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
@@ -181,8 +186,10 @@ async def completions(body: CompletionRequest, request: Request, frontend: Front
 
 async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
     model.check_name(body.model)
-    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
-    answer = ResponsesAnswer(model.name, body, prompts, sampling)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ResponsesAnswer(model.name, body, prompts, sampling, model.dialect)
     return await _answer(body, request, frontend, prompts, sampling, answer)
 
 

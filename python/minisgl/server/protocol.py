@@ -15,8 +15,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
+from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
 from minisgl.server.fields import MAX_ID, Strict, TokenId, ValidText, packable
+from minisgl.server.messages import Message
+from minisgl.server.tools import MAX_TOOLS, NamedTool, Tool, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -55,24 +57,6 @@ MAX_ANSWERS = 128
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: ValidText
-
-
-class Message(Strict):
-    """One turn. Content may come in text parts, which are joined."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ValidText | list[TextPart]
-    name: ValidText | None = None
-
-    def plain(self) -> ChatMessage:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
 
 
 class GenerationRequest(Strict):
@@ -208,6 +192,9 @@ class ChatRequest(ChoicesRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -221,7 +208,25 @@ class ChatRequest(ChoicesRequest):
         given = {name: value for name, value in options.items() if value is not None}
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
-        return [Conversation(messages, given, self.chat_template_kwargs or {})]
+        return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        tools = [tool.function for tool in self.tools or ()]
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolUse(tools, "required", self.tool_choice.function.name, is_parallel)
+        return ToolUse(tools, self.tool_choice or "auto", None, is_parallel)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        asked = (self.chat_template_kwargs or {}).get("enable_thinking", True)
+        return asked is not False and not self.continue_final_message
 
     @property
     def num_logprobs(self) -> int | None:

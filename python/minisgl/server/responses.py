@@ -17,6 +17,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.fields import Schema, Strict, ValidText
 from minisgl.server.protocol import GenerationRequest
+from minisgl.server.tools import CalledFunction, Function, ToolCall, ToolName, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
@@ -110,9 +111,10 @@ class CallItem(_Item):
     arguments: ValidText
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        _turn(messages).setdefault("tool_calls", []).append(call)
+        call = ToolCall(
+            id=self.call_id, type="function", function=CalledFunction(name=self.name, arguments=self.arguments)
+        )
+        _turn(messages).setdefault("tool_calls", []).append(call.for_template())
 
 
 class CallOutputItem(_Item):
@@ -167,23 +169,16 @@ class TextOptions(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class FunctionTool(Strict):
-    """A tool in its flat form."""
-
+class _OfFunction(Strict):
     type: Literal["function"]
-    name: ValidText
-    description: ValidText | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
-
-    def nested(self) -> dict[str, Any]:
-        """In chat's form."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-class ChosenFunction(Strict):
-    type: Literal["function"]
-    name: ValidText
+class FunctionTool(Function, _OfFunction):
+    """A tool in its flat form; of another, the type is refused before all else."""
+
+
+class ChosenFunction(_OfFunction):
+    name: ToolName
 
 
 ToolChoice = Annotated[
@@ -228,8 +223,7 @@ class ResponsesRequest(GenerationRequest):
     prompt_cache_key: ValidText | None = None
 
     def prompts(self) -> list[Prompt]:
-        self._refuse_tools()
-        return [Conversation(self.messages(), {}, self.chat_template_kwargs or {})]
+        return [Conversation(self.messages(), {}, self.chat_template_kwargs or {}, self.tool_use.for_template())]
 
     def messages(self) -> list[ChatMessage]:
         """Instructions and input as a chat."""
@@ -238,10 +232,21 @@ class ResponsesRequest(GenerationRequest):
             item.add_to(messages)
         return messages
 
-    def _refuse_tools(self) -> None:
-        if self.tools or self.tool_choice not in (None, "none", "auto"):
-            name = "tools" if self.tools else "tool_choice"
-            raise InvalidRequest(f"{name} is not supported yet", param=name, code="unsupported_parameter")
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, ChosenFunction):
+            return ToolUse(self.tools or (), "required", self.tool_choice.name, is_parallel)
+        return ToolUse(self.tools or (), self.tool_choice or "auto", None, is_parallel)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        return (self.chat_template_kwargs or {}).get("enable_thinking", True) is not False
 
     @property
     def limit(self) -> int | None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.answers import Answer, error_response
-from minisgl.server.deltas import CallArguments, CallBegin, Content, Delta, PlainReader, Reader, Reasoning
+from minisgl.server.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Generation
 from minisgl.server.objects import Likely, now
 from minisgl.server.responses import ResponsesRequest
@@ -146,8 +148,10 @@ class ResponsesAnswer(Answer):
         request: ResponsesRequest,
         prompts: list[Prompt],
         sampling: SamplingParams,
-        make_reader: Callable[[], Reader] = PlainReader,
+        dialect: Dialect,
     ) -> None:
+        eager = bool(request.stream)
+        make_reader = partial(dialect.make_reader, request.tool_use, thinks=request.thinks, eager=eager)
         super().__init__(model, request, prompts, make_reader)
         self._asked = _asked(request, sampling)
         self._output = Output(self.id.removeprefix(self.id_prefix))
