@@ -18,11 +18,10 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}
 BODIES = {ChatRequest: CHAT, CompletionRequest: TEXT}
 both = pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 # Values that would change an answer, field by field.
 REFUSED: dict[str, list[Any]] = {
-    "tools": [[{"type": "function", "function": {"name": "f"}}]],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
     "modalities": [["text", "audio"]],
@@ -37,6 +36,8 @@ OF_CHAT: dict[str, list[Any]] = {
     "chat_template_kwargs": [{"enable_thinking": False}],
     "continue_final_message": [True],
     "add_generation_prompt": [False],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
 }
 NEUTRAL: dict[str, list[Any]] = {
     "n": [1],
@@ -398,7 +399,18 @@ def test_a_developer_is_a_system() -> None:
         [{"role": "user"}],
         [{"content": "x"}],
         [{"role": "robot", "content": "x"}],
-        [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "tool", "tool_call_id": "1"}],
+        [{"role": "user", "content": "x", "tool_call_id": "1"}],
+        [{"role": "user", "content": "x", "tool_calls": [CALL]}],
+        [{"role": "user", "content": "x", "reasoning_content": "Hm"}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "reasoning_content": "Hm"}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "id": "\ud83d"}]}],
+        [{"role": "assistant", "content": "x", "refusal": "no"}],
         [{"role": "User", "content": "x"}],
         [{"role": None, "content": "x"}],
         [{"role": "user", "content": None}],
@@ -414,6 +426,152 @@ def test_messages_of_another_shape_are_refused(messages: Any) -> None:
     with pytest.raises(ValidationError) as error:
         read(ChatRequest, messages=messages)
     assert error.value.errors()[0]["loc"][0] == "messages"
+
+
+def turn(**fields: Any) -> Any:
+    """What the template gets for an assistant's message."""
+    (conversation,) = read(ChatRequest, messages=[{"role": "assistant", **fields}]).prompts()
+    return conversation.messages[0]
+
+
+def test_calls_and_their_results_go_to_the_template() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"x": [1, null]}'}}
+    messages = [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call, CALL],
+            "refusal": None,
+            "audio": None,
+            "reasoning_content": "Hm",
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}], "name": "f"},
+    ]
+    (conversation,) = read(ChatRequest, messages=messages).prompts()
+    calls = [{**CALL, "function": {"name": "f", "arguments": it}} for it in ({"x": [1, None]}, {})]
+    assert conversation.messages == [
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "f"},
+    ]
+    assert turn(tool_calls=[CALL]) == turn(content="", tool_calls=[CALL])
+
+
+DEEP = '{"a": ' * 65 + "1" + "}" * 65
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "[1]", "null", '{"a": 1e999', '{"a": %s}' % 10**30, '{"a": "\\ud83d"}', DEEP]
+)
+def test_arguments_that_are_no_object_to_send_on_stay_text(arguments: str) -> None:
+    (call,) = turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": arguments}}])["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
+def test_tools_go_to_the_template_unless_none_is_to_be_called() -> None:
+    schema = {"type": "object", "properties": {"x": {}}}
+    full = {"name": "f", "description": "F.", "parameters": schema, "strict": True}
+    tools = [{"type": "function", "function": it} for it in (full, {"name": "g"})]
+
+    def shown(**fields: Any) -> Any:
+        return read(ChatRequest, tools=tools, **fields).prompts()[0].tools
+
+    assert shown() == [
+        {"type": "function", "function": {"name": "f", "description": "F.", "parameters": schema}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    named = {"type": "function", "function": {"name": "g"}}
+    assert shown(tool_choice="required") == shown(tool_choice="auto") == shown(tool_choice=named) == shown()
+    assert shown(tool_choice="none") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "callable", "several"),
+    [
+        ({}, "auto", ["f", "g"], True),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, "auto", ["f", "g"], False),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, "required", ["f", "g"], True),
+        ({"tool_choice": "none"}, "none", [], True),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "required", ["g"], False),
+    ],
+)
+def test_what_an_answer_may_call(fields: Any, choice: str, callable: list[str], several: bool) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    use = read(ChatRequest, tools=tools, **fields).tool_use
+    assert (use.choice, [tool.name for tool in use.callable], use.allows_several) == (choice, callable, several)
+    assert use.is_enforced == (choice == "required")
+    tools[1]["function"]["strict"] = True  # type: ignore[index]
+    assert read(ChatRequest, tools=tools, **fields).tool_use.is_enforced == (choice != "none")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": nested(depth - 2)}} if depth > 2 else {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {},
+        {"name": ""},
+        {"name": "a b"},
+        {"name": "f\n"},
+        {"name": "x" * 65},
+        {"name": "f", "description": 1},
+        {"name": "f", "description": "\ud83d"},
+        {"name": "f", "parameters": []},
+        {"name": "f", "parameters": {"type": "string"}},
+        {"name": "f", "parameters": {"type": ["object", "null"]}},
+        {"name": "f", "parameters": {"title": "\ud83d"}},
+        {"name": "f", "parameters": {"maximum": 10**30}},
+        {"name": "f", "parameters": nested(66)},
+        {"name": "f", "strict": "yes"},
+        {"name": "f", "else": 1},
+    ],
+    ids=lambda function: str(function)[:60],
+)
+def test_a_tool_of_another_shape_is_refused(function: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        read(ChatRequest, tools=[{"type": "function", "function": function}])
+    assert error.value.errors()[0]["loc"][:3] == ("tools", 0, "function")
+
+
+def test_tools_have_bounds() -> None:
+    def offer(names: list[str], **fields: Any) -> Any:
+        return read(ChatRequest, tools=[{"type": "function", "function": {"name": it}} for it in names], **fields)
+
+    assert len(offer([str(i) for i in range(128)]).tool_use.tools) == 128
+    with pytest.raises(ValidationError, match="tools"):
+        offer([str(i) for i in range(129)])
+    function = {"name": "f-._1" + "x" * 59, "parameters": nested(64)}
+    assert read(ChatRequest, tools=[{"type": "function", "function": function}]).tool_use.callable
+
+
+@pytest.mark.parametrize(
+    ("names", "choice", "param"),
+    [
+        ("ff", "auto", "tools"),
+        ("f", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+        ("", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+        ("", "required", "tool_choice"),
+    ],
+)
+def test_a_choice_that_does_not_suit_the_tools_is_refused(names: str, choice: Any, param: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    with pytest.raises(InvalidRequest) as refusal:
+        read(ChatRequest, tools=tools, tool_choice=choice).prompts()
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"continue_final_message": True}, False),
+    ],
+)
+def test_whether_the_model_may_think(fields: Any, thinks: bool) -> None:
+    assert read(ChatRequest, **fields).thinks == thinks
 
 
 @pytest.mark.parametrize(

@@ -193,11 +193,17 @@ class LLM:
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[dict[str, Any]] = (),
         use_tqdm: bool = False,
     ) -> list[GenerationOutput]:
-        """Answer one conversation or several, through the model's chat template; see `generate`."""
+        """Answer one conversation or several, through the model's chat template; see `generate`.
+
+        Args:
+            tools: what the template offers to the model, in OpenAI's format. Calls are part of the text.
+        """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._tokenizer.encode(Conversation(list(conversation))).tolist() for conversation in several]  # type: ignore[arg-type]
+        chats = [Conversation(list(conversation), tools=list(tools)) for conversation in several]  # type: ignore[arg-type]
+        prompts = [self._tokenizer.encode(chat).tolist() for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _each(

@@ -18,13 +18,10 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
 from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import JSON_OPTIONS
 
 _NUM_KEPT = 128  # compiled grammars
 _MAX_REASON = 400  # characters
-_JSON_OPTIONS = {  # no more white space than people write, lest a model write nothing else
-    "whitespace_pattern": r"[ \t\r\n]{0,16}",
-    "coerce_one_of": True,
-}
 
 
 class Grammars:
@@ -114,7 +111,7 @@ class Grammars:
 def _source(grammar: Grammar) -> str:
     """As llguidance reads it."""
     if grammar.kind == "json_schema":
-        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_OPTIONS))
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
     to_source = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(to_source(grammar.text))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -22,13 +22,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import EngineFailed, RequestError, UnknownModel
+from minisgl.core import SamplingParams
+from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
+from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
-from minisgl.server.protocol import ChatRequest, CompletionRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from minisgl.server.responses import ResponsesRequest
+from minisgl.server.responses_answer import ResponsesAnswer
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
@@ -49,12 +54,14 @@ class ServedModel:
     Attributes:
         sampling_defaults: the model's recommendation for what a request leaves open.
         created: when it was loaded, in seconds since the epoch.
+        dialect: how it spells calls and thoughts.
     """
 
     name: str
     max_seq_len: int
     sampling_defaults: dict[str, float]
     created: int
+    dialect: Dialect = field(default_factory=Dialect)
 
     @property
     def card(self) -> ModelCard:
@@ -115,6 +122,8 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/v1/responses", responses, methods=["POST"], responses=_ERRORS)
+    app.add_api_route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"], responses={404: _ERRORS[404]})
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
     return app
@@ -160,11 +169,32 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, ChatAnswer)
+    model.check_name(body.model)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ChatAnswer(model.name, body, prompts, model.dialect)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, CompletionAnswer)
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    answer = CompletionAnswer(model.name, body, prompts)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
+
+
+async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    model.check_name(body.model)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ResponsesAnswer(model.name, body, prompts, sampling, model.dialect)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
+
+
+async def stored_response(name: str) -> None:
+    raise ResponseNotFound(name)
 
 
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
@@ -180,21 +210,19 @@ async def detokenize(body: DetokenizeRequest, request: Request, frontend: Fronte
 
 
 async def _answer(
-    body: ChatRequest | CompletionRequest,
+    body: GenerationRequest,
     request: Request,
     frontend: Frontend,
-    model: ServedModel,
-    shape: type[Answer],
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    answer: Answer,
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    model.check_name(body.model)
-    prompts = body.prompts()
-    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults), body.num_answers)
+    generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
-        answer = shape(model.name, body, prompts)
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
-            return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
+            return _EventStream(answer, generation, frontend.metrics)
         await _unless_disconnected(request, answer.finish(generation))
         return answer.whole()
     except BaseException as error:
@@ -207,8 +235,8 @@ async def _answer(
 class _EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the request does not outlive it."""
 
-    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics, *, include_usage: bool) -> None:
-        events = answer.events(generation, include_usage=include_usage)
+    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics) -> None:
+        events = answer.events(generation)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._generation = generation
         self._metrics = metrics

@@ -1,11 +1,15 @@
-"""What fields of requests are made of: texts and objects that can be sent on, and models that overlook nothing."""
+"""What the fields of requests are made of: strict models, texts that can be sent on, values of bounded depth."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+T = TypeVar("T")
+MAX_ID = 2**31 - 1
+MAX_DEPTH = 64
 
 
 def _encodable(text: str) -> str:
@@ -20,7 +24,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-def packable(value: dict[str, Any]) -> dict[str, Any]:
+def packable(value: T) -> T:
     """
     Raises:
         ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
@@ -32,7 +36,23 @@ def packable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def shallow(value: T) -> T:
+    """
+    Raises:
+        ValueError: lists and objects are nested more than 64 deep.
+    """
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        lists = [it.values() if isinstance(it, dict) else it for it in level if isinstance(it, dict | list)]
+        level = [child for children in lists for child in children]
+    if level:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 ValidText = Annotated[str, AfterValidator(_encodable)]
+Schema = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(packable)]
 
 
 class Strict(BaseModel):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.server.fields import Strict, ValidText
+from minisgl.server.fields import Schema, Strict, ValidText
 
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
 ANY_OBJECT = {"type": "object"}
@@ -20,7 +20,7 @@ class JsonSchema(Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: ValidText | None = None
-    schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    schema_: Schema = Field(alias="schema", default_factory=dict)
     strict: bool | None = None
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
-from minisgl.server.fields import Strict, ValidText, packable
+from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
+from minisgl.server.fields import MAX_ID, Strict, TokenId, ValidText, packable
 from minisgl.server.formats import Choices, ResponseFormat, choice_grammar, schema_grammar
+from minisgl.server.messages import Message
+from minisgl.server.tools import MAX_TOOLS, NamedTool, Tool, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -49,9 +51,7 @@ _HARMLESS = {
     "prediction",
 }
 
-MAX_ID = 2**31 - 1
 MAX_ANSWERS = 128
-TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
 class StreamOptions(Strict):
@@ -59,36 +59,23 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: ValidText
-
-
-class Message(Strict):
-    """One turn. Content may come in text parts, which are joined."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ValidText | list[TextPart]
-    name: ValidText | None = None
-
-    def plain(self) -> ChatMessage:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
-
-
 class GenerationRequest(Strict):
-    """What chat and text completions have in common."""
+    """What all entrances have in common.
+
+    Attributes:
+        neutral: fields that are accepted with a value that changes nothing, and those values.
+        harmless: fields that are accepted with any value.
+    """
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
+    harmless: ClassVar[set[str]] = _HARMLESS
 
     model: str
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    best_of: int | None = None
     stop: ValidText | list[ValidText] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: int | None = None
@@ -99,13 +86,11 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
     guided_json: JsonValue = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
     guided_grammar: ValidText | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -114,18 +99,20 @@ class GenerationRequest(Strict):
             return body
         own = cls.model_fields.keys()
         for name, value in body.items():
-            if name in _NEUTRAL and name not in own and not _is_neutral(name, value):
-                raise InvalidRequest(_unsupported(name), param=name, code="unsupported_parameter")
-        return {name: value for name, value in body.items() if name in own or name not in _NEUTRAL.keys() | _HARMLESS}
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+            if name in cls.neutral and name not in own and not _is_one_of(cls.neutral[name], value):
+                raise InvalidRequest(_unsupported(name, cls.neutral[name]), param=name, code="unsupported_parameter")
+        idle = (cls.neutral.keys() | cls.harmless) - own
+        return {name: value for name, value in body.items() if name not in idle}
 
     @property
     def num_answers(self) -> int:
         """To each prompt."""
-        return self.n or 1
+        return 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream's chunks have a place for it."""
+        return False
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The request's parameters; what it leaves open comes from the model's recommendation.
@@ -135,8 +122,6 @@ class GenerationRequest(Strict):
         Raises:
             InvalidRequest: a value is outside its bounds.
         """
-        if self.best_of not in (None, self.num_answers):
-            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
         given = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
         if self.top_k in (0, -1):  # the ways in which other servers spell "all"
             given["top_k"] = None
@@ -158,25 +143,25 @@ class GenerationRequest(Strict):
         Raises:
             InvalidRequest: more than one thing is asked for.
         """
-        asked = self._grammars()
+        asked = {name: grammar for name, grammar in self._grammars().items() if grammar}
         if len(asked) > 1:
             raise InvalidRequest("an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1])
         return next(iter(asked.values()), None)
 
-    def _grammars(self) -> dict[str, Grammar]:
-        """By the field that asks for it."""
-        asked = {
-            "response_format": self.response_format.grammar() if self.response_format else None,
+    def _grammars(self) -> dict[str, Grammar | None]:
+        """By the field that may ask for one."""
+        return {
             "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
             "guided_regex": None if self.guided_regex is None else Grammar("regex", self.guided_regex),
             "guided_choice": None if self.guided_choice is None else choice_grammar(self.guided_choice),
             "guided_grammar": None if self.guided_grammar is None else Grammar("lark", self.guided_grammar),
         }
-        return {name: grammar for name, grammar in asked.items() if grammar}
 
     def field_of(self, param: str | None) -> str | None:
         """The field of this request behind what a scheduler finds fault with."""
-        return next(iter(self._grammars())) if param == "grammar" else param
+        if param != "grammar":
+            return param
+        return next((name for name, grammar in self._grammars().items() if grammar), "tools")
 
     @property
     @abstractmethod
@@ -199,23 +184,53 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_one_of(neutral: tuple[Any, ...], value: Any) -> bool:
     """Whether a value is one of those that change nothing; null always is. True is not 1 here."""
-    return value is None or any(type(value) is type(other) and value == other for other in _NEUTRAL[name])
+    return value is None or any(type(value) is type(other) and value == other for other in neutral)
 
 
-def _unsupported(name: str) -> str:
-    harmless = " or ".join(map(repr, _NEUTRAL[name]))
+def _unsupported(name: str, neutral: tuple[Any, ...]) -> str:
+    harmless = " or ".join(map(repr, neutral))
     return f"{name} is not supported yet" + (f"; leave it out or send {harmless}" if harmless else "; leave it out")
 
 
-class ChatRequest(GenerationRequest):
+class ChoicesRequest(GenerationRequest):
+    """What chat and text completions have in common: there may be several answers to a prompt."""
+
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: int | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
+
+    def sampling(self, defaults: dict[str, float]) -> SamplingParams:
+        if self.best_of not in (None, self.num_answers):
+            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
+        return super().sampling(defaults)
+
+    def _grammars(self) -> dict[str, Grammar | None]:
+        own = self.response_format.grammar() if self.response_format else None
+        return {"response_format": own, **super()._grammars()}
+
+
+class ChatRequest(ChoicesRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -229,7 +244,25 @@ class ChatRequest(GenerationRequest):
         given = {name: value for name, value in options.items() if value is not None}
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
-        return [Conversation(messages, given, self.chat_template_kwargs or {})]
+        return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        tools = [tool.function for tool in self.tools or ()]
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolUse(tools, "required", self.tool_choice.function.name, is_parallel)
+        return ToolUse(tools, self.tool_choice or "auto", None, is_parallel)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        asked = (self.chat_template_kwargs or {}).get("enable_thinking", True)
+        return asked is not False and not self.continue_final_message
 
     @property
     def num_logprobs(self) -> int | None:
@@ -242,7 +275,7 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ChoicesRequest):
     """POST /v1/completions. Several prompts give several choices."""
 
     prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
-from minisgl.server.fields import ValidText
-from minisgl.server.protocol import Message, TokenId
+from minisgl.server.fields import TokenId, ValidText
+from minisgl.server.messages import Message
 
 
 class _VocabularyRequest(BaseModel):
