@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from minisgl.core import MAX_GRAMMAR, Grammar, SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.server.deltas import PlainReader, Reader
 from minisgl.server.grammars import Markers
@@ -48,9 +48,11 @@ class Dialect:
         grammar = sampling.grammar
         if use.offered and use.is_enforced:
             grammar = self._format.grammar(use, self.markers)
-            if len(grammar.text) > MAX_GRAMMAR:
-                raise InvalidRequest(f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools")
-        return replace(sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False)
+        try:
+            return replace(sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False)
+        except InvalidRequest as error:
+            error.param = "tools" if use.is_enforced else error.param
+            raise
 
     def with_thoughts(self, grammar: Grammar | None, *, thinks: bool) -> Grammar | None:
         """A grammar that lets the model think first, if it does."""
