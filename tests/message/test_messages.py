@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minisgl.message as package
-from minisgl.core import MAX_COUNT, MAX_SEED, SamplingParams, TokenLogprobs
+from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
 from minisgl.message import (
     AbortBackendMsg,
@@ -43,6 +43,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.sampling_params import MAX_COUNT, MAX_SEED
 
 SAMPLING = SamplingParams(
     max_tokens=5,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
+from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs, TokenMasks
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -75,13 +76,13 @@ class FakeOutput(ForwardOutput):
 
     def __init__(self, executor: FakeExecutor, launched: list[_Launched]) -> None:
         self._executor = executor
-        self._launched = launched
+        self.launched = launched
         self._tokens: list[int] | None = None
 
     def compute(self) -> None:
         if self._tokens is None:
-            self._executor.check_still_held(self._launched)
-            self._tokens = self._executor.compute(self._launched)
+            self._executor.check_still_held(self.launched)
+            self._tokens = self._executor.compute(self.launched)
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         return {}
@@ -89,7 +90,7 @@ class FakeOutput(ForwardOutput):
     def wait(self) -> list[int]:
         self.compute()
         assert self._tokens is not None
-        self._executor.check_still_held(self._launched)
+        self._executor.check_still_held(self.launched)
         return self._tokens
 
 
@@ -112,7 +113,7 @@ class FakeExecutor:
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
 
-    def launch(self, plan: BatchPlan) -> FakeOutput:
+    def forward(self, plan: BatchPlan) -> None:
         if self._newest:
             self._newest.compute()
         self.plans.append([(part.req.uid, part.start, part.end, part.samples) for part in plan.slices])
@@ -122,6 +123,10 @@ class FakeExecutor:
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
+
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None) -> FakeOutput:
+        assert self._newest and [it.part for it in self._newest.launched] == plan.slices
+        assert logits_BV is None and masks is None
         return self._newest
 
     def _write_tables(self, writes: TableWrites) -> None:

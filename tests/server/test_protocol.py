@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import TokenIds, pack_ids
 from minisgl.server.protocol import ChatRequest, CompletionRequest
@@ -23,7 +24,6 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 REFUSED: dict[str, list[Any]] = {
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "alloy"}],
     "reasoning_effort": ["low"],
@@ -80,6 +80,20 @@ HONOURED = [  # name, value, what the sampler gets
     ("ignore_eos", True, True),
     ("seed", 7, 7),
 ]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GRAMMARS = [  # name, value, what the scheduler gets
+    ("response_format", {"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        Grammar("json_schema", json.dumps(SCHEMA)),
+    ),
+    ("guided_json", SCHEMA, Grammar("json_schema", json.dumps(SCHEMA))),
+    ("guided_json", json.dumps(SCHEMA), Grammar("json_schema", json.dumps(SCHEMA))),
+    ("guided_regex", "[0-9]+", Grammar("regex", "[0-9]+")),
+    ("guided_choice", ["yes", 'n"o'], Grammar("lark", 'start: "yes" | "n\\"o"')),
+    ("guided_grammar", 'start: "x"', Grammar("lark", 'start: "x"')),
+]
 
 
 def pairs(table: dict[str, list[Any]]) -> list[Any]:
@@ -105,6 +119,39 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(kind: Any, name
     with pytest.raises(InvalidRequest, match=name) as refusal:
         read(kind, **{name: value})
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
+
+
+@both
+@pytest.mark.parametrize(("name", "value", "grammar"), GRAMMARS)
+def test_formats_become_grammars(kind: Any, name: str, value: Any, grammar: Grammar) -> None:
+    assert sampling(kind, **{name: value}).grammar == grammar
+
+
+@both
+def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
+    with pytest.raises(InvalidRequest, match="both response_format and guided_regex") as refusal:
+        sampling(kind, response_format={"type": "json_object"}, guided_regex="x")
+    assert refusal.value.param == "guided_regex"
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("response_format", {"type": "json_schema"}, "json_schema must be there"),
+        ("response_format", {"type": "text", "json_schema": {"name": "x"}}, "json_schema must be there"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema.name"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "pattern"),
+        ("response_format", {"type": "xml"}, "json_object"),
+        ("guided_choice", [], "at least 1"),
+        ("guided_regex", "\ud83d", "half a surrogate pair"),
+        ("guided_json", {"minimum": math.inf}, "finite number|not JSON"),
+        ("guided_json", "x" * 300_000, "at most 262144"),
+    ],
+)
+def test_bad_formats_are_refused(kind: Any, name: str, value: Any, reason: str) -> None:
+    with pytest.raises((ValidationError, InvalidRequest), match=reason):
+        sampling(kind, **{name: value})
 
 
 @both

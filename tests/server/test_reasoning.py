@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.deltas import PlainReader
 from minisgl.server.dialect import Dialect
 from minisgl.server.reasoning import PARSERS, Thinking
@@ -163,10 +164,10 @@ def test_without_tools_and_thoughts_nothing_changes() -> None:
 
 
 def test_tools_that_cannot_be_offered_are_refused() -> None:
-    big = ToolUse([Function(name="f", parameters={"enum": ["x" * 2**18]})], "required")
+    big = ToolUse([Function(name="f", parameters={"enum": ["x" * MAX_GRAMMAR]})], "required")
     for dialect, use, message in (
         (Dialect(), USE, "--tool-call-parser"),
-        (Dialect(FORMATS["hermes"]("")), big, "length of the grammar"),
+        (Dialect(FORMATS["hermes"]("")), big, f"more than {MAX_GRAMMAR} characters"),
     ):
         with pytest.raises(InvalidRequest, match=message) as refusal:
             dialect.constrain(SamplingParams(), use, thinks=True)

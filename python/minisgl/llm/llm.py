@@ -165,8 +165,7 @@ class LLM:
         assert answer.last is not None and answer.finish is not None
         text = "".join(answer.texts)
         if not answer.texts and self._optional_tokenizer:
-            said = answer.ids[:-1] if answer.finish == "stop" else answer.ids
-            text = self._optional_tokenizer.decode(said, skip_special_tokens=answer.params.skip_special_tokens)
+            text = self._optional_tokenizer.decode(answer.said, skip_special_tokens=answer.params.skip_special_tokens)
         logprobs = None if answer.params.logprobs is None else answer.logprobs
         return GenerationOutput(
             text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs
@@ -297,6 +296,7 @@ class _Collected:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.ids: list[int] = []
+        self.said: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish: FinishReason | None = None
@@ -305,6 +305,8 @@ class _Collected:
     def take(self, news: DetokenizeMsg, reply: UserReply | None) -> None:
         if news.token is not None:
             self.ids.append(news.token)
+            if news.finish != "stop":  # the token that says stop is not part of the text
+                self.said.append(news.token)
         if news.logprobs is not None:
             self.logprobs.append(news.logprobs)
         if reply is not None:

@@ -1,13 +1,18 @@
-"""Answers as they grow, and their two shapes: chat and text completions, whole and in chunks."""
+"""Answers as they grow, and two of their shapes: chat and text completions, whole and in chunks.
+
+Next to read: `responses.py`, which has the third.
+"""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from itertools import accumulate
 from typing import Any
+
+from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
@@ -47,10 +52,9 @@ from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRe
 
 
 class Answer(ABC):
-    """The choices of one request, fed reply by reply. A subclass gives them OpenAI's shape."""
+    """The answers to one request, fed reply by reply. A subclass gives them OpenAI's shape."""
 
     id_prefix: str
-    chunk_object: str
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Answer(ABC):
         self.created = now()
         self.model = model
         self._n = request.num_answers
+        self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         self._has_logprobs = request.num_logprobs is not None
         self._readers = [make_reader() for _ in range(self._n * len(prompts))]
         self._said = [Transcript() for _ in self._readers]
@@ -90,29 +95,23 @@ class Answer(ABC):
         self._last[index] = reply
         return index, deltas, reply
 
-    async def events(self, generation: Generation, *, include_usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the last event."""
-        usage = {"usage": None} if include_usage else {}
+    async def events(self, generation: Generation) -> AsyncIterator[str]:
+        """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the end of it."""
         try:
-            for index in range(len(self._said)):
-                for choice in self.opening(index):
-                    yield self._event([choice], **usage)
+            for event in self.head():
+                yield event
             for early in self._early:
-                for choice in self.pieces(*early):
-                    yield self._event([choice], **usage)
+                for event in self.news(*early):
+                    yield event
             while not generation.has_ended:
-                for choice in self.pieces(*await self._read(generation)):
-                    yield self._event([choice], **usage)
+                for event in self.news(*await self._read(generation)):
+                    yield event
         except (EngineFailed, RequestError) as error:
-            yield f"data: {error_response(error).model_dump_json()}\n\n"
+            for event in self.failure(error):
+                yield event
             return
-        if include_usage:
-            yield self._event([], usage=self.usage().model_dump())
-        yield "data: [DONE]\n\n"
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
-        return f"data: {json.dumps({**head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+        for event in self.tail():
+            yield event
 
     def finish_reason(self, index: int) -> FinishReason:
         reason = self._last[index].finish
@@ -132,6 +131,51 @@ class Answer(ABC):
         )
 
     @abstractmethod
+    def head(self) -> Iterable[str]:
+        """The events before any text."""
+
+    @abstractmethod
+    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
+        """The events of a reply and what was read in it."""
+
+    @abstractmethod
+    def tail(self) -> Iterable[str]:
+        """The events after the last reply."""
+
+    @abstractmethod
+    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        """The events instead of the rest."""
+
+    @abstractmethod
+    def whole(self) -> BaseModel | dict[str, Any]:
+        """The finished answer as one object."""
+
+
+class _ChoicesAnswer(Answer):
+    """Choices side by side, in events that are chunks of them."""
+
+    chunk_object: str
+
+    def head(self) -> Iterable[str]:
+        return [self._event(choice) for index in range(len(self._said)) for choice in self.opening(index)]
+
+    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
+        return [self._event(choice) for choice in self.pieces(index, deltas, reply)]
+
+    def tail(self) -> Iterable[str]:
+        if self._usage:
+            self._usage = {"usage": self.usage().model_dump()}
+            yield self._event()
+        yield "data: [DONE]\n\n"
+
+    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        return [f"data: {error_response(error).model_dump_json()}\n\n"]
+
+    def _event(self, *choices: dict[str, Any]) -> str:
+        head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
+        return f"data: {json.dumps({**head, 'choices': choices, **self._usage}, ensure_ascii=False)}\n\n"
+
+    @abstractmethod
     def opening(self, index: int) -> list[dict[str, Any]]:
         """What a stream says of a choice before its text."""
 
@@ -139,13 +183,9 @@ class Answer(ABC):
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         """What a stream says of a reply and what was read in it: text, an end, both or nothing."""
 
-    @abstractmethod
-    def whole(self) -> ChatCompletion | Completion:
-        """The finished answer as one object."""
 
-
-class ChatAnswer(Answer):
-    id_prefix = "chatcmpl"
+class ChatAnswer(_ChoicesAnswer):
+    id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect) -> None:
@@ -194,8 +234,8 @@ class ChatAnswer(Answer):
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
 
-class CompletionAnswer(Answer):
-    id_prefix = "cmpl"
+class CompletionAnswer(_ChoicesAnswer):
+    id_prefix = "cmpl-"
     chunk_object = "text_completion"
 
     def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt]) -> None:

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed, RequestError, UnknownModel
+from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
 from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.dialect import Dialect
@@ -31,7 +31,9 @@ from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
-from minisgl.server.protocol import ChatRequest, CompletionRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from minisgl.server.responses import ResponsesRequest
+from minisgl.server.responses_answer import ResponsesAnswer
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
@@ -120,6 +122,8 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/v1/responses", responses, methods=["POST"], responses=_ERRORS)
+    app.add_api_route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"], responses={404: _ERRORS[404]})
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
     return app
@@ -175,9 +179,22 @@ async def chat_completions(body: ChatRequest, request: Request, frontend: Fronte
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
     model.check_name(body.model)
-    prompts = body.prompts()
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
     answer = CompletionAnswer(model.name, body, prompts)
-    return await _answer(body, request, frontend, prompts, body.sampling(model.sampling_defaults), answer)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
+
+
+async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    model.check_name(body.model)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ResponsesAnswer(model.name, body, prompts, sampling, model.dialect)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
+
+
+async def stored_response(name: str) -> None:
+    raise ResponseNotFound(name)
 
 
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
@@ -193,7 +210,7 @@ async def detokenize(body: DetokenizeRequest, request: Request, frontend: Fronte
 
 
 async def _answer(
-    body: ChatRequest | CompletionRequest,
+    body: GenerationRequest,
     request: Request,
     frontend: Frontend,
     prompts: list[Prompt],
@@ -205,19 +222,21 @@ async def _answer(
     try:
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
-            return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
+            return _EventStream(answer, generation, frontend.metrics)
         await _unless_disconnected(request, answer.finish(generation))
         return answer.whole()
-    except BaseException:
+    except BaseException as error:
         generation.close()
+        if isinstance(error, RequestError):
+            error.param = body.field_of(error.param)
         raise
 
 
 class _EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the request does not outlive it."""
 
-    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics, *, include_usage: bool) -> None:
-        events = answer.events(generation, include_usage=include_usage)
+    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics) -> None:
+        events = answer.events(generation)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._generation = generation
         self._metrics = metrics

@@ -7,6 +7,7 @@ from typing import Self
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.deltas import PlainReader, Reader
 from minisgl.server.grammars import Markers
 from minisgl.server.reasoning import PARSERS, Thinking
@@ -46,13 +47,11 @@ class Dialect:
         if not use.offered and not self.thoughts:
             return sampling
         grammar = sampling.grammar
-        if use.offered and use.is_enforced:
-            grammar = self._format.grammar(use, self.markers)
-        try:
-            return replace(sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False)
-        except InvalidRequest as error:
-            error.param = "tools" if use.is_enforced else error.param
-            raise
+        if use.offered and (use.is_enforced or grammar):
+            grammar = self._format.grammar(use, self.markers, grammar)
+            if len(grammar.text) > MAX_GRAMMAR:
+                raise InvalidRequest(f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools")
+        return replace(sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False)
 
     def with_thoughts(self, grammar: Grammar | None, *, thinks: bool) -> Grammar | None:
         """A grammar that lets the model think first, if it does."""

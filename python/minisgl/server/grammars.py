@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from minisgl.core import Grammar
+from minisgl.sampling_params import JSON_OPTIONS
 
 Markers: TypeAlias = Mapping[str, int]  # the tokens that a tokenizer never splits, and their ids
 
@@ -37,11 +38,20 @@ def nested(grammar: Grammar) -> str:
     """A whole grammar as the body of a rule."""
     match grammar.kind:
         case "json_schema":
-            return f"%json {grammar.text}"
+            return f"%json {_with_options(grammar.text)}"
         case "regex":
             return f"/{_slashed(grammar.text)}/"
         case "lark":
             return f"%lark {{\n{grammar.text}\n}}"
+
+
+def _with_options(schema: str) -> str:
+    """A schema that says how its JSON is to be written, which no option says where it is nested."""
+    try:
+        value = json.loads(schema)
+    except (ValueError, RecursionError):  # the engine will say what is wrong with it
+        return schema
+    return json.dumps({"x-guidance": JSON_OPTIONS, **value}) if isinstance(value, dict) else schema
 
 
 def _slashed(pattern: str) -> str:

@@ -135,7 +135,7 @@ class ErrorResponse(BaseModel):
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def now() -> int:

@@ -56,8 +56,11 @@ class ToolFormat(ABC):
             InvalidRequest: they cannot be told apart.
         """
 
-    def grammar(self, use: ToolUse, markers: Markers) -> Grammar:
+    def grammar(self, use: ToolUse, markers: Markers, answer: Grammar | None = None) -> Grammar:
         """What an answer may be if it is held to the tools' schemas.
+
+        Args:
+            answer: what it has to be if it calls nothing; None: any text.
 
         Raises:
             InvalidRequest: with a free choice, text cannot be told from calls.
@@ -65,6 +68,8 @@ class ToolFormat(ABC):
         calls = Grammar("lark", self.calls(use.callable, markers, several=use.allows_several))
         if use.must_call:
             return calls
+        if answer:
+            return Grammar("lark", f"start: answer | calls\nanswer: {nested(answer)}\ncalls: {nested(calls)}")
         return Grammar("lark", f"start: TEXT calls?\nTEXT: {self.text(markers)}\ncalls: {nested(calls)}")
 
     def make_reader(self, use: ToolUse, *, eager: bool) -> CallReader:
