@@ -1,0 +1,50 @@
+"""What LiteLLM makes of a server, as one line of JSON: run by test_clients.py in an environment that has it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import litellm
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["fox", "dog"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {**CITY, "additionalProperties": False}}}
+
+
+def main(url: str, model: str) -> None:
+    def ask(**options: Any) -> Any:
+        return litellm.completion(
+            model=f"openai/{model}", api_base=url, api_key="none", messages=[{"role": "user", "content": "the dog"}],
+            **{"max_tokens": 30, "temperature": 0, "extra_body": {"ignore_eos": True}, **options},
+        )  # fmt: skip
+
+    whole = ask()
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))
+    called = ask(tools=[TOOL], tool_choice="required", max_tokens=200, temperature=1, seed=1, extra_body={})
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+    formed = ask(response_format=form, max_tokens=200, extra_body={})
+    try:
+        ask(temperature=101)
+        error = 0
+    except litellm.BadRequestError as refusal:
+        error = refusal.status_code
+    seen = {
+        "whole": whole.choices[0].message.content,
+        "streamed": streamed,
+        "tokens": whole.usage.completion_tokens,
+        "city": json.loads(called.choices[0].message.tool_calls[0].function.arguments)["city"],
+        "object": json.loads(formed.choices[0].message.content),
+        "error": error,
+    }
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,110 @@
+"""Clients that others wrote, against a server of real processes; and Schemathesis, which reads our OpenAPI schema."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+from tests.system.harness import MODEL, PATIENCE_S, Program, eventually, small
+
+pytestmark = pytest.mark.slow
+LITELLM = Path(sys.prefix) / "clients" / "bin" / "python"
+QUESTION = "the dog says"
+
+
+class Animal(BaseModel):
+    """An animal."""
+
+    kind: Literal["fox", "dog"]
+    is_lazy: bool
+
+
+@tool
+def weather(city: Literal["Ulm", "Bonn"]) -> str:
+    """The weather of a city."""
+    return f"rain in {city}"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Program]:
+    with Program(*small(folder, "--tool-call-parser", "hermes", "--max-seq-len", "512")) as program:
+        yield program.wait_ready()
+        eventually(program.has_all_places, "the engine is free again")
+
+
+def langchain(server: Program, **options: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=MODEL, base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S,
+        **{"temperature": 0, "max_tokens": 100, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("use_responses_api", [False, True])
+def test_langchain_chats(server: Program, use_responses_api: bool) -> None:
+    model = langchain(server, use_responses_api=use_responses_api)
+    whole = model.invoke(QUESTION)
+    pieces = list(model.stream(QUESTION))
+    assert len(pieces) > 5
+    assert "".join(piece.text for piece in pieces) == whole.text != ""
+    assert whole.usage_metadata is not None and 0 < whole.usage_metadata["output_tokens"] <= 100
+    assert [answer.text for answer in model.batch([QUESTION] * 3)] == [whole.text] * 3
+
+
+def test_langchain_gets_objects(server: Program) -> None:
+    structured = langchain(server, temperature=1, seed=3).with_structured_output(Animal, method="json_schema")
+    assert isinstance(structured.invoke(QUESTION), Animal)
+
+
+def test_langchain_calls_tools(server: Program) -> None:
+    bound = langchain(server, temperature=1, seed=3, max_tokens=400).bind_tools([weather], tool_choice="weather")
+    answer: Any = bound.invoke(QUESTION)
+    [call] = answer.tool_calls
+    assert call["name"] == "weather" and call["args"]["city"] in ("Ulm", "Bonn")
+    result = weather.invoke(call)
+    final = langchain(server).bind_tools([weather]).invoke([("user", QUESTION), answer, result])
+    assert isinstance(final.text, str)
+
+
+def test_litellm(server: Program) -> None:
+    """It wants an older client of OpenAI's, and so an environment of its own, which scripts/test makes."""
+    if not LITELLM.exists():
+        pytest.skip(f"{LITELLM} is missing; scripts/test makes it")
+    script = Path(__file__).with_name("litellm_client.py")
+    done = subprocess.run(
+        [LITELLM, script, f"{server.url}/v1", MODEL],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["streamed"] == seen["whole"] != ""
+    assert seen["tokens"] == 30
+    assert seen["city"] in ("Ulm", "Bonn")
+    assert seen["object"]["kind"] in ("fox", "dog")
+    assert seen["error"] == 400
+
+
+def test_schemathesis_finds_no_server_error(folder: Path) -> None:
+    """Whatever the OpenAPI schema allows or nearly allows."""
+    with Program(*small(folder, "--max-seq-len", "64", "--tool-call-parser", "hermes")) as server:
+        server.wait_ready()
+        command = [
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+            *("--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1", "--generation-deterministic"),
+            *("--request-timeout", "30", "--suppress-health-check", "all", "--workers", "2", "--no-color"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=server.folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+        assert "chat/completions" in done.stdout or "No issues found" in done.stdout
+        eventually(server.has_all_places, "the engine is free again")
