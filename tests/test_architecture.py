@@ -35,7 +35,7 @@ WITHIN_A_TIER = {
     ("server", "tokenizer"),
     ("llm", "tokenizer"),
 }
-CORE_LINES, KERNEL_LINES = 5800, 1200
+CORE_LINES, KERNEL_LINES = 6050, 1200
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

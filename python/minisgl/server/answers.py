@@ -1,4 +1,4 @@
-"""Answers as they grow, and their two shapes: chat and text completions, whole and in chunks."""
+"""Answers as they grow, and two of their shapes: chat and text completions, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from itertools import accumulate
 from typing import Any
+
+from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
@@ -127,7 +129,7 @@ class Answer(ABC):
         """What a stream says of a reply and what was read in it: text, an end, both or nothing."""
 
     @abstractmethod
-    def whole(self) -> ChatCompletion | Completion:
+    def whole(self) -> BaseModel:
         """The finished answer as one object."""
 
 

@@ -27,8 +27,9 @@ from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_r
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
+from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
-from minisgl.server.protocol import ChatRequest, CompletionRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
@@ -115,6 +116,7 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/generate", generate, methods=["POST"], response_model=Generated, responses=_ERRORS)
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
     return app
@@ -167,6 +169,10 @@ async def completions(body: CompletionRequest, request: Request, frontend: Front
     return await _answer(body, request, frontend, model, CompletionAnswer)
 
 
+async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    return await _answer(body, request, frontend, model, GenerateAnswer)
+
+
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
     model.check_name(body.model)
     encoding = frontend.encode(body.content(), add_special_tokens=body.add_special_tokens)
@@ -180,7 +186,7 @@ async def detokenize(body: DetokenizeRequest, request: Request, frontend: Fronte
 
 
 async def _answer(
-    body: ChatRequest | CompletionRequest,
+    body: GenerationRequest,
     request: Request,
     frontend: Frontend,
     model: ServedModel,

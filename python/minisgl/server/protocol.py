@@ -8,6 +8,7 @@ an error that names it. Reference: https://platform.openai.com/docs/api-referenc
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -111,9 +112,9 @@ class Message(_Strict):
 
 
 class GenerationRequest(_Strict):
-    """What chat and text completions have in common."""
+    """What all requests for an answer have in common."""
 
-    model: str
+    model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -191,7 +192,20 @@ class GenerationRequest(_Strict):
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """What is to be answered."""
+        """What is to be answered.
+
+        Raises:
+            InvalidRequest: there is none, or an empty one.
+        """
+
+
+def require_prompts(prompts: Sequence[str | list[int]]) -> None:
+    """
+    Raises:
+        InvalidRequest: there is no prompt, or an empty one.
+    """
+    if not prompts or not all(prompts):
+        raise InvalidRequest("the prompt is empty", param="prompt")
 
 
 def _token_id(text: str) -> int:
@@ -213,6 +227,7 @@ def _unsupported(name: str) -> str:
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    model: str
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -246,21 +261,17 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. Several prompts give several choices."""
 
+    model: str
     prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
 
     def prompts(self) -> list[Prompt]:
-        """
-        Raises:
-            InvalidRequest: there is no prompt, or an empty one.
-        """
         several: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if several and isinstance(several[0], int):
             several = [several]
-        if not several or not all(several):
-            raise InvalidRequest("the prompt is empty", param="prompt")
+        require_prompts(several)
         if self.echo and not isinstance(several[0], str):
             raise InvalidRequest("echo needs prompts that are texts", param="echo")
         return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
