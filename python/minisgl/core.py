@@ -89,6 +89,7 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
         logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
             They are the model's own, before temperature, penalties, filters and grammar.
+        priority: a request with a smaller one is computed first and keeps its pages longer; 32 bits, may be negative.
         grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
 
     The order is: bias and penalties, then temperature, then filters.
@@ -114,6 +115,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    priority: int = 0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +141,7 @@ class SamplingParams:
             _require(name, getattr(self, name), abs(getattr(self, name)) <= 2, "in [-2, 2]")
         _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "in (0, 10]")
         _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "in [0, 20], or absent")
+        _require("priority", self.priority, abs(self.priority) <= MAX_COUNT, f"in [-{MAX_COUNT}, {MAX_COUNT}]")
         for name, count, bound in (("stop", len(self.stop), 32), ("stop_token_ids", len(self.stop_token_ids), 32)):
             _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
         for text in self.stop:

@@ -22,9 +22,9 @@ def make_limits(num_pages: int = 64, page_size: int = 4, max_seq_len: int = 64) 
     return EngineLimits(num_pages, page_size, min(max_seq_len, num_pages * page_size), VOCAB_SIZE, EOS)
 
 
-def exactly(num_tokens: int) -> SamplingParams:
+def exactly(num_tokens: int, priority: int = 0) -> SamplingParams:
     """An answer of this many tokens."""
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, priority=priority)
 
 
 class MemoryInbox:

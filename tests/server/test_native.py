@@ -82,6 +82,7 @@ def test_parameters_have_our_own_names_and_the_models_defaults() -> None:
         "repetition_penalty": 1.5,
         "logit_bias": {"3": 1.5},
         "logprobs": 2,
+        "priority": -1,
     }
     params = GenerateRequest(prompt="hi", **given).sampling({"temperature": 0.25, "top_p": 0.125})
     expected = {**given, "temperature": 0.25, "stop": ("x",), "stop_token_ids": (9,), "logit_bias": {3: 1.5}}

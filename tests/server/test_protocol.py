@@ -30,7 +30,6 @@ REFUSED: dict[str, list[Any]] = {
     "reasoning_effort": ["low"],
     "web_search_options": [{}],
     "suffix": ["x"],
-    "priority": [1],
 }
 OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [1],
@@ -57,6 +56,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "modalities": [["text"]],
     "echo": [False],
     "suffix": [""],
+    "priority": [0],
     "user": ["somebody"],
     "metadata": [{"a": "b"}],
     "store": [True],
@@ -78,6 +78,7 @@ HONOURED = [  # name, value, what the sampler gets
     ("skip_special_tokens", False, False),
     ("ignore_eos", True, True),
     ("seed", 7, 7),
+    ("priority", -3, -3),
 ]
 
 

@@ -36,6 +36,7 @@ SAMPLING: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "logit_bias": {"5": 1.5},
     "ignore_eos": True,
+    "priority": -1,
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "stream": True,

@@ -171,7 +171,7 @@ class Scheduler:
         """All decodes that have pages, and beside them prompts up to the prefill budget."""
         decodes, starved = self.decode.plan()
         if starved and not self._retiring:  # else pages are on their way back already
-            victim = self.prefill.retract() or self.decode.retract()
+            victim = self.prefill.retract(self.decode.least_urgent.params.priority) or self.decode.retract()
             logger.debug("request %d is retracted at %d tokens", victim.uid, victim.num_known)
             self._num_retractions += 1
             self._retire(victim)

@@ -36,7 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "priority": (0,),
 }
 _HARMLESS = {
     "user",
@@ -131,6 +130,7 @@ class GenerationRequest(_Strict):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
