@@ -19,7 +19,6 @@ def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("temperature", -0.1),
         ("temperature", 100.1),

@@ -70,7 +70,8 @@ class SamplingParams:
     The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept.
 
     Attributes:
-        max_tokens: tokens to generate at most, >= 1; None means up to the end of the context.
+        max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the prompt is computed
+            and nothing else.
         temperature: 0 is greedy; else logits are divided by it. In [0, 100].
         top_k: keep the k most likely tokens, >= 1; None keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
@@ -89,6 +90,7 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
         logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
             They are the model's own, before temperature, penalties, filters and grammar.
+        prompt_logprobs: the same for each token of the prompt but the first. Nothing of it is taken from a cache then.
         priority: a request with a smaller one is computed first and keeps its pages longer; 32 bits, may be negative.
         grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
 
@@ -115,6 +117,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
     grammar: Grammar | None = None
 
@@ -122,8 +125,8 @@ class SamplingParams:
         _require(
             "max_tokens",
             self.max_tokens,
-            self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
-            f"in [1, {MAX_COUNT}]",
+            self.max_tokens is None or 0 <= self.max_tokens <= MAX_COUNT,
+            f"in [0, {MAX_COUNT}]",
         )
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "in [0, 100]")
         _require(
@@ -140,7 +143,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), abs(getattr(self, name)) <= 2, "in [-2, 2]")
         _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "in (0, 10]")
-        _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "in [0, 20], or absent")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(name, count, count is None or 0 <= count <= 20, "in [0, 20], or absent")
         _require("priority", self.priority, abs(self.priority) <= MAX_COUNT, f"in [-{MAX_COUNT}, {MAX_COUNT}]")
         for name, count, bound in (("stop", len(self.stop), 32), ("stop_token_ids", len(self.stop_token_ids), 32)):
             _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
@@ -197,6 +202,7 @@ class Req:
     Attributes:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
+        prompt_logprobs: as far as they have come; that of position i + 1 is at i.
         row: row of the page table and token pool while admitted, else None.
         num_in_flight: launched and unfinished batches that refer to this request; its row and pages may be
             released only at zero.
@@ -212,6 +218,7 @@ class Req:
         "num_prompt",
         "num_tokens",
         "params",
+        "prompt_logprobs",
         "row",
         "seed",
         "tokens",
@@ -227,6 +234,7 @@ class Req:
         self.num_prompt = self.num_known = self.num_tokens = len(prompt)
         self.num_computed = 0
         self.num_cached: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.row: int | None = None
         self.num_in_flight = 0
         self.finish: FinishReason | None = None
@@ -239,6 +247,15 @@ class Req:
     def is_full(self) -> bool:
         """Whether every token it may have is known or being computed."""
         return self.num_tokens >= self.max_length
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def scores(self) -> bool:
+        """Whether log probabilities of its prompt are still to be computed; they are told with the first token."""
+        return self.params.prompt_logprobs is not None and self.num_known == self.num_prompt
 
     @property
     def num_output(self) -> int:
@@ -268,6 +285,11 @@ class ReqSlice:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens at its end whose hidden states are wanted."""
+        return len(self) if self.req.scores else int(self.samples)
 
     @property
     def row(self) -> int:
@@ -323,7 +345,8 @@ class Batch:
         row_T, position_T: integers; where in the tables each token stands.
         input_ids_T: int64.
         slot_T: int64, where the KV of each token goes.
-        last_B: int64, index into T of the last token of each slice that samples; None if all tokens are such.
+        last_B: int64, index into T of the last token of each slice that samples, and of all tokens of those that score
+            their prompt; None if all tokens are such.
         attn_metadata: made by the attention backend from the plan.
     """
 

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from minisgl.core import SamplingParams
-from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
+from minisgl.message import AbortMsg, CodecReply, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
 from minisgl.version import __version__
@@ -133,6 +133,53 @@ def test_several_prompts_give_several_choices_in_order_and_one_usage() -> None:
         ]
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (6, 3)
+
+    scene(play)
+
+
+PROMPT_LOGPROBS = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [("a", -0.25)])]
+ANSWER_LOGPROBS = TextLogprobs("yo", -1.0, [("b", -0.75)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(stream: bool) -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, prompt=[[1, 2], [3]], echo=True, logprobs=1, stream=stream)
+        for text in ("<s>hi", "x"):
+            question = await app.worker.take()
+            app.worker.put(CodecReply(question.uid, text=text))
+        uids = [(await app.worker.take()).uid for _ in range(2)]
+        first = {"logprobs": ANSWER_LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS, "num_prompt": 2, "num_output": 1}
+        app.worker.say(UserReply(uids[0], "yo", **first), UserReply(uids[1], prompt_logprobs=PROMPT_LOGPROBS[:1]))
+        for uid in uids:
+            app.worker.say(UserReply(uid, finish="length"))
+        await call.done
+        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        choices = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
+        assert "".join(choice["text"] for choice in choices) == "<s>hiyo"
+        (logprobs,) = (choice["logprobs"] for choice in choices if choice["logprobs"])
+        assert logprobs == {
+            "tokens": ["<s>", "hi", "yo"],
+            "token_logprobs": [None, -0.5, -1.0],
+            "top_logprobs": [None, {"a": -0.25}, {"b": -0.75}],
+            "text_offset": [0, 3, 5],
+        }
+        assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 1) == "x"
+
+    scene(play)
+
+
+def test_an_echo_without_an_answer() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, finish="length", num_prompt=2)])
+        call = app.post(TEXT, echo=True, max_tokens=0)
+        await call.done
+        answer = json.loads(call.body)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == ("hi", None)
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 0)
+        silent = app.post(TEXT, max_tokens=0)
+        await silent.done
+        assert_is_error(silent, 400, param="max_tokens")
 
     scene(play)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.message import ReplyError, TextLogprobs, TokenIds, UserReply, unpack_ids
+from minisgl.message import ReplyError, TextLogprobs, TokenIds, TokenizeMsg, UserReply, unpack_ids
 from minisgl.server.native import GenerateRequest
 from tests.server.harness import spell, until
 from tests.server.test_api_server import App, assert_is_error, events_of, scene
@@ -21,6 +21,7 @@ USAGE = {
     "total_tokens": 7,
     "prompt_tokens_details": {"cached_tokens": 4},
 }
+NONE = {"prompt_logprobs": None, "logprobs": None}
 NOT_TAKEN = {"grammar"}
 
 
@@ -30,7 +31,7 @@ def test_a_text_in_and_a_text_out() -> None:
         call = app.post(ROUTE, prompt="hi")
         await call.done
         assert call.status == 200
-        assert json.loads(call.body) == {"text": "Hello", "finish_reason": "stop", "logprobs": None, "usage": USAGE}
+        assert json.loads(call.body) == {"text": "Hello", "finish_reason": "stop", "usage": USAGE} | NONE
 
     scene(play)
 
@@ -59,7 +60,31 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
         call = app.post(ROUTE, prompt="hi", logprobs=2, stream=stream)
         await call.done
         answers = events_of(call)[:-1] if stream else [json.loads(call.body)]
-        assert [entry for answer in answers for entry in answer["logprobs"]] == [expected]
+        assert [entry for answer in answers for entry in answer.get("logprobs", [])] == [expected]
+
+    scene(play)
+
+
+def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
+    def replies(msg: TokenizeMsg) -> list[UserReply]:
+        told = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [])]
+        answer = TextLogprobs("yo", -1.0, [])
+        return [
+            UserReply(msg.uid, "yo", logprobs=answer, prompt_logprobs=told, num_prompt=2),
+            UserReply(msg.uid, finish="stop", num_prompt=2),
+        ]
+
+    async def play(app: App) -> None:
+        app.worker.answer_with(replies)
+        for stream in (False, True):
+            call = app.post(ROUTE, prompt="hi", logprobs=0, prompt_logprobs=0, stream=stream)
+            await call.done
+            first = events_of(call)[0] if stream else json.loads(call.body)
+            assert [(entry["token"], entry["logprob"]) for entry in first["prompt_logprobs"]] == [
+                ("<s>", None),
+                ("hi", -0.5),
+            ]
+            assert [(entry["token"], entry["logprob"]) for entry in first["logprobs"]] == [("yo", -1.0)]
 
     scene(play)
 
@@ -82,6 +107,7 @@ def test_parameters_have_our_own_names_and_the_models_defaults() -> None:
         "repetition_penalty": 1.5,
         "logit_bias": {"3": 1.5},
         "logprobs": 2,
+        "prompt_logprobs": 1,
         "priority": -1,
     }
     params = GenerateRequest(prompt="hi", **given).sampling({"temperature": 0.25, "top_p": 0.125})

@@ -32,6 +32,13 @@ def answer_to(content: str, num_tokens: int) -> str:
 
 
 @torch.inference_mode()
+def logprobs_of(ids: list[int]) -> list[float]:
+    """Of each token but the first, given those before it."""
+    logprob_TV = torch.log_softmax(_parts()[0](torch.tensor([ids])).logits[0].float(), dim=-1)
+    return [float(logprob_TV[i, token]) for i, token in enumerate(ids[1:])]
+
+
+@torch.inference_mode()
 def _continue(prompt: list[int], num_tokens: int) -> str:
     model, tokenizer = _parts()
     ids = list(prompt)

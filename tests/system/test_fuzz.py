@@ -17,6 +17,7 @@ from tests.system.oracle import text_after
 pytestmark = pytest.mark.slow
 NUM_BODIES = 2000
 HANGS_S = 30.0
+GENERATE = "/generate"
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 SAMPLING: dict[str, Any] = {
     "model": MODEL,
@@ -54,6 +55,12 @@ GOOD: dict[str, dict[str, Any]] = {
         "tools": [],
     },
     TEXT: {**SAMPLING, "prompt": ["a", "b"], "logprobs": 2, "echo": True, "suffix": ""},
+    GENERATE: {
+        **{name: value for name, value in SAMPLING.items() if name not in ("n", "best_of", "stream_options")},
+        "prompt": "a b",
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    },
     TOKENIZE: {"model": MODEL, "prompt": "a b", "add_special_tokens": False},
 }
 NASTY: list[Any] = [
@@ -104,7 +111,7 @@ def spoil(value: Any, source: random.Random) -> Any:
 def bodies() -> list[tuple[str, bytes]]:
     source, made = random.Random(0), []
     for _ in range(NUM_BODIES):
-        path = source.choice([CHAT, CHAT, TEXT, TEXT, TOKENIZE])
+        path = source.choice([CHAT, CHAT, TEXT, TEXT, GENERATE, TOKENIZE])
         names = source.sample(list(GOOD[path]), source.randint(2, len(GOOD[path])))
         body: Any = {
             name: value for name, value in GOOD[path].items() if name in {"model", "messages", "prompt", *names}

@@ -10,8 +10,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.checkpoints import tiny_tokenizer
 from tests.system.harness import MODEL, PATIENCE_S, Program, eventually
-from tests.system.oracle import answer_to, text_after
+from tests.system.oracle import answer_to, logprobs_of, text_after
 
 pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox"
@@ -89,12 +90,29 @@ def test_log_probabilities_stand_beside_their_tokens(server: Program) -> None:
     assert [entry for part in streamed for entry in part.content or []] == content
     choice = text.choices[0]
     assert choice.text == PROMPT + text_after(PROMPT, 24)
-    assert (
-        choice.logprobs is not None and choice.logprobs.tokens is not None and choice.logprobs.text_offset is not None
-    )
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs or []) == 24
-    assert choice.logprobs.text_offset[0] == len(PROMPT)
-    assert choice.logprobs.text_offset[1] == len(PROMPT) + len(choice.logprobs.tokens[0])
+    assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs and text.usage
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == text.usage.prompt_tokens + 24
+    assert "".join(choice.logprobs.tokens) == "<s>" + choice.text
+    assert [logprob for logprob in choice.logprobs.token_logprobs if logprob is None] == [None]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Program, max_tokens: int) -> None:
+    ids = [tiny_tokenizer()(text)["input_ids"] for text in (PROMPT, PROMPT + " jumps")]
+    with server.client() as client:
+        options: Any = {"logprobs": 1, "echo": True, "seed": 1, **GREEDY, "max_tokens": max_tokens}
+        scored = client.completions.create(prompt=ids, **options)
+    assert scored.usage is not None and scored.usage.completion_tokens == max_tokens * 2
+    for prompt, choice in zip(ids, scored.choices, strict=True):
+        assert choice.text.startswith(tiny_tokenizer().decode(prompt))
+        told = choice.logprobs
+        assert told and told.token_logprobs and told.top_logprobs and told.text_offset
+        expected = logprobs_of(prompt)
+        assert told.token_logprobs[0] is None and len(told.token_logprobs) == len(prompt) + max_tokens
+        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-3)
+        for own, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+            assert own <= max(top.values())
+        assert told.text_offset[0] == 0 and told.text_offset == sorted(told.text_offset)
 
 
 def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:

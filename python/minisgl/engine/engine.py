@@ -5,7 +5,8 @@ between steps: a step reads its inputs from the token pool, where the step befor
 host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
+# Dimension key: T tokens in the batch, B requests that sample, W tokens whose hidden states are wanted, R table rows,
+# L positions, P pages.
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
+from minisgl.engine.prompts import PromptsOutput
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, scatter
@@ -69,8 +72,10 @@ class EngineLimits:
 class ForwardOutput:
     """The tokens of a launched plan, in the order of its sampling slices; and what log probabilities were asked for."""
 
-    def __init__(self, token_B: Tensor, logprobs: LogprobsOutput | None = None) -> None:
-        self._logprobs = logprobs
+    def __init__(
+        self, token_B: Tensor, logprobs: LogprobsOutput | None = None, prompts: PromptsOutput | None = None
+    ) -> None:
+        self._logprobs, self._prompts = logprobs, prompts
         if token_B.is_cuda:
             self._token_B = token_B.to("cpu", non_blocking=True)  # to pinned memory
             self._copied: torch.cuda.Event | None = torch.cuda.Event()
@@ -87,6 +92,10 @@ class ForwardOutput:
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """By index of the token, after `wait`."""
         return self._logprobs.read() if self._logprobs else {}
+
+    def prompts(self) -> dict[int, list[TokenLogprobs]]:
+        """Of prompts' tokens, by index of the slice, after `wait`."""
+        return self._prompts.read() if self._prompts else {}
 
 
 class Engine:
@@ -207,14 +216,17 @@ class Engine:
         """Start computing a plan. Its tokens are in the token pool for every plan launched after it."""
         self._write_tables(plan.writes)
         fit = self._graphs.fit(plan) if self._graphs else None
-        x_BD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
+        x_WD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
+        prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
         if not plan.sampling:
-            return ForwardOutput(torch.empty(0, dtype=torch.int32))
+            empty = torch.empty(0, dtype=torch.int32, device=self._device if prompts else None)
+            return ForwardOutput(empty, prompts=prompts)
+        x_BD = x_WD if len(x_WD) == len(plan.sampling) else x_WD[self._index(_sampled(plan))]
         token_B, logprobs = self._choose(plan.sampling, self._model.logits(x_BD))
         places = [part.row * self.limits.max_seq_len + part.end for part in plan.sampling]
         [index_B] = self._staging.send(np.array(places, dtype=np.int32))
         scatter(self.context.token_pool_RL, index_B, token_B)
-        return ForwardOutput(token_B, logprobs)
+        return ForwardOutput(token_B, logprobs, prompts)
 
     def _write_tables(self, writes: TableWrites) -> None:
         if len(writes.pages) + len(writes.tokens):
@@ -258,7 +270,8 @@ class Engine:
         rows = np.array([part.row for part in plan.slices], dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int32)
         offsets = np.repeat(starts - (ends - lengths), lengths)
-        lasts = np.array([end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples], dtype=np.int32)
+        wanted = (range(end - part.num_wanted, end) for end, part in zip(ends.tolist(), plan.slices, strict=True))
+        lasts = np.fromiter(chain.from_iterable(wanted), dtype=np.int32)
         metadata = self.context.attn_backend.prepare(plan)
         row_T, position_T, last_B = self._staging.send(
             np.repeat(rows, lengths), np.arange(ends[-1], dtype=np.int32) + offsets, lasts
@@ -271,6 +284,12 @@ class Engine:
         """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""
         self._graphs = None
         self._comm.close()
+
+
+def _sampled(plan: BatchPlan) -> list[int]:
+    """Among the tokens whose hidden states are wanted, those after which a slice samples."""
+    ends = accumulate(part.num_wanted for part in plan.slices)
+    return [end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples]
 
 
 def _largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:

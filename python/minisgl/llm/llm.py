@@ -60,6 +60,7 @@ class GenerationOutput:
 
     Attributes:
         logprobs: of each token, if they were asked for.
+        prompt_logprobs: of each token of the prompt, if they were asked for; None for the first.
     """
 
     text: str
@@ -68,6 +69,7 @@ class GenerationOutput:
     num_prompt: int
     num_cached: int
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class _Mailbox:
@@ -168,8 +170,9 @@ class LLM:
             said = answer.ids[:-1] if answer.finish == "stop" else answer.ids
             text = self._optional_tokenizer.decode(said, skip_special_tokens=answer.params.skip_special_tokens)
         logprobs = None if answer.params.logprobs is None else answer.logprobs
+        of_prompt = None if answer.params.prompt_logprobs is None else answer.prompt_logprobs
         return GenerationOutput(
-            text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs
+            text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs, of_prompt
         )
 
     @property
@@ -293,6 +296,7 @@ class _Collected:
         self.ids: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish: FinishReason | None = None
         self.last: DetokenizeMsg | None = None
 
@@ -301,6 +305,7 @@ class _Collected:
             self.ids.append(news.token)
         if news.logprobs is not None:
             self.logprobs.append(news.logprobs)
+        self.prompt_logprobs += [told for _, told in news.prompt_logprobs or ()]
         if reply is not None:
             self.texts.append(reply.text)
         self.finish = reply.finish if reply else news.finish

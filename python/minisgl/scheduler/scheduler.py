@@ -201,6 +201,9 @@ class Scheduler:
     def _finish(self, batch: _InFlight) -> None:
         """Take the tokens of a computed batch; release what nobody needs any more."""
         tokens, logprobs = batch.output.wait(), batch.output.logprobs()
+        for index, told in batch.output.prompts().items():
+            part = batch.plan.slices[index]
+            part.req.prompt_logprobs[part.start :] = told
         for index, (part, token) in enumerate(zip(batch.plan.sampling, tokens, strict=True)):
             if part.req.finish is None:
                 self._take_token(part.req, token, logprobs.get(index))
@@ -210,6 +213,10 @@ class Scheduler:
                 self._release(self._retiring.pop(part.req.uid))
 
     def _take_token(self, req: Req, token: int, logprobs: TokenLogprobs | None) -> None:
+        if req.max_length == req.num_prompt:
+            self._tell(req, finish="length")
+            self._end(req, "length")
+            return
         req.append(token)
         finish: FinishReason | None = None
         if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not req.params.ignore_eos):
@@ -238,6 +245,7 @@ class Scheduler:
                 finish=finish,
                 num_prompt=req.num_prompt,
                 num_cached=req.num_cached or 0,
+                prompt_logprobs=_of_prompt(req) if is_first and req.asks_of_prompt else None,
             )
         )
 
@@ -270,3 +278,8 @@ class Scheduler:
         admitted = [*half_computed, *self.decode.running, *self._retiring.values()]
         self.cache.check_integrity(admitted)
         self.table.check_integrity([req.row for req in admitted if req.row is not None])
+
+
+def _of_prompt(req: Req) -> list[tuple[int, TokenLogprobs | None]]:
+    """Its tokens with their log probabilities, as far as they have come; nothing predicts the first."""
+    return list(zip(req.tokens[: req.num_prompt].tolist(), [None, *req.prompt_logprobs], strict=False))

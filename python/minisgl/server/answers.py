@@ -74,8 +74,7 @@ class Answer(ABC):
         deltas = self._readers[index].feed(reply.text, ends=reply.is_final)
         for delta in deltas:
             self._said[index].add(delta)
-        if reply.logprobs:
-            self._logprobs[index].append(reply.logprobs)
+        self._logprobs[index] += told(reply)
         self._last[index] = reply
         return index, deltas, reply
 
@@ -176,10 +175,13 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     chunk_object = "text_completion"
 
-    def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt]) -> None:
+    def __init__(
+        self, model: str, request: CompletionRequest, prompts: list[Prompt], echoes: list[str] | None = None
+    ) -> None:
         super().__init__(model, request, prompts)
-        self._echoes = [prompt if request.echo and isinstance(prompt, str) else "" for prompt in prompts]
-        self._offsets = [len(self._echo(index)) for index in range(len(self._said))]
+        self._echoes = echoes or [""] * len(prompts)
+        tells_prompt = request.prompt_logprobs is not None
+        self._offsets = [0 if tells_prompt else len(self._echo(index)) for index in range(len(self._said))]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n]
@@ -189,9 +191,9 @@ class CompletionAnswer(Answer):
         return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        if not (deltas or reply.finish or reply.logprobs):
+        if not (deltas or reply.finish or told(reply)):
             return []
-        logprobs = self._shape(index, [reply.logprobs]).model_dump() if reply.logprobs else None
+        logprobs = self._shape(index, told(reply)).model_dump() if told(reply) else None
         text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish}]
 
@@ -203,7 +205,7 @@ class CompletionAnswer(Answer):
         return CompletionLogprobs(
             tokens=[token.text for token in logprobs],
             token_logprobs=[token.own for token in logprobs],
-            top_logprobs=[dict(token.top) for token in logprobs],
+            top_logprobs=[None if token.own is None else dict(token.top) for token in logprobs],
             text_offset=ends[:-1],
         )
 
@@ -218,6 +220,11 @@ class CompletionAnswer(Answer):
             for index in range(len(self._said))
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
+
+
+def told(reply: UserReply) -> list[TextLogprobs]:
+    """The log probabilities that come with a reply: the prompt's, if they were asked for, and the new token's."""
+    return [*(reply.prompt_logprobs or ()), *([reply.logprobs] if reply.logprobs else [])]
 
 
 def _delta(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -23,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import EngineFailed, RequestError, UnknownModel
+from minisgl.message import Prompt, TokenIds, unpack_ids
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
@@ -166,7 +168,14 @@ async def chat_completions(body: ChatRequest, request: Request, frontend: Fronte
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, CompletionAnswer)
+    echoes = await _unless_disconnected(request, _texts(body.prompts(), frontend)) if body.echo else None
+    return await _answer(body, request, frontend, model, partial(CompletionAnswer, echoes=echoes))
+
+
+async def _texts(prompts: list[Prompt], frontend: Frontend) -> list[str]:
+    """What text completions answer; ids are asked for their text."""
+    ids = {i: unpack_ids(prompt.raw).tolist() for i, prompt in enumerate(prompts) if isinstance(prompt, TokenIds)}
+    return [await frontend.decode(ids[i]) if i in ids else str(prompt) for i, prompt in enumerate(prompts)]
 
 
 async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
@@ -190,7 +199,7 @@ async def _answer(
     request: Request,
     frontend: Frontend,
     model: ServedModel,
-    shape: type[Answer],
+    shape: Callable[..., Answer],
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
     model.check_name(body.model)

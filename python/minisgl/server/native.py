@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from minisgl.message import Prompt, TextLogprobs, TokenIds, UserReply, pack_ids
-from minisgl.server.answers import Answer
+from minisgl.server.answers import Answer, told
 from minisgl.server.deltas import Content, Delta
 from minisgl.server.objects import FinishReason, Usage
 from minisgl.server.protocol import GenerationRequest, TokenId, ValidText, require_prompts
@@ -19,6 +19,7 @@ class GenerateRequest(GenerationRequest):
 
     prompt: ValidText | list[TokenId]
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: Literal[1] | None = None
     stream_options: None = None
 
@@ -36,20 +37,25 @@ class GenerateRequest(GenerationRequest):
 
 
 class TokenLogprob(BaseModel):
-    """A token and the likeliest in its place."""
+    """A token and the likeliest in its place; null for the first of a prompt."""
 
     token: str
-    logprob: float
+    logprob: float | None
     top: list[tuple[str, float]]
 
     @classmethod
-    def of(cls, told: TextLogprobs) -> TokenLogprob:
-        return cls(token=told.text, logprob=told.own, top=told.top)
+    def of(cls, token: TextLogprobs) -> TokenLogprob:
+        return cls(token=token.text, logprob=token.own, top=token.top)
+
+
+def _shape(logprobs: list[TextLogprobs]) -> list[TokenLogprob]:
+    return [TokenLogprob.of(token) for token in logprobs]
 
 
 class Generated(BaseModel):
     text: str
     finish_reason: FinishReason
+    prompt_logprobs: list[TokenLogprob] | None = None
     logprobs: list[TokenLogprob] | None = None
     usage: Usage
 
@@ -67,20 +73,25 @@ class GenerateAnswer(Answer):
         return []
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:  # noqa: ARG002
-        if not (deltas or reply.finish or reply.logprobs):
+        if not (deltas or reply.finish or told(reply)):
             return []
         text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
         piece: dict[str, Any] = {"text": text, "finish_reason": reply.finish}
-        if self._has_logprobs:
-            piece["logprobs"] = [TokenLogprob.of(told).model_dump() for told in [reply.logprobs] if told]
+        if reply.prompt_logprobs:
+            piece["prompt_logprobs"] = [token.model_dump() for token in _shape(reply.prompt_logprobs)]
+        if reply.logprobs:
+            piece["logprobs"] = [TokenLogprob.of(reply.logprobs).model_dump()]
         if reply.finish:
             piece["usage"] = self.usage().model_dump()
         return [piece]
 
     def whole(self) -> Generated:
+        tokens, usage = _shape(self._logprobs[0]), self.usage()
+        num_prompt = usage.prompt_tokens if tokens and tokens[0].logprob is None else 0
         return Generated(
             text=self._said[0].content,
             finish_reason=self.finish_reason(0),
-            logprobs=[TokenLogprob.of(told) for told in self._logprobs[0]] if self._has_logprobs else None,
-            usage=self.usage(),
+            prompt_logprobs=tokens[:num_prompt] or None,
+            logprobs=tokens[num_prompt:] if self._has_logprobs else None,
+            usage=usage,
         )

@@ -208,6 +208,12 @@ def require_prompts(prompts: Sequence[str | list[int]]) -> None:
         raise InvalidRequest("the prompt is empty", param="prompt")
 
 
+def _at_least_one(limit: int | None) -> int | None:
+    if limit == 0:
+        raise InvalidRequest("max_tokens must be >= 1, got 0", param="max_tokens")
+    return limit
+
+
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_ID))):
         raise InvalidRequest(f"logit_bias maps token ids, got {text[:40]!r}", param="logit_bias")
@@ -255,7 +261,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return _at_least_one(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
 
 class CompletionRequest(GenerationRequest):
@@ -272,14 +278,17 @@ class CompletionRequest(GenerationRequest):
         if several and isinstance(several[0], int):
             several = [several]
         require_prompts(several)
-        if self.echo and not isinstance(several[0], str):
-            raise InvalidRequest("echo needs prompts that are texts", param="echo")
         return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
 
     @property
     def limit(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens if self.echo else _at_least_one(self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """What is shown of a prompt has log probabilities as the answer has."""
+        return self.logprobs if self.echo else None
