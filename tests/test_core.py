@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.core import MAX_SEED, BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import MAX_SEED
 
 
 def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minisgl.message as package
-from minisgl.core import MAX_COUNT, MAX_SEED, SamplingParams, TokenLogprobs
+from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
 from minisgl.message import (
     AbortBackendMsg,
@@ -43,6 +43,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.sampling_params import MAX_COUNT, MAX_SEED
 
 SAMPLING = SamplingParams(
     max_tokens=5,
@@ -168,7 +169,7 @@ def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
 @given(
     st.builds(
         SamplingParams,
-        max_tokens=st.none() | st.integers(1, MAX_COUNT),
+        max_tokens=st.none() | st.integers(0, MAX_COUNT),
         temperature=st.floats(0, 100) | st.integers(0, 100),
         top_k=st.none() | st.integers(1, MAX_COUNT),
         top_p=st.floats(0, 1, exclude_min=True),

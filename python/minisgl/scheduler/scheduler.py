@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import MAX_SEED, BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
+from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
 from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
 from minisgl.kvcache import create_prefix_cache
@@ -32,6 +32,7 @@ from minisgl.message import (
     UserMsg,
     unpack_ids,
 )
+from minisgl.sampling_params import MAX_SEED
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.decode import DecodeManager

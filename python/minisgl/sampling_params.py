@@ -1,0 +1,146 @@
+"""What a request may ask of its answer, within which bounds.
+
+Next to read: "A parameter's way" in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from minisgl.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MAX_GRAMMAR = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to match from its first character to its last.
+
+    Attributes:
+        text: a JSON schema, a regular expression in Rust's syntax, or llguidance's variant of a Lark grammar; at most
+            262,144 characters.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token of a request.
+
+    The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept.
+
+    Attributes:
+        max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the prompt is computed
+            and nothing else.
+        temperature: 0 is greedy; else logits are divided by it. In [0, 100].
+        top_k: keep the k most likely tokens, >= 1; None keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
+        seed: the token at a position depends on its logits, the seed and the position only; None draws one.
+        ignore_eos: go on past an end-of-sequence token.
+        min_tokens: no end-of-sequence token and none of `stop_token_ids` before so many, in [0, max_tokens].
+        stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024 characters.
+        stop_token_ids: tokens that do; at most 32.
+        include_stop_str_in_output: the answer stops behind the text that ended it.
+        skip_special_tokens: leave tokens such as end-of-sequence out of the text.
+        presence_penalty: taken off the logit of every token in the answer so far, in [-2, 2].
+        frequency_penalty: the same, times how often it is there, in [-2, 2].
+        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
+            (Keskar et al. 2019, arXiv:1909.05858); in (0, 10], 1 changes nothing.
+        logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
+        logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
+            They are the model's own, before temperature, penalties, filters and grammar.
+        prompt_logprobs: the same for each token of the prompt but the first. Nothing of it is taken from a cache then.
+        priority: a request with a smaller one is computed first and keeps its pages longer; 32 bits, may be negative.
+        grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
+
+    The order is: bias and penalties, then temperature, then filters.
+
+    Raises:
+        InvalidRequest: a value is outside its bounds.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or 0 <= self.max_tokens <= MAX_COUNT,
+            f"in [0, {MAX_COUNT}]",
+        )
+        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "in [0, 100]")
+        _require(
+            "top_k",
+            self.top_k,
+            self.top_k is None or 1 <= self.top_k <= MAX_COUNT,
+            f"in [1, {MAX_COUNT}], or absent for all",
+        )
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _require("seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer")
+        most = MAX_COUNT if self.max_tokens is None else self.max_tokens
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"in [0, {most}]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(name, getattr(self, name), abs(getattr(self, name)) <= 2, "in [-2, 2]")
+        _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "in (0, 10]")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(name, count, count is None or 0 <= count <= 20, "in [0, 20], or absent")
+        _require("priority", self.priority, abs(self.priority) <= MAX_COUNT, f"in [-{MAX_COUNT}, {MAX_COUNT}]")
+        for name, count, bound in (("stop", len(self.stop), 32), ("stop_token_ids", len(self.stop_token_ids), 32)):
+            _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
+        for text in self.stop:
+            _require("the length of a stop text", len(text), 1 <= len(text) <= 1024, "in [1, 1024]", "stop")
+        _require(
+            "the size of logit_bias", len(self.logit_bias), len(self.logit_bias) <= 1024, "at most 1024", "logit_bias"
+        )
+        if self.grammar is not None:
+            size = len(self.grammar.text)
+            _require("the length of the grammar", size, size <= MAX_GRAMMAR, f"at most {MAX_GRAMMAR}", "grammar")
+        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token in tokens:
+                _require(f"a token id of {name}", token, 0 <= token <= MAX_COUNT, f"in [0, {MAX_COUNT}]", name)
+        for token, bias in self.logit_bias.items():
+            _require(f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias")
+
+    @property
+    def shapes_text(self) -> bool:
+        """Whether the detokenizer has to know."""
+        return bool(self.stop) or not self.skip_special_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether there are penalties or a bias."""
+        is_neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
+        return not is_neutral or bool(self.logit_bias)
+
+
+def _require(name: str, value: float | None, holds: bool, bound: str, param: str | None = None) -> None:
+    if not holds or (isinstance(value, float) and not math.isfinite(value)):
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", param=param or name)
