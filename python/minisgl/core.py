@@ -69,6 +69,7 @@ class Req:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
         prompt_logprobs: as far as they have come; that of position i + 1 is at i.
+        embedding: float32, little-endian; None before it has come, or where nobody asked.
         row: row of the page table and token pool while admitted, else None.
         num_in_flight: launched and unfinished batches that refer to this request; its row and pages may be
             released only at zero.
@@ -76,6 +77,7 @@ class Req:
     """
 
     __slots__ = (
+        "embedding",
         "finish",
         "num_cached",
         "num_computed",
@@ -101,6 +103,7 @@ class Req:
         self.num_computed = 0
         self.num_cached: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.embedding: bytes | None = None
         self.row: int | None = None
         self.num_in_flight = 0
         self.finish: FinishReason | None = None
@@ -116,7 +119,7 @@ class Req:
 
     @property
     def asks_of_prompt(self) -> bool:
-        return self.params.prompt_logprobs is not None
+        return self.params.prompt_logprobs is not None or self.params.embeds
 
     @property
     def scores(self) -> bool:

@@ -57,6 +57,7 @@ class SamplingParams:
         logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
             They are the model's own, before temperature, penalties, filters and grammar.
         prompt_logprobs: the same for each token of the prompt but the first. Nothing of it is taken from a cache then.
+        embeds: tell the hidden state behind the final norm of the prompt's last token, as a vector of length 1.
         priority: a request with a smaller one is computed first and keeps its pages longer; 32 bits, may be negative.
         grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
 
@@ -84,6 +85,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    embeds: bool = False
     priority: int = 0
     grammar: Grammar | None = None
 

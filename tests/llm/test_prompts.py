@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,40 @@ def test_a_prompt_alone_may_fill_the_context_but_for_a_token(llm: LLM) -> None:
     assert (out.text, out.token_ids, out.finish_reason, out.num_prompt) == ("", [], "length", limit - 1)
 
 
-def test_ranks_score_together(checkpoint: Callable[[str], Path]) -> None:
+@torch.no_grad()
+def vector_of(prompt: list[int]) -> torch.Tensor:
+    """What transformers has of the last token behind the final norm, at length 1."""
+    hidden_TD = tiny_model(ARCH).model(torch.tensor([prompt])).last_hidden_state[0]
+    return hidden_TD[-1] / hidden_TD[-1].norm()
+
+
+def check_embeddings(prompts: list[list[int]], vectors: list[Any]) -> None:
+    assert len(vectors) == len(prompts)
+    for prompt, vector in zip(prompts, vectors, strict=True):
+        assert vector == pytest.approx(vector_of(prompt).numpy(), abs=1e-4)
+
+
+def test_an_embedding_is_the_last_hidden_state_of_transformers(llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=5)
+    for _ in range(2):  # the second time, all but the last page comes from the cache
+        check_embeddings(prompts, llm.embed(prompts))
+    assert llm._scheduler.is_idle
+
+
+def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=6)
+    plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = [out.token_ids for out in llm.generate(prompts, plain, use_tqdm=False)]
+    outs = llm.generate(prompts, replace(plain, embeds=True, prompt_logprobs=0), use_tqdm=False)
+    assert [out.token_ids for out in outs] == expected
+    for prompt, out in zip(prompts, outs, strict=True):
+        check(prompt, out.prompt_logprobs, num_top=0)
+
+
+def test_ranks_work_together(checkpoint: Callable[[str], Path]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=4)
     with make(checkpoint(ARCH), tp=2, overlap=True, max_prefill_length=7) as llm:
+        check_embeddings(prompts, llm.embed(prompts))
         outs = llm.generate(prompts, SamplingParams(max_tokens=3, prompt_logprobs=2), use_tqdm=False)
     for prompt, out in zip(prompts, outs, strict=True):
         check(prompt, out.prompt_logprobs, num_top=2)

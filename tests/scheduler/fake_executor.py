@@ -87,7 +87,15 @@ class FakeOutput(ForwardOutput):
     def logprobs(self) -> dict[int, TokenLogprobs]:
         return {}
 
-    def prompts(self) -> dict[int, list[TokenLogprobs]]:
+    def embeddings(self) -> dict[int, bytes]:
+        """The vector of a prompt is its length."""
+        return {
+            index: bytes([it.part.end])
+            for index, it in enumerate(self._launched)
+            if it.part.req.params.embeds and it.part.samples and it.part.end == it.part.req.num_prompt
+        }
+
+    def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """The log probability of a prompt's token is that token, and its position the likeliest."""
         return {
             index: [

@@ -48,6 +48,7 @@ class Answer:
     error: ReplyError | None = None
     num_cached: int = 0
     prompt: list[tuple[int, TokenLogprobs | None]] | None = None
+    embedding: bytes | None = None
 
     @property
     def is_final(self) -> bool:
@@ -60,6 +61,9 @@ class Answer:
         if msg.prompt_logprobs is not None:
             assert self.prompt is None, "what is asked of a prompt is told once"
             self.prompt = msg.prompt_logprobs
+        if msg.embedding is not None:
+            assert self.embedding is None, "what is asked of a prompt is told once"
+            self.embedding = msg.embedding
 
 
 class AnswerBook:
@@ -156,6 +160,7 @@ class Host:
                 scores = [(token, TokenLogprobs(float(token), [(i, 0.0)])) for i, token in enumerate(prompt)]
                 scored = None if params.prompt_logprobs is None else [(prompt[0], None), *scores[1:]]
                 assert answer.prompt == scored, f"uid {uid}"
+                assert answer.embedding == (bytes([len(prompt)]) if params.embeds else None), f"uid {uid}"
 
     def check_nothing_is_left(self) -> None:
         scheduler, cache = self.scheduler, self.scheduler.cache

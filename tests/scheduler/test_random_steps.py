@@ -60,7 +60,8 @@ class Guest:
         priority = self.random.choice([0, 0, 0, -1, 3])
         scores = 1 if self.random.random() < 0.2 else None
         ignore_eos = self.random.random() < 0.7
-        return SamplingParams(max_tokens, ignore_eos=ignore_eos, priority=priority, prompt_logprobs=scores)
+        asks = {"prompt_logprobs": scores, "embeds": self.random.random() < 0.1}
+        return SamplingParams(max_tokens, ignore_eos=ignore_eos, priority=priority, **asks)
 
     def _abort(self) -> None:
         uid = self.random.choice([*self.host.asked, *self.host.open_uids[:3] * 10, UNKNOWN_UID])

@@ -21,7 +21,7 @@ from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234)
+MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234, width=2)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     TEXT: {"model": "m", "prompt": "hi"},

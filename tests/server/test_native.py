@@ -22,7 +22,7 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 4},
 }
 NONE = {"prompt_logprobs": None, "logprobs": None}
-NOT_TAKEN = {"grammar"}
+NOT_TAKEN = {"grammar", "embeds"}
 
 
 def test_a_text_in_and_a_text_out() -> None:

@@ -39,6 +39,15 @@ def logprobs_of(ids: list[int]) -> list[float]:
 
 
 @torch.inference_mode()
+def embedding_of(text: str) -> list[float]:
+    """The hidden state of its last token behind the final norm, at length 1."""
+    model, tokenizer = _parts()
+    last_D = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0, -1]
+    vector: list[float] = (last_D / last_D.norm()).tolist()
+    return vector
+
+
+@torch.inference_mode()
 def _continue(prompt: list[int], num_tokens: int) -> str:
     model, tokenizer = _parts()
     ids = list(prompt)

@@ -17,7 +17,7 @@ from tests.system.oracle import text_after
 pytestmark = pytest.mark.slow
 NUM_BODIES = 2000
 HANGS_S = 30.0
-GENERATE = "/generate"
+GENERATE, EMBED = "/generate", "/v1/embeddings"
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 SAMPLING: dict[str, Any] = {
     "model": MODEL,
@@ -61,6 +61,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "logprobs": 2,
         "prompt_logprobs": 1,
     },
+    EMBED: {"model": MODEL, "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 64, "user": "me"},
     TOKENIZE: {"model": MODEL, "prompt": "a b", "add_special_tokens": False},
 }
 NASTY: list[Any] = [
@@ -111,14 +112,16 @@ def spoil(value: Any, source: random.Random) -> Any:
 def bodies() -> list[tuple[str, bytes]]:
     source, made = random.Random(0), []
     for _ in range(NUM_BODIES):
-        path = source.choice([CHAT, CHAT, TEXT, TEXT, GENERATE, TOKENIZE])
+        path = source.choice([CHAT, CHAT, TEXT, TEXT, GENERATE, EMBED, TOKENIZE])
         names = source.sample(list(GOOD[path]), source.randint(2, len(GOOD[path])))
         body: Any = {
-            name: value for name, value in GOOD[path].items() if name in {"model", "messages", "prompt", *names}
+            name: value
+            for name, value in GOOD[path].items()
+            if name in {"model", "messages", "prompt", "input", *names}
         }
         for _ in range(source.randint(0, 2)):
             body = spoil(body, source)
-        if isinstance(body, dict) and path != TOKENIZE and body.get("max_tokens") in ENDLESS:
+        if isinstance(body, dict) and path not in (EMBED, TOKENIZE) and body.get("max_tokens") in ENDLESS:
             body["max_tokens"] = 3
         made.append((path, json.dumps(body).encode()))
     return made

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from tests.checkpoints import tiny_tokenizer
 from tests.system.harness import MODEL, PATIENCE_S, Program, eventually
-from tests.system.oracle import answer_to, logprobs_of, text_after
+from tests.system.oracle import answer_to, embedding_of, logprobs_of, text_after
 
 pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox"
@@ -113,6 +113,25 @@ def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Program, max_tokens: 
         for own, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
             assert own <= max(top.values())
         assert told.text_offset[0] == 0 and told.text_offset == sorted(told.text_offset)
+
+
+def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
+    with server.client() as client:
+        plain = client.embeddings.create(model=MODEL, input=[PROMPT, "the dog"])  # it asks for base64
+        ids = client.embeddings.create(
+            model=MODEL, input=tiny_tokenizer()("the dog")["input_ids"], encoding_format="float", dimensions=64
+        )
+        with pytest.raises(openai.BadRequestError, match="dimensions must be 64, got 32"):
+            client.embeddings.create(model=MODEL, input=PROMPT, dimensions=32)
+        with pytest.raises(openai.BadRequestError, match="the limit is") as refusal:
+            client.embeddings.create(model=MODEL, input=[5] * 20_000)
+    assert refusal.value.param == "input"
+    assert [entry.index for entry in plain.data] == [0, 1]
+    for entry, text in zip(plain.data, (PROMPT, "the dog"), strict=True):
+        assert entry.embedding == pytest.approx(embedding_of(text), abs=1e-3)
+    assert ids.data[0].embedding == pytest.approx(plain.data[1].embedding, abs=1e-6)
+    assert plain.usage.prompt_tokens == sum(len(tiny_tokenizer()(text)["input_ids"]) for text in (PROMPT, "the dog"))
+    eventually(server.has_all_places, "the engine is free again")
 
 
 def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:

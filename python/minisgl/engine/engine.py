@@ -93,9 +93,13 @@ class ForwardOutput:
         """By index of the token, after `wait`."""
         return self._logprobs.read() if self._logprobs else {}
 
-    def prompts(self) -> dict[int, list[TokenLogprobs]]:
-        """Of prompts' tokens, by index of the slice, after `wait`."""
-        return self._prompts.read() if self._prompts else {}
+    def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """By index of the slice, after `wait`."""
+        return self._prompts.read_logprobs() if self._prompts else {}
+
+    def embeddings(self) -> dict[int, bytes]:
+        """By index of the slice, after `wait`."""
+        return self._prompts.read_embeddings() if self._prompts else {}
 
 
 class Engine:

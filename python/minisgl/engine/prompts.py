@@ -1,7 +1,8 @@
-"""What some requests want to know of their prompts: log probabilities of the tokens.
+"""What some requests want to know of their prompts: log probabilities of the tokens, or a vector for the whole.
 
-A slice of such a request has the hidden states of all its tokens among those that the model returns, not of the last
-alone. Few of them are made logits at a time, whatever the prompt's length.
+For log probabilities a slice has the hidden states of all its tokens among those that the model returns, not of the
+last alone. Few of them are made logits at a time, whatever the prompt's length. The vector is the last token's hidden
+state, normalised.
 """
 
 # Dimension key: W tokens whose hidden states are wanted, D model width, V vocab, R table rows, L positions.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.core import BatchPlan, ReqSlice, TokenLogprobs
@@ -32,9 +34,12 @@ class PromptsOutput:
     ) -> None:
         self._logits = logits
         self._logprobs: dict[int, list[LogprobsOutput]] = {}
+        self._vectors: dict[int, Tensor] = {}
         end = 0
         for i, part in enumerate(plan.slices):
             begin, end = end, end + part.num_wanted
+            if part.req.params.embeds and part.samples and part.end == part.req.num_prompt:
+                self._vectors[i] = F.normalize(x_WD[end - 1].float(), dim=0).to("cpu", non_blocking=True)
             if part.req.scores:
                 next_token_W = token_pool_RL[part.row, part.start + 1 : part.end + 1]
                 self._logprobs[i] = self._score(part, x_WD[begin:end], next_token_W)
@@ -59,6 +64,10 @@ class PromptsOutput:
                 outputs.append(LogprobsOutput(list(range(len(token_X))), logits_XV, token_X, num_top))
         return outputs
 
-    def read(self) -> dict[int, list[TokenLogprobs]]:
+    def read_logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """By index of the slice; only after the tokens of the plan have come."""
         return {i: [told for out in outputs for told in out.read().values()] for i, outputs in self._logprobs.items()}
+
+    def read_embeddings(self) -> dict[int, bytes]:
+        """The same; float32, little-endian."""
+        return {i: vector_D.numpy().astype("<f4").tobytes() for i, vector_D in self._vectors.items()}

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
@@ -180,6 +182,18 @@ class LLM:
         if self._optional_tokenizer is None:
             raise InvalidRequest("without a tokenizer (skip_tokenizer_init) prompts must be token ids")
         return self._optional_tokenizer
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
+        """A vector of length 1 for each text or list of ids: the last hidden state behind the final norm.
+
+        Raises:
+            RequestError: a prompt is refused.
+            EngineFailed: the engine died; close this object.
+        """
+        several = _several(prompts)
+        each = [SamplingParams(max_tokens=0, embeds=True)] * len(several)
+        raw = {index: news.embedding or b"" for index, news, _ in self._run(several, each, wants_text=False)}
+        return [np.frombuffer(raw[index], "<f4") for index in range(len(several))]
 
     def stream(
         self,

@@ -45,6 +45,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
         finish, error: either marks the last reply of the uid.
         logprobs: of the new token, if they were asked for; its text may yet be held back.
         prompt_logprobs: of all tokens of the prompt, if they were asked for; in the first reply.
+        embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply too.
         num_prompt, num_cached, num_output: tokens so far, for usage.
     """
 
@@ -57,6 +58,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     num_cached: int = 0
     num_output: int = 0
     prompt_logprobs: list[TextLogprobs] | None = None
+    embedding: bytes | None = None
 
     @property
     def is_final(self) -> bool:

@@ -80,7 +80,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
 
     token is None where none was made: an abort or an error. The message with `finish` or `error` is the
     request's last. The first has the request's parameters, if they say anything about text, and the tokens of its
-    prompt with their log probabilities, if they were asked for; the first token has none.
+    prompt with their log probabilities, if they were asked for; the first token has none. So it is with the embedding.
     """
 
     uid: int
@@ -92,6 +92,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
     num_prompt: int = 0
     num_cached: int = 0
     prompt_logprobs: list[tuple[int, TokenLogprobs | None]] | None = None
+    embedding: bytes | None = None
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):

@@ -156,13 +156,13 @@ class Scheduler:
     def _max_length(self, prompt: IntArray, max_tokens: int | None) -> int:
         limit = self._limits.max_seq_len
         if len(prompt) == 0:
-            raise InvalidRequest("the prompt is empty: it must have at least 1 token", param="prompt")
-        self._check_ids("prompt", prompt)
+            raise InvalidRequest("the prompt is empty: it must have at least 1 token")
+        self._check_ids(None, prompt)
         if len(prompt) + (max_tokens or 1) > limit:
             raise PromptTooLong(len(prompt), max_tokens or 1, limit)
         return limit if max_tokens is None else len(prompt) + max_tokens
 
-    def _check_ids(self, param: str, ids: NDArray[np.integer]) -> None:
+    def _check_ids(self, param: str | None, ids: NDArray[np.integer]) -> None:
         vocab_size = self._limits.vocab_size
         is_bad = (ids < 0) | (ids >= vocab_size)
         if is_bad.any():
@@ -202,9 +202,11 @@ class Scheduler:
     def _finish(self, batch: _InFlight) -> None:
         """Take the tokens of a computed batch; release what nobody needs any more."""
         tokens, logprobs = batch.output.wait(), batch.output.logprobs()
-        for index, told in batch.output.prompts().items():
+        for index, told in batch.output.prompt_logprobs().items():
             part = batch.plan.slices[index]
             part.req.prompt_logprobs[part.start :] = told
+        for index, vector in batch.output.embeddings().items():
+            batch.plan.slices[index].req.embedding = vector
         for index, (part, token) in enumerate(zip(batch.plan.sampling, tokens, strict=True)):
             if part.req.finish is None:
                 self._take_token(part.req, token, logprobs.get(index))
@@ -246,7 +248,8 @@ class Scheduler:
                 finish=finish,
                 num_prompt=req.num_prompt,
                 num_cached=req.num_cached or 0,
-                prompt_logprobs=_of_prompt(req) if is_first and req.asks_of_prompt else None,
+                prompt_logprobs=_of_prompt(req) if is_first and req.params.prompt_logprobs is not None else None,
+                embedding=req.embedding if is_first else None,
             )
         )
 

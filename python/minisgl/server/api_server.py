@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -24,8 +25,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import EngineFailed, RequestError, UnknownModel
-from minisgl.message import Prompt, TokenIds, unpack_ids
+from minisgl.message import Prompt, TokenIds, UserReply, unpack_ids
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.embeddings import ONLY_EMBED, EmbeddingList, EmbeddingRequest
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
@@ -52,12 +54,14 @@ class ServedModel:
     Attributes:
         sampling_defaults: the model's recommendation for what a request leaves open.
         created: when it was loaded, in seconds since the epoch.
+        width: of its hidden states.
     """
 
     name: str
     max_seq_len: int
     sampling_defaults: dict[str, float]
     created: int
+    width: int
 
     @property
     def card(self) -> ModelCard:
@@ -118,6 +122,7 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/generate", generate, methods=["POST"], response_model=Generated, responses=_ERRORS)
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
@@ -168,7 +173,8 @@ async def chat_completions(body: ChatRequest, request: Request, frontend: Fronte
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    echoes = await _unless_disconnected(request, _texts(body.prompts(), frontend)) if body.echo else None
+    with _naming(body.prompt_field):
+        echoes = await _unless_disconnected(request, _texts(body.prompts(), frontend)) if body.echo else None
     return await _answer(body, request, frontend, model, partial(CompletionAnswer, echoes=echoes))
 
 
@@ -176,6 +182,17 @@ async def _texts(prompts: list[Prompt], frontend: Frontend) -> list[str]:
     """What text completions answer; ids are asked for their text."""
     ids = {i: unpack_ids(prompt.raw).tolist() for i, prompt in enumerate(prompts) if isinstance(prompt, TokenIds)}
     return [await frontend.decode(ids[i]) if i in ids else str(prompt) for i, prompt in enumerate(prompts)]
+
+
+async def embeddings(body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> EmbeddingList:
+    model.check_name(body.model)
+    body.check_dimensions(model.width)
+    with _naming(body.prompt_field), closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation:
+        return EmbeddingList.of(body, await _unless_disconnected(request, _all(generation)))
+
+
+async def _all(generation: Generation) -> list[tuple[int, UserReply]]:
+    return [news async for news in generation]
 
 
 async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
@@ -191,7 +208,19 @@ async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDe
 
 async def detokenize(body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Detokenized:
     model.check_name(body.model)
-    return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
+    with _naming("tokens"):
+        return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """What is wrong with a prompt is said of the field in which the client sent it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.status == 400:
+            error.param = error.param or field
+        raise
 
 
 async def _answer(
@@ -203,11 +232,13 @@ async def _answer(
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
     model.check_name(body.model)
-    prompts = body.prompts()
-    generation = frontend.submit(prompts, body.sampling(model.sampling_defaults), body.num_answers)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    with _naming(body.prompt_field):
+        generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
         answer = shape(model.name, body, prompts)
-        await _unless_disconnected(request, answer.begin(generation))
+        with _naming(body.prompt_field):
+            await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
             return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
         await _unless_disconnected(request, answer.finish(generation))

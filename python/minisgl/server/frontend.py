@@ -128,7 +128,7 @@ class Frontend:
         if n * len(prompts) > self._max_open:
             raise InvalidRequest(
                 f"{n * len(prompts)} answers in one request; this server takes at most {self._max_open}",
-                param="prompt" if n == 1 else "n",
+                param=None if n == 1 else "n",
             )
         self._make_sure_of_room(n * len(prompts))
         seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]

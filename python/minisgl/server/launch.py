@@ -71,7 +71,7 @@ def _run(config: ServerConfig) -> int:
             reports = supervisor.wait_ready(config.start_timeout_s)
             _accept_connections(listener)
             limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
-            model = ServedModel(name, min(limits), model_config.sampling_defaults, now())
+            model = ServedModel(name, min(limits), model_config.sampling_defaults, now(), model_config.width)
             asyncio.run(_serve(config, model, addresses, supervisor, listener))
     return 0
 

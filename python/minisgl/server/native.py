@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from minisgl.message import Prompt, TextLogprobs, TokenIds, UserReply, pack_ids
+from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.answers import Answer, told
 from minisgl.server.deltas import Content, Delta
 from minisgl.server.objects import FinishReason, Usage
-from minisgl.server.protocol import GenerationRequest, TokenId, ValidText, require_prompts
+from minisgl.server.protocol import GenerationRequest, TokenId, ValidText, to_prompts
 
 
 class GenerateRequest(GenerationRequest):
@@ -24,8 +24,7 @@ class GenerateRequest(GenerationRequest):
     stream_options: None = None
 
     def prompts(self) -> list[Prompt]:
-        require_prompts([self.prompt])
-        return [self.prompt if isinstance(self.prompt, str) else TokenIds(pack_ids(self.prompt))]
+        return to_prompts(self.prompt)
 
     @property
     def limit(self) -> int | None:

@@ -8,9 +8,8 @@ an error that names it. Reference: https://platform.openai.com/docs/api-referenc
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -79,6 +78,7 @@ def _packable(value: dict[str, Any]) -> dict[str, Any]:
 
 
 ValidText = Annotated[str, AfterValidator(_encodable)]
+Prompts: TypeAlias = ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
 
 
 class _Strict(BaseModel):
@@ -112,6 +112,8 @@ class Message(_Strict):
 
 class GenerationRequest(_Strict):
     """What all requests for an answer have in common."""
+
+    prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None
     max_tokens: int | None = None
@@ -199,13 +201,18 @@ class GenerationRequest(_Strict):
         """
 
 
-def require_prompts(prompts: Sequence[str | list[int]]) -> None:
-    """
+def to_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:
+    """One or several, as texts or ids.
+
     Raises:
-        InvalidRequest: there is no prompt, or an empty one.
+        InvalidRequest: there is none, or an empty one.
     """
-    if not prompts or not all(prompts):
-        raise InvalidRequest("the prompt is empty", param="prompt")
+    several: list[Any] = given if isinstance(given, list) else [given]
+    if several and isinstance(several[0], int):
+        several = [several]
+    if not several or not all(several):
+        raise InvalidRequest("the prompt is empty", param=field)
+    return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
 
 
 def _at_least_one(limit: int | None) -> int | None:
@@ -232,6 +239,8 @@ def _unsupported(name: str) -> str:
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -268,17 +277,13 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions. Several prompts give several choices."""
 
     model: str
-    prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
 
     def prompts(self) -> list[Prompt]:
-        several: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        if several and isinstance(several[0], int):
-            several = [several]
-        require_prompts(several)
-        return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
+        return to_prompts(self.prompt)
 
     @property
     def limit(self) -> int | None:

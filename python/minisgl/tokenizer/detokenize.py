@@ -122,6 +122,7 @@ class Detokenizer:
             num_cached=msg.num_cached,
             num_output=num_output,
             prompt_logprobs=[self._text_logprobs(token, told) for token, told in msg.prompt_logprobs or ()],
+            embedding=msg.embedding,
         )
 
     def _begin(self, params: SamplingParams | None) -> _Answer:

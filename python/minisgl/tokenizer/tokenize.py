@@ -84,7 +84,7 @@ class Tokenizer:
         """
         unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
         if unknown.size:
-            raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})", param="tokens")
+            raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})")
         text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
