@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from minisgl.core import SamplingParams
-from minisgl.message import AbortMsg, CodecReply, ReplyError, TextLogprobs, TokenizeMsg, UserReply
+from minisgl.message import AbortMsg, CodecReply, DecodeMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
 from minisgl.version import __version__
@@ -282,6 +282,31 @@ def test_a_refusal_by_the_worker_is_an_error_before_any_byte(route: str, stream:
             param="prompt",
             code="context_length_exceeded",
         )
+
+    scene(play)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        (CHAT, {}, "messages"),
+        (TEXT, {}, "prompt"),
+        ("/generate", {"prompt": "hi"}, "prompt"),
+        ("/v1/embeddings", {"model": "m", "input": "hi"}, "input"),
+        ("/detokenize", {"tokens": [5]}, "tokens"),
+        (TEXT, {"prompt": [5], "echo": True}, "prompt"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_said_of_the_field_that_the_client_sent(
+    route: str, body: dict[str, Any], field: str
+) -> None:
+    async def play(app: App) -> None:
+        call = app.post(route, **body)
+        msg = await app.worker.take()
+        refusal = ReplyError(400, "invalid_value", "it is bad")
+        app.worker.put((CodecReply if isinstance(msg, DecodeMsg) else UserReply)(msg.uid, error=refusal))
+        await call.done
+        assert_is_error(call, 400, message="it is bad", param=field)
 
     scene(play)
 
