@@ -32,7 +32,7 @@ from minisgl.message import (
 )
 from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer.server import TokenizeWorker
-from tests.tokenizer.vocabularies import byte_fallback
+from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -61,11 +61,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_fallback(tmp_path_factory.mktemp("tokenizer"))
 
 
-def run(folder: Path, *msgs: TokenizerMsg) -> tuple[list[Any], list[Any]]:
+def run(folder: Path, *msgs: TokenizerMsg, max_seq_len: int = 1000) -> tuple[list[Any], list[Any]]:
     """What the backend and the frontend get."""
     backend, frontend = Outbox(), Outbox()
-    TokenizeWorker(folder, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
+    TokenizeWorker(folder, max_seq_len, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
     return backend.msgs, frontend.msgs
+
+
+def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(tmp_path: Path) -> None:
+    limit = 10
+    longest = Tokenizer(byte_level(tmp_path)).max_token_bytes
+    assert longest
+    texts = ["x" * (limit * longest + 1), "x" * (limit * longest), "x"]
+    conversation = Conversation([{"role": "user", "content": texts[0]}])
+    prompts: list[Any] = [*texts, conversation]
+    msgs = [TokenizeMsg(uid, prompt, GREEDY) for uid, prompt in enumerate(prompts)]
+    to_backend, to_frontend = run(tmp_path, *msgs, ShutdownMsg(), max_seq_len=limit)
+    assert [msg.uid for msg in to_backend] == [1, 2]
+    assert [(reply.uid, reply.error.code, reply.error.status, reply.error.param) for reply in to_frontend] == [
+        (0, "context_length_exceeded", 400, None),
+        (3, "context_length_exceeded", 400, None),
+    ]
+    assert str(limit) in to_frontend[0].error.message
 
 
 def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
