@@ -22,11 +22,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "in turn": {"overlap": False},
     "overlapping, in chunks": {"overlap": True, "max_prefill_length": 7},
     "short of pages": {"overlap": True, "max_prefill_length": 7, "num_pages": 24, "max_seq_len": 96, "cache": "naive"},
+    "on a GPU": {"device": "cuda", "attn": "torch", "max_prefill_length": 7},
 }
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = [1, 2, 7, 8, 9, 50]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*list(KINDS)[:-1], pytest.param("on a GPU", marks=ON_GPU)])
 def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
     with make(checkpoint(ARCH), **KINDS[request.param]) as llm:
         yield llm
