@@ -119,6 +119,7 @@ class Req:
 
     @property
     def asks_of_prompt(self) -> bool:
+        """Whether its prompt is to be answered for, and not only continued."""
         return self.params.prompt_logprobs is not None or self.params.embeds
 
     @property

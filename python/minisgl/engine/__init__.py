@@ -3,6 +3,7 @@
     engine.py   `Engine`: makes everything once, then launches plans
     sample.py   logits to tokens
     logits.py   penalties, bias, log probabilities
+    prompts.py  log probabilities of a prompt, and its embedding
     memory.py   how many pages fit
     config.py   its options
 

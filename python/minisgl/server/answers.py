@@ -191,9 +191,10 @@ class CompletionAnswer(Answer):
         return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        if not (deltas or reply.finish or told(reply)):
+        tokens = told(reply)
+        if not (deltas or reply.finish or tokens):
             return []
-        logprobs = self._shape(index, told(reply)).model_dump() if told(reply) else None
+        logprobs = self._shape(index, tokens).model_dump() if tokens else None
         text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish}]
 
