@@ -134,6 +134,17 @@ def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
     eventually(server.has_all_places, "the engine is free again")
 
 
+def test_a_hopeless_text_is_refused_unread_and_the_field_is_named(server: Program) -> None:
+    text = "x" * 900_000
+    with server.client() as client:
+        with pytest.raises(openai.BadRequestError, match="900000 bytes of text") as refusal:
+            client.completions.create(prompt=text, **GREEDY)
+        assert (refusal.value.param, refusal.value.code) == ("prompt", "context_length_exceeded")
+        with pytest.raises(openai.BadRequestError, match="bytes of text") as refusal:
+            client.chat.completions.create(messages=[{"role": "user", "content": text}], **GREEDY)
+        assert refusal.value.param == "messages"
+
+
 def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:
     with server.client() as client:
         options = {"prompt": PROMPT, "logprobs": 0, "extra_body": GO_ON, **GREEDY}
