@@ -10,7 +10,8 @@ a file of its own, `sampling_params.py`. Next to read: `errors.py`, then `llm/ll
     Context    what the layers of a model reach besides their weights
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
+# Dimension key: T tokens in the batch, B requests that sample, X those that have a mask, W words of 32 bits, R table
+# rows, L positions, P pages.
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ __all__ = [
     "SamplingParams",
     "TableWrites",
     "TokenLogprobs",
+    "TokenMasks",
 ]
 
 IntArray = NDArray[np.int32]
@@ -205,6 +207,19 @@ class BatchPlan:
     @property
     def sampling(self) -> list[ReqSlice]:
         return [s for s in self.slices if s.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What some of the slices that sample may choose from.
+
+    Attributes:
+        index: of these slices, among those that sample.
+        bits_XW: int32, a row each; bit v % 32 of word v // 32 says whether token v is allowed.
+    """
+
+    index: list[int]
+    bits_XW: IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@
     │   ├─ PromptTooLong      400: prompt and answer do not fit the context
     │   ├─ InvalidApiKey      401
     │   ├─ UnknownModel       404
+    │   ├─ ResponseNotFound   404: no response is kept
     │   └─ QueueFull          429
     ├─ CapacityError          our pages are exhausted; the scheduler decides (wait, evict, retract)
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
@@ -31,6 +32,7 @@ __all__ = [
     "PromptTooLong",
     "QueueFull",
     "RequestError",
+    "ResponseNotFound",
     "UnknownModel",
 ]
 
@@ -96,6 +98,16 @@ class UnknownModel(RequestError):
 
     def __init__(self, name: str, served: str) -> None:
         super().__init__(f"the model {name!r} does not exist; this server has {served!r}", param="model")
+
+
+class ResponseNotFound(RequestError):
+    """A response is asked for by its id."""
+
+    status = 404
+    code = "response_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no response {name!r}: this server stores no responses", param="response_id")
 
 
 class QueueFull(RequestError):

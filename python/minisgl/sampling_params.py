@@ -14,6 +14,10 @@ from minisgl.errors import InvalidRequest
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_GRAMMAR = 2**18
+JSON_OPTIONS = {  # of llguidance: no more white space than people write, lest a model write nothing else
+    "whitespace_pattern": r"[ \t\r\n]{0,16}",
+    "coerce_one_of": True,
+}
 
 
 @dataclass(frozen=True, slots=True)

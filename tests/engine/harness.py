@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.core import FinishReason, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, FinishReason, SamplingParams, TokenMasks
 from minisgl.distributed import DistributedInfo
-from minisgl.engine import Engine
-from minisgl.engine.logits import LogprobsOutput
+from minisgl.engine import Engine, ForwardOutput
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
@@ -41,11 +40,11 @@ class WatchedEngine(Engine):
         super().__init__(config, info or DistributedInfo(), meeting)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
-    def _choose(self, parts: list[ReqSlice], logits_BV: Tensor | None) -> tuple[Tensor, LogprobsOutput | None]:
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None = None) -> ForwardOutput:
         if logits_BV is not None:
-            keys = [(part.req.uid, part.end) for part in parts]
+            keys = [(part.req.uid, part.end) for part in plan.sampling]
             self.logits.update(zip(keys, logits_BV.clone(), strict=True))
-        return super()._choose(parts, logits_BV)
+        return super().sample(plan, logits_BV, masks)
 
 
 class MemoryInbox:

@@ -174,7 +174,8 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
     engine.context.token_pool_RL[3, :20] = torch.tensor(prompt)
 
     spans = [(0, 6, False), (6, 7, False), (7, 20, True)]
-    outputs = [engine.launch(BatchPlan([ReqSlice(req, *span)])).wait() for span in spans]
+    plans = [BatchPlan([ReqSlice(req, *span)]) for span in spans]
+    outputs = [engine.sample(plan, engine.forward(plan)).wait() for plan in plans]
 
     assert outputs[:2] == [[], []]
     config = config_of(Path())

@@ -162,7 +162,7 @@ def test_abandoned_streams_leave_nothing_behind(models: Models) -> None:
                 SamplingParams(temperature=source.choice([0.0, 1.0]), max_tokens=source.randint(1, 60), ignore_eos=True)
                 for _ in prompts
             ]
-            news = llm._run(prompts, params)
+            news = llm._run(prompts, params, wants_text=False)
             for _ in range(source.randint(1, 300)):
                 if next(news, None) is None:
                     break

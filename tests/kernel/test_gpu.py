@@ -16,6 +16,7 @@ from minisgl.kernel import (
     Rotation,
     attend_decode_reference,
     gumbel_noise,
+    mask_logits_reference,
     rms_norm_reference,
     rotate_and_store,
 )
@@ -100,6 +101,25 @@ def test_tables_are_changed_and_looked_up(random: torch.Generator) -> None:
     gpu.look_up(row_T, position_T, tokens, pages, 4, ids_T, slot_T)
     assert torch.equal(ids_T, tokens[row_T.long(), position_T.long()].long())
     assert torch.equal(slot_T, pages[row_T.long(), position_T.long() // 4].long() * 4 + position_T % 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [32, 130, 9001])
+def test_banned_tokens_and_no_others_lose_their_logits(
+    random: torch.Generator, vocab_size: int, dtype: torch.dtype
+) -> None:
+    logits_BV = numbers(random, 5, vocab_size, dtype=dtype)
+    row_X = torch.tensor([4, 1], dtype=torch.int32, device=DEVICE)
+    may_XV = torch.rand(2, -(-vocab_size // 32) * 32, generator=random, device=DEVICE) < 0.5
+    weights = 2 ** torch.arange(32, dtype=torch.int64, device=DEVICE)
+    bits_XW = (may_XV.view(2, -1, 32) * weights).sum(dim=2).to(torch.uint32).view(torch.int32)
+    for mask_logits, device in ((gpu.mask_logits, DEVICE), (mask_logits_reference, "cpu")):
+        masked_BV = logits_BV.to(device, copy=True)
+        mask_logits(masked_BV, row_X.to(device), bits_XW.to(device))
+        masked_BV = masked_BV.to(DEVICE)
+        assert torch.equal(masked_BV[[0, 2, 3]], logits_BV[[0, 2, 3]])
+        expected_XV = logits_BV[[4, 1]].masked_fill(~may_XV[:, :vocab_size], -torch.inf)
+        assert torch.equal(masked_BV[[4, 1]], expected_XV)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,6 +19,7 @@ from minisgl.kernel import (
     causal_softmax,
     dispatch,
     kernels_for,
+    mask_logits,
     native,
     rms_norm,
     rotate_and_store,
@@ -56,6 +57,23 @@ def test_norms(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens:
     x, residual, weight = (torch.randn(n, 72, generator=random).to(dtype) for n in (tokens, tokens, 1))
     same(both(monkeypatch, lambda: rms_norm(x, weight[0], 1e-5)), dtype)
     same(both(monkeypatch, lambda: add_rms_norm(x, residual.clone(), weight[0], 1e-5)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [32, 130, 5000])
+def test_masks(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, vocab_size: int, dtype: torch.dtype) -> None:
+    logits_BV = torch.randn(4, vocab_size, generator=random).to(dtype)
+    bits_XW = torch.randint(-(2**31), 2**31, (2, -(-vocab_size // 32)), generator=random).int()
+
+    def masked() -> Tensor:
+        result_BV = logits_BV.clone()
+        mask_logits(result_BV, torch.tensor([3, 0], dtype=torch.int32), bits_XW)
+        return result_BV
+
+    compiled, reference = both(monkeypatch, masked)
+    assert torch.equal(compiled, reference)
+    assert torch.equal(compiled[1:3], logits_BV[1:3])
+    assert 0 < compiled[3].isinf().sum() < vocab_size
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

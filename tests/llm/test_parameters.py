@@ -22,9 +22,19 @@ PROMPT = "The quick brown fox jumps"
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+ENGINES = [
+    pytest.param({"overlap": False}, id="in turn"),
+    pytest.param({"overlap": True}, id="overlapping"),
+    pytest.param({"device": "cuda", "attn": "torch"}, id="on a GPU", marks=ON_GPU),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
-    with make(checkpoint(ARCH), overlap=request.param) as llm:
+    with make(checkpoint(ARCH), **request.param) as llm:
         yield llm
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
+from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs, TokenMasks
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -76,13 +77,13 @@ class FakeOutput(ForwardOutput):
 
     def __init__(self, executor: FakeExecutor, launched: list[_Launched]) -> None:
         self._executor = executor
-        self._launched = launched
+        self.launched = launched
         self._tokens: list[int] | None = None
 
     def compute(self) -> None:
         if self._tokens is None:
-            self._executor.check_still_held(self._launched)
-            self._tokens = self._executor.compute(self._launched)
+            self._executor.check_still_held(self.launched)
+            self._tokens = self._executor.compute(self.launched)
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         return {}
@@ -91,7 +92,7 @@ class FakeOutput(ForwardOutput):
         """The vector of a prompt is its length."""
         return {
             index: bytes([it.part.end])
-            for index, it in enumerate(self._launched)
+            for index, it in enumerate(self.launched)
             if it.part.req.params.embeds and it.part.samples and it.part.end == it.part.req.num_prompt
         }
 
@@ -102,14 +103,14 @@ class FakeOutput(ForwardOutput):
                 TokenLogprobs(float(it.part.req.tokens[i + 1]), [(i + 1, 0.0)])
                 for i in range(it.part.start, min(it.part.end, it.part.req.num_prompt - 1))
             ]
-            for index, it in enumerate(self._launched)
+            for index, it in enumerate(self.launched)
             if it.scores
         }
 
     def wait(self) -> list[int]:
         self.compute()
         assert self._tokens is not None
-        self._executor.check_still_held(self._launched)
+        self._executor.check_still_held(self.launched)
         return self._tokens
 
 
@@ -132,7 +133,7 @@ class FakeExecutor:
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
 
-    def launch(self, plan: BatchPlan) -> FakeOutput:
+    def forward(self, plan: BatchPlan) -> None:
         if self._newest:
             self._newest.compute()
         self.plans.append([(part.req.uid, part.start, part.end, part.samples) for part in plan.slices])
@@ -142,6 +143,10 @@ class FakeExecutor:
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
+
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None) -> FakeOutput:
+        assert self._newest and [it.part for it in self._newest.launched] == plan.slices
+        assert logits_BV is None and masks is None
         return self._newest
 
     def _write_tables(self, writes: TableWrites) -> None:

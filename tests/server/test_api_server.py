@@ -20,13 +20,15 @@ from minisgl.server.frontend import Frontend
 from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234, width=2)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     TEXT: {"model": "m", "prompt": "hi"},
+    RESPONSES: {"model": "m", "input": "hi"},
 }
 routes = pytest.mark.parametrize("route", [CHAT, TEXT])
+all_routes = pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES])
 LIMIT = 4096
 
 
@@ -266,7 +268,7 @@ def test_a_streams_first_piece_is_sent_before_its_second_is_made() -> None:
     scene(play)
 
 
-@routes
+@all_routes
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_by_the_worker_is_an_error_before_any_byte(route: str, stream: bool) -> None:
     async def play(app: App) -> None:
@@ -291,6 +293,7 @@ def test_a_refusal_by_the_worker_is_an_error_before_any_byte(route: str, stream:
     [
         (CHAT, {}, "messages"),
         (TEXT, {}, "prompt"),
+        (RESPONSES, {}, "input"),
         ("/generate", {"prompt": "hi"}, "prompt"),
         ("/v1/embeddings", {"model": "m", "input": "hi"}, "input"),
         ("/detokenize", {"tokens": [5]}, "tokens"),
@@ -340,7 +343,7 @@ def test_an_engine_that_dies_in_mid_stream_is_the_last_event(route: str) -> None
     scene(play)
 
 
-@routes
+@all_routes
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_dies_before_the_first_token_is_a_503(route: str, stream: bool) -> None:
     async def play(app: App) -> None:
@@ -356,7 +359,7 @@ def test_an_engine_that_dies_before_the_first_token_is_a_503(route: str, stream:
     scene(play)
 
 
-@routes
+@all_routes
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 def test_a_client_that_goes_away_aborts_its_request(route: str, stream: bool, started: bool) -> None:
@@ -453,6 +456,9 @@ def test_the_version_is_the_packages() -> None:
         ("GET", "/v1/\x00", 404),
         ("GET", CHAT, 405),
         ("PUT", TEXT, 405),
+        ("GET", RESPONSES, 405),
+        ("PUT", f"{RESPONSES}/resp_1", 405),
+        ("POST", f"{RESPONSES}/resp_1/cancel", 404),
         ("DELETE", "/v1/models", 405),
         ("DELETE", "/v1/models/m", 405),
         ("POST", "/health", 405),
@@ -469,7 +475,7 @@ def test_a_wrong_route_or_method_is_an_error_that_names_it(method: str, path: st
     scene(play)
 
 
-@routes
+@all_routes
 @pytest.mark.parametrize("parts", [1, 7])
 def test_a_body_over_the_limit_is_a_413_however_it_comes(route: str, parts: int) -> None:
     async def play(app: App) -> None:
@@ -491,7 +497,7 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
     scene(play)
 
 
-@routes
+@all_routes
 def test_too_many_requests_are_a_429_and_the_open_ones_go_on(route: str) -> None:
     async def play(app: App) -> None:
         first = app.post(route)
@@ -507,7 +513,7 @@ def test_too_many_requests_are_a_429_and_the_open_ones_go_on(route: str) -> None
     scene(play, max_open_requests=1)
 
 
-@routes
+@all_routes
 def test_another_model_is_a_404(route: str) -> None:
     async def play(app: App) -> None:
         call = app.post(route, model="gpt-9")
@@ -527,7 +533,9 @@ def test_another_model_is_a_404(route: str) -> None:
         ({"tempature": 1}, "tempature"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"stop": [""]}, "stop"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),

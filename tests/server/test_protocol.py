@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import TokenIds, pack_ids
 from minisgl.server.protocol import ChatRequest, CompletionRequest
@@ -17,14 +18,12 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}
 BODIES = {ChatRequest: CHAT, CompletionRequest: TEXT}
 both = pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 # Values that would change an answer, field by field.
 REFUSED: dict[str, list[Any]] = {
-    "tools": [[{"type": "function", "function": {"name": "f"}}]],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "alloy"}],
     "reasoning_effort": ["low"],
@@ -36,6 +35,8 @@ OF_CHAT: dict[str, list[Any]] = {
     "chat_template_kwargs": [{"enable_thinking": False}],
     "continue_final_message": [True],
     "add_generation_prompt": [False],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
 }
 NEUTRAL: dict[str, list[Any]] = {
     "n": [1],
@@ -80,6 +81,20 @@ HONOURED = [  # name, value, what the sampler gets
     ("seed", 7, 7),
     ("priority", -3, -3),
 ]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GRAMMARS = [  # name, value, what the scheduler gets
+    ("response_format", {"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        Grammar("json_schema", json.dumps(SCHEMA)),
+    ),
+    ("guided_json", SCHEMA, Grammar("json_schema", json.dumps(SCHEMA))),
+    ("guided_json", json.dumps(SCHEMA), Grammar("json_schema", json.dumps(SCHEMA))),
+    ("guided_regex", "[0-9]+", Grammar("regex", "[0-9]+")),
+    ("guided_choice", ["yes", 'n"o'], Grammar("lark", 'start: "yes" | "n\\"o"')),
+    ("guided_grammar", 'start: "x"', Grammar("lark", 'start: "x"')),
+]
 
 
 def pairs(table: dict[str, list[Any]]) -> list[Any]:
@@ -105,6 +120,39 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(kind: Any, name
     with pytest.raises(InvalidRequest, match=name) as refusal:
         read(kind, **{name: value})
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
+
+
+@both
+@pytest.mark.parametrize(("name", "value", "grammar"), GRAMMARS)
+def test_formats_become_grammars(kind: Any, name: str, value: Any, grammar: Grammar) -> None:
+    assert sampling(kind, **{name: value}).grammar == grammar
+
+
+@both
+def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
+    with pytest.raises(InvalidRequest, match="both response_format and guided_regex") as refusal:
+        sampling(kind, response_format={"type": "json_object"}, guided_regex="x")
+    assert refusal.value.param == "guided_regex"
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("response_format", {"type": "json_schema"}, "json_schema must be there"),
+        ("response_format", {"type": "text", "json_schema": {"name": "x"}}, "json_schema must be there"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema.name"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "pattern"),
+        ("response_format", {"type": "xml"}, "json_object"),
+        ("guided_choice", [], "at least 1"),
+        ("guided_regex", "\ud83d", "half a surrogate pair"),
+        ("guided_json", {"minimum": math.inf}, "finite number|not JSON"),
+        ("guided_json", "x" * 300_000, "at most 262144"),
+    ],
+)
+def test_bad_formats_are_refused(kind: Any, name: str, value: Any, reason: str) -> None:
+    with pytest.raises((ValidationError, InvalidRequest), match=reason):
+        sampling(kind, **{name: value})
 
 
 @both
@@ -357,7 +405,18 @@ def test_a_developer_is_a_system() -> None:
         [{"role": "user"}],
         [{"content": "x"}],
         [{"role": "robot", "content": "x"}],
-        [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "tool", "tool_call_id": "1"}],
+        [{"role": "user", "content": "x", "tool_call_id": "1"}],
+        [{"role": "user", "content": "x", "tool_calls": [CALL]}],
+        [{"role": "user", "content": "x", "reasoning_content": "Hm"}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "reasoning_content": "Hm"}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "id": "\ud83d"}]}],
+        [{"role": "assistant", "content": "x", "refusal": "no"}],
         [{"role": "User", "content": "x"}],
         [{"role": None, "content": "x"}],
         [{"role": "user", "content": None}],
@@ -373,6 +432,152 @@ def test_messages_of_another_shape_are_refused(messages: Any) -> None:
     with pytest.raises(ValidationError) as error:
         read(ChatRequest, messages=messages)
     assert error.value.errors()[0]["loc"][0] == "messages"
+
+
+def turn(**fields: Any) -> Any:
+    """What the template gets for an assistant's message."""
+    (conversation,) = read(ChatRequest, messages=[{"role": "assistant", **fields}]).prompts()
+    return conversation.messages[0]
+
+
+def test_calls_and_their_results_go_to_the_template() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"x": [1, null]}'}}
+    messages = [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call, CALL],
+            "refusal": None,
+            "audio": None,
+            "reasoning_content": "Hm",
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}], "name": "f"},
+    ]
+    (conversation,) = read(ChatRequest, messages=messages).prompts()
+    calls = [{**CALL, "function": {"name": "f", "arguments": it}} for it in ({"x": [1, None]}, {})]
+    assert conversation.messages == [
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "f"},
+    ]
+    assert turn(tool_calls=[CALL]) == turn(content="", tool_calls=[CALL])
+
+
+DEEP = '{"a": ' * 65 + "1" + "}" * 65
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "[1]", "null", '{"a": 1e999', '{"a": %s}' % 10**30, '{"a": "\\ud83d"}', DEEP]
+)
+def test_arguments_that_are_no_object_to_send_on_stay_text(arguments: str) -> None:
+    (call,) = turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": arguments}}])["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
+def test_tools_go_to_the_template_unless_none_is_to_be_called() -> None:
+    schema = {"type": "object", "properties": {"x": {}}}
+    full = {"name": "f", "description": "F.", "parameters": schema, "strict": True}
+    tools = [{"type": "function", "function": it} for it in (full, {"name": "g"})]
+
+    def shown(**fields: Any) -> Any:
+        return read(ChatRequest, tools=tools, **fields).prompts()[0].tools
+
+    assert shown() == [
+        {"type": "function", "function": {"name": "f", "description": "F.", "parameters": schema}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    named = {"type": "function", "function": {"name": "g"}}
+    assert shown(tool_choice="required") == shown(tool_choice="auto") == shown(tool_choice=named) == shown()
+    assert shown(tool_choice="none") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "callable", "several"),
+    [
+        ({}, "auto", ["f", "g"], True),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, "auto", ["f", "g"], False),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, "required", ["f", "g"], True),
+        ({"tool_choice": "none"}, "none", [], True),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "required", ["g"], False),
+    ],
+)
+def test_what_an_answer_may_call(fields: Any, choice: str, callable: list[str], several: bool) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    use = read(ChatRequest, tools=tools, **fields).tool_use
+    assert (use.choice, [tool.name for tool in use.callable], use.allows_several) == (choice, callable, several)
+    assert use.is_enforced == (choice == "required")
+    tools[1]["function"]["strict"] = True  # type: ignore[index]
+    assert read(ChatRequest, tools=tools, **fields).tool_use.is_enforced == (choice != "none")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": nested(depth - 2)}} if depth > 2 else {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {},
+        {"name": ""},
+        {"name": "a b"},
+        {"name": "f\n"},
+        {"name": "x" * 65},
+        {"name": "f", "description": 1},
+        {"name": "f", "description": "\ud83d"},
+        {"name": "f", "parameters": []},
+        {"name": "f", "parameters": {"type": "string"}},
+        {"name": "f", "parameters": {"type": ["object", "null"]}},
+        {"name": "f", "parameters": {"title": "\ud83d"}},
+        {"name": "f", "parameters": {"maximum": 10**30}},
+        {"name": "f", "parameters": nested(66)},
+        {"name": "f", "strict": "yes"},
+        {"name": "f", "else": 1},
+    ],
+    ids=lambda function: str(function)[:60],
+)
+def test_a_tool_of_another_shape_is_refused(function: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        read(ChatRequest, tools=[{"type": "function", "function": function}])
+    assert error.value.errors()[0]["loc"][:3] == ("tools", 0, "function")
+
+
+def test_tools_have_bounds() -> None:
+    def offer(names: list[str], **fields: Any) -> Any:
+        return read(ChatRequest, tools=[{"type": "function", "function": {"name": it}} for it in names], **fields)
+
+    assert len(offer([str(i) for i in range(128)]).tool_use.tools) == 128
+    with pytest.raises(ValidationError, match="tools"):
+        offer([str(i) for i in range(129)])
+    function = {"name": "f-._1" + "x" * 59, "parameters": nested(64)}
+    assert read(ChatRequest, tools=[{"type": "function", "function": function}]).tool_use.callable
+
+
+@pytest.mark.parametrize(
+    ("names", "choice", "param"),
+    [
+        ("ff", "auto", "tools"),
+        ("f", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+        ("", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+        ("", "required", "tool_choice"),
+    ],
+)
+def test_a_choice_that_does_not_suit_the_tools_is_refused(names: str, choice: Any, param: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    with pytest.raises(InvalidRequest) as refusal:
+        read(ChatRequest, tools=tools, tool_choice=choice).prompts()
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"continue_final_message": True}, False),
+    ],
+)
+def test_whether_the_model_may_think(fields: Any, thinks: bool) -> None:
+    assert read(ChatRequest, **fields).thinks == thinks
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 NUM_BODIES = 2000
 HANGS_S = 30.0
 GENERATE, EMBED = "/generate", "/v1/embeddings"
-CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+CHAT, TEXT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 SAMPLING: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 3,
@@ -62,6 +62,29 @@ GOOD: dict[str, dict[str, Any]] = {
         "prompt_logprobs": 1,
     },
     EMBED: {"model": MODEL, "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 64, "user": "me"},
+    RESPONSES: {
+        **{
+            name: value
+            for name, value in SAMPLING.items()
+            if name not in ("max_tokens", "n", "best_of", "stream_options")
+        },
+        "max_output_tokens": 3,
+        "input": [
+            {"role": "developer", "content": "a"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "d"},
+        ],
+        "instructions": "be brief",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "reasoning": {"effort": None},
+        "metadata": {"a": "b"},
+        "store": False,
+    },
     TOKENIZE: {"model": MODEL, "prompt": "a b", "add_special_tokens": False},
 }
 NASTY: list[Any] = [
@@ -112,7 +135,7 @@ def spoil(value: Any, source: random.Random) -> Any:
 def bodies() -> list[tuple[str, bytes]]:
     source, made = random.Random(0), []
     for _ in range(NUM_BODIES):
-        path = source.choice([CHAT, CHAT, TEXT, TEXT, GENERATE, EMBED, TOKENIZE])
+        path = source.choice([CHAT, CHAT, TEXT, TEXT, RESPONSES, RESPONSES, GENERATE, EMBED, TOKENIZE])
         names = source.sample(list(GOOD[path]), source.randint(2, len(GOOD[path])))
         body: Any = {
             name: value
@@ -121,10 +144,17 @@ def bodies() -> list[tuple[str, bytes]]:
         }
         for _ in range(source.randint(0, 2)):
             body = spoil(body, source)
-        if isinstance(body, dict) and path not in (EMBED, TOKENIZE) and body.get("max_tokens") in ENDLESS:
-            body["max_tokens"] = 3
+        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        if isinstance(body, dict) and path not in (EMBED, TOKENIZE) and body.get(limit) in ENDLESS:
+            body[limit] = 3
         made.append((path, json.dumps(body).encode()))
     return made
+
+
+def _has_ended(path: str, events: str) -> bool:
+    if path != RESPONSES:
+        return events.endswith("data: [DONE]\n\n")
+    return events.split("\n\n")[-2].startswith(("event: response.completed\n", "event: response.incomplete\n"))
 
 
 async def send(url: str) -> Counter[int]:
@@ -141,7 +171,7 @@ async def send(url: str) -> Counter[int]:
         if answer.status_code >= 400:
             assert answer.json()["error"]["message"], body
         elif b"event-stream" in answer.headers["content-type"].encode():
-            assert answer.text.endswith("data: [DONE]\n\n"), (body, answer.text[-300:])
+            assert _has_ended(path, answer.text), (body, answer.text[-300:])
         seen[answer.status_code] += 1
 
     async with httpx.AsyncClient(timeout=HANGS_S) as client:

@@ -109,6 +109,33 @@ def test_a_template_has_the_names_of_speakers_and_the_variables_of_the_request(t
     assert with_template(tmp_path, template).render(Conversation([turn], {}, {"enable_thinking": 1})) == "Ada 1 True"
 
 
+def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
+    tokenizer = with_template(
+        tmp_path,
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}{% for c in m.tool_calls %}<{{ c.function.arguments.x }}>{% endfor %}{% endfor %}",
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    turn = {**TURN, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}]}
+    assert tokenizer.render(Conversation([turn], tools=tools)) == json.dumps(tools) + "<é>"
+    assert tokenizer.render(Conversation([turn])) == "<é>"
+
+
+def test_the_template_that_is_shown_is_the_one_for_tools(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "plain")
+    assert tokenizer.chat_template == "plain"
+    tokenizer._tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    assert tokenizer.chat_template == "tools"
+    assert tokenizer.render(Conversation([TURN], tools=[{}])) == "tools"
+    assert with_template(tmp_path / "without", None).chat_template is None
+
+
+def test_markers_are_the_tokens_that_are_never_split(tokenizer: Callable[[str], Tokenizer]) -> None:
+    markers = tokenizer("byte level").markers
+    assert (markers["<|im_start|>"], markers["<|im_end|>"]) == (IM_START_ID, IM_END_ID)
+    assert len(markers) == 4
+
+
 def test_an_unfinished_turn_is_left_open(tokenizer: Callable[[str], Tokenizer]) -> None:
     turns = [TURN, {"role": "assistant", "content": "the"}]
     options = {"continue_final_message": True, "add_generation_prompt": False}

@@ -101,6 +101,12 @@ def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> No
     assert [msg.uid for msg in to_backend] == [2]
 
 
+def test_what_others_need_to_know_of_the_vocabulary(folder: Path) -> None:
+    vocabulary = TokenizeWorker(folder, 1000, Outbox(), Outbox()).vocabulary  # type: ignore[arg-type]
+    assert vocabulary.chat_template is None
+    assert vocabulary.markers == {"<unk>": 0, "<s>": 1, "</s>": 2}
+
+
 def test_an_abort_follows_its_request(folder: Path) -> None:
     to_backend, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
     assert [type(msg) for msg in to_backend] == [UserMsg, AbortBackendMsg]

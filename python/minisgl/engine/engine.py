@@ -23,16 +23,26 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import create_attention_backend
-from minisgl.core import Batch, BatchPlan, Context, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
+from minisgl.core import (
+    Batch,
+    BatchPlan,
+    Context,
+    Req,
+    ReqSlice,
+    SamplingParams,
+    TableWrites,
+    TokenMasks,
+)
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
+from minisgl.engine.output import ForwardOutput
 from minisgl.engine.prompts import PromptsOutput
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
-from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, scatter
+from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, mask_logits, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
@@ -67,39 +77,6 @@ class EngineLimits:
     def num_row_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.max_seq_len // self.page_size)
-
-
-class ForwardOutput:
-    """The tokens of a launched plan, in the order of its sampling slices; and what log probabilities were asked for."""
-
-    def __init__(
-        self, token_B: Tensor, logprobs: LogprobsOutput | None = None, prompts: PromptsOutput | None = None
-    ) -> None:
-        self._logprobs, self._prompts = logprobs, prompts
-        if token_B.is_cuda:
-            self._token_B = token_B.to("cpu", non_blocking=True)  # to pinned memory
-            self._copied: torch.cuda.Event | None = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._token_B, self._copied = token_B, None
-
-    def wait(self) -> list[int]:
-        """The tokens, on the host; waits until they are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._token_B.tolist()
-
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By index of the token, after `wait`."""
-        return self._logprobs.read() if self._logprobs else {}
-
-    def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """By index of the slice, after `wait`."""
-        return self._prompts.read_logprobs() if self._prompts else {}
-
-    def embeddings(self) -> dict[int, bytes]:
-        """By index of the slice, after `wait`."""
-        return self._prompts.read_embeddings() if self._prompts else {}
 
 
 class Engine:
@@ -179,7 +156,8 @@ class Engine:
         return_memory()  # that an engine before this one in the process may have left
         free = free_bytes(self._device, config.tp)
         self._make_context(config, max_seq_len, 1)
-        self.launch(_largest_step(config, max_seq_len)).wait()
+        plan = _largest_step(config, max_seq_len)
+        self.sample(plan, self.forward(plan)).wait()
         torch.cuda.synchronize()
         used = free - free_bytes(self._device, config.tp)
         del self.context, self._graphs
@@ -205,6 +183,7 @@ class Engine:
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
             moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
+        self._prompts: PromptsOutput | None = None  # from `forward` to `sample`
         self._graphs: GraphRunner | None = None
         max_batch_size = min(config.cuda_graph_max_bs, config.max_running_requests)
         if self._device.type == "cuda" and max_batch_size and self.context.attn_backend.records_graphs:
@@ -216,17 +195,27 @@ class Engine:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     @torch.inference_mode()
-    def launch(self, plan: BatchPlan) -> ForwardOutput:
-        """Start computing a plan. Its tokens are in the token pool for every plan launched after it."""
+    def forward(self, plan: BatchPlan) -> Tensor | None:
+        """Start computing a plan, up to the logits of its slices that sample; None if none does, or rank 0 has them."""
         self._write_tables(plan.writes)
         fit = self._graphs.fit(plan) if self._graphs else None
         x_WD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
-        prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
+        self._prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
+        x_BD = x_WD if len(x_WD) == len(plan.sampling) or not plan.sampling else x_WD[self._index(_sampled(plan))]
+        return self._model.logits(x_BD) if plan.sampling else None
+
+    @torch.inference_mode()
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None = None) -> ForwardOutput:
+        """Start choosing the tokens of a plan, the last to be forwarded. They are in the token pool for those after it.
+
+        Args:
+            logits_BV: from `forward`, and changed here.
+        """
+        prompts, self._prompts = self._prompts, None
         if not plan.sampling:
             empty = torch.empty(0, dtype=torch.int32, device=self._device if prompts else None)
-            return ForwardOutput(empty, prompts=prompts)
-        x_BD = x_WD if len(x_WD) == len(plan.sampling) else x_WD[self._index(_sampled(plan))]
-        token_B, logprobs = self._choose(plan.sampling, self._model.logits(x_BD))
+            return ForwardOutput(empty, None, prompts)
+        token_B, logprobs = self._choose(plan.sampling, logits_BV, masks)
         places = [part.row * self.limits.max_seq_len + part.end for part in plan.sampling]
         [index_B] = self._staging.send(np.array(places, dtype=np.int32))
         scatter(self.context.token_pool_RL, index_B, token_B)
@@ -244,10 +233,17 @@ class Engine:
         self.context.attn_backend.begin(batch)
         return self._model.forward(batch, self.context)
 
-    def _choose(self, parts: list[ReqSlice], logits_BV: Tensor | None) -> tuple[Tensor, LogprobsOutput | None]:
+    def _choose(
+        self, parts: list[ReqSlice], logits_BV: Tensor | None, masks: TokenMasks | None
+    ) -> tuple[Tensor, LogprobsOutput | None]:
         """Rank 0 samples; the others are told, so that all ranks go on with the same tokens."""
         if logits_BV is None:
             return self._comm.broadcast(torch.zeros(len(parts), dtype=torch.int32, device=self._device)), None
+        num_top = {i: n for i, part in enumerate(parts) if (n := part.req.params.logprobs) is not None}
+        asked_XV = logits_BV[self._index(list(num_top))] if num_top else None  # as they are before a mask
+        if masks:
+            row_X, bits = self._staging.send(np.array(masks.index, dtype=np.int32), masks.bits_XW.reshape(-1))
+            mask_logits(logits_BV, row_X, bits.view(len(row_X), -1))
         vocab_size = logits_BV.shape[1]
         token_B = sample(logits_BV, BatchSamplingArgs.of(parts, vocab_size, self._staging))
         changing = [i for i, part in enumerate(parts) if wants_change(part)]
@@ -257,11 +253,10 @@ class Engine:
             logits_XV = logits_BV[index_X].float()
             change_logits(logits_XV, own, self.context.token_pool_RL, self.limits.eos_ids, self._staging)
             token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(own, vocab_size, self._staging))
-        num_top = {i: n for i, part in enumerate(parts) if (n := part.req.params.logprobs) is not None}
-        logprobs = None
-        if num_top:
-            index_X = self._index(list(num_top))
-            logprobs = LogprobsOutput(list(num_top), logits_BV[index_X], token_B[index_X], list(num_top.values()))
+        if asked_XV is None:
+            return self._comm.broadcast(token_B), None
+        token_X = token_B[self._index(list(num_top))]
+        logprobs = LogprobsOutput(list(num_top), asked_XV, token_X, list(num_top.values()))
         return self._comm.broadcast(token_B), logprobs
 
     def _index(self, rows: list[int]) -> Tensor:

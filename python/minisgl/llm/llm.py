@@ -169,8 +169,7 @@ class LLM:
         assert answer.last is not None and answer.finish is not None
         text = "".join(answer.texts)
         if not answer.texts and self._optional_tokenizer:
-            said = answer.ids[:-1] if answer.finish == "stop" else answer.ids
-            text = self._optional_tokenizer.decode(said, skip_special_tokens=answer.params.skip_special_tokens)
+            text = self._optional_tokenizer.decode(answer.said, skip_special_tokens=answer.params.skip_special_tokens)
         logprobs = None if answer.params.logprobs is None else answer.logprobs
         of_prompt = None if answer.params.prompt_logprobs is None else answer.prompt_logprobs
         return GenerationOutput(
@@ -211,11 +210,17 @@ class LLM:
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[dict[str, Any]] = (),
         use_tqdm: bool = False,
     ) -> list[GenerationOutput]:
-        """Answer one conversation or several, through the model's chat template; see `generate`."""
+        """Answer one conversation or several, through the model's chat template; see `generate`.
+
+        Args:
+            tools: what the template offers to the model, in OpenAI's format. Calls are part of the text.
+        """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._tokenizer.encode(Conversation(list(conversation))).tolist() for conversation in several]  # type: ignore[arg-type]
+        chats = [Conversation(list(conversation), tools=list(tools)) for conversation in several]  # type: ignore[arg-type]
+        prompts = [self._tokenizer.encode(chat).tolist() for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _each(
@@ -308,6 +313,7 @@ class _Collected:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.ids: list[int] = []
+        self.said: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -317,6 +323,8 @@ class _Collected:
     def take(self, news: DetokenizeMsg, reply: UserReply | None) -> None:
         if news.token is not None:
             self.ids.append(news.token)
+            if news.finish != "stop":  # the token that says stop is not part of the text
+                self.said.append(news.token)
         if news.logprobs is not None:
             self.logprobs.append(news.logprobs)
         self.prompt_logprobs += [told for _, told in news.prompt_logprobs or ()]

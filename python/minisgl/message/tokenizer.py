@@ -20,11 +20,12 @@ class TokenIds(BaseMsg, frozen=True):
 
 
 class Conversation(BaseMsg, frozen=True):
-    """Messages for the chat template, with options of its rendering and variables of its own."""
+    """Messages for the chat template, with options of its rendering, variables of its own, and tools in its format."""
 
     messages: list[ChatMessage]
     options: dict[str, bool] = msgspec.field(default_factory=dict)
     variables: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
 Prompt: TypeAlias = str | Conversation | TokenIds

@@ -13,12 +13,14 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
+from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs, TokenMasks
 from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
 from minisgl.kvcache import create_prefix_cache
@@ -36,6 +38,7 @@ from minisgl.sampling_params import MAX_SEED
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.grammar import Grammars
 from minisgl.scheduler.io import Inbox, Outbox
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.table import TableManager
@@ -49,14 +52,20 @@ class Executor(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    def launch(self, plan: BatchPlan) -> ForwardOutput:
-        """Start computing; the tokens of launched plans are in the token pool for the plans after them."""
+    def forward(self, plan: BatchPlan) -> Tensor | None:
+        """Start computing logits; None where nothing samples, or another rank does."""
+
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None) -> ForwardOutput:
+        """Start choosing tokens; those of one plan are in the token pool for the plans after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+@dataclass(slots=True)
+class _Launched:
+    """A batch that is being computed; its output is there when its tokens are being chosen."""
+
     plan: BatchPlan
-    output: ForwardOutput
+    logits_BV: Tensor | None
+    output: ForwardOutput | None = None
 
 
 class Scheduler:
@@ -74,6 +83,7 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table)
         self.decode = DecodeManager(self.cache)
+        self.grammars = Grammars(Path(config.model or ""), limits.vocab_size, limits.eos_ids)
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
@@ -83,7 +93,7 @@ class Scheduler:
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
         self._retiring: dict[int, Req] = {}  # ended or retracted, but a launched batch refers to them
-        self._in_flight: _InFlight | None = None
+        self._in_flight: _Launched | None = None
         self._news: list[DetokenizeMsg] = []
         self._num_retractions = 0
         self._reported = self._stats()
@@ -99,13 +109,22 @@ class Scheduler:
             self.step()
 
     def step(self) -> None:
-        """Launch batch n, then finish batch n-1 (with overlap) or n (without)."""
+        """Launch batch n, then finish batch n-1 (with overlap) or n (without).
+
+        A grammar has to know the tokens of batch n-1 before those of n are chosen. Then n-1 is finished in between, and
+        masks are made, while the device computes the logits of n.
+        """
         self._take_in(self._inbox.receive(block=self.is_idle))
         slices = self._plan()
         launched = self._launch(slices) if slices else None
-        previous, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
-        if previous:
-            self._finish(previous)
+        if launched and self.grammars.guides(launched.plan.sampling):
+            self._finish_in_flight()
+        if launched:
+            self._sample(launched)
+        self._finish_in_flight()
+        self._in_flight = launched
+        if not self._overlap:
+            self._finish_in_flight()
         self._report()
 
     def _report(self) -> None:
@@ -146,6 +165,8 @@ class Scheduler:
         try:
             self._check_ids("logit_bias", np.fromiter(params.logit_bias, dtype=np.int64))
             max_length = self._max_length(prompt, params.max_tokens)
+            if params.grammar:
+                self.grammars.open(msg.uid, params.grammar)
         except RequestError as error:
             self._news.append(DetokenizeMsg(msg.uid, error=ReplyError.of(error), num_prompt=len(prompt)))
             return
@@ -180,13 +201,18 @@ class Scheduler:
         prefills = self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
         return decodes + prefills
 
-    def _launch(self, slices: list[ReqSlice]) -> _InFlight:
+    def _launch(self, slices: list[ReqSlice]) -> _Launched:
         num_shared = self.cache.num_shared([part.req for part in slices])
         plan = BatchPlan(slices, self.table.take_writes(), num_shared)
-        output = self._executor.launch(plan)
+        launched = _Launched(plan, self._executor.forward(plan))
         for part in plan.slices:
             self._advance(part)
-        return _InFlight(plan, output)
+        return launched
+
+    def _sample(self, batch: _Launched) -> None:
+        masks = None if batch.logits_BV is None else self.grammars.masks(batch.plan.sampling)
+        batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
+        batch.logits_BV = None
 
     def _advance(self, part: ReqSlice) -> None:
         """Account for a launched slice. A prompt is shared now, before the next plan is made."""
@@ -199,8 +225,12 @@ class Scheduler:
                 self.cache.share(req)
                 self.decode.add(req)
 
-    def _finish(self, batch: _InFlight) -> None:
-        """Take the tokens of a computed batch; release what nobody needs any more."""
+    def _finish_in_flight(self) -> None:
+        """Take the tokens of the batch in flight, if there is one; release what nobody needs any more."""
+        batch, self._in_flight = self._in_flight, None
+        if batch is None:
+            return
+        assert batch.output
         tokens, logprobs = batch.output.wait(), batch.output.logprobs()
         for index, told in batch.output.prompt_logprobs().items():
             part = batch.plan.slices[index]
@@ -222,11 +252,20 @@ class Scheduler:
             return
         req.append(token)
         finish: FinishReason | None = None
+        try:
+            is_match = self.grammars.accept(req.uid, token)
+        except RequestError as error:
+            self._tell(req, error=ReplyError.of(error))
+            self._end(req, "abort")
+            return
         if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not req.params.ignore_eos):
             finish = "stop"
-        elif req.num_known == req.max_length:
+        elif req.num_known == req.max_length and not is_match:
             finish = "length"
         self._tell(req, token=token, finish=finish, logprobs=logprobs)
+        if is_match and not finish:  # the token belongs to the answer
+            finish = "stop"
+            self._tell(req, finish=finish)
         if finish:
             self._end(req, finish)
 
@@ -236,6 +275,7 @@ class Scheduler:
         *,
         token: int | None = None,
         finish: FinishReason | None = None,
+        error: ReplyError | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
         is_first = req.num_output == (token is not None)
@@ -246,6 +286,7 @@ class Scheduler:
                 logprobs,
                 req.params if is_first and req.params.shapes_text else None,
                 finish=finish,
+                error=error,
                 num_prompt=req.num_prompt,
                 num_cached=req.num_cached or 0,
                 prompt_logprobs=_of_prompt(req) if is_first and req.params.prompt_logprobs is not None else None,
@@ -257,6 +298,7 @@ class Scheduler:
         """A request has its final reply. Nothing plans it any more."""
         req.finish = finish
         del self._live[req.uid]
+        self.grammars.close(req.uid)
         if req in self.decode:
             self.decode.remove(req)
         else:

@@ -1,10 +1,14 @@
-"""Answers as they grow, and two of their shapes: chat and text completions, whole and in chunks."""
+"""Answers as they grow, and two of their shapes: chat and text completions, whole and in chunks.
+
+Next to read: `responses.py`, which has the third.
+"""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +16,17 @@ from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.deltas import Content, Delta, PlainReader, Reader, Transcript
+from minisgl.server.deltas import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Delta,
+    PlainReader,
+    Reader,
+    Reasoning,
+    Transcript,
+)
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Generation
 from minisgl.server.objects import (
     AssistantMessage,
@@ -26,20 +40,21 @@ from minisgl.server.objects import (
     ErrorBody,
     ErrorResponse,
     FinishReason,
+    FunctionCall,
     Likely,
     PromptTokensDetails,
+    ToolCall,
     Usage,
     new_id,
     now,
 )
-from minisgl.server.protocol import CompletionRequest, GenerationRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 
 class Answer(ABC):
-    """The choices of one request, fed reply by reply. A subclass gives them OpenAI's shape."""
+    """The answers to one request, fed reply by reply. A subclass gives them OpenAI's shape."""
 
     id_prefix: str
-    chunk_object: str
 
     def __init__(
         self,
@@ -52,6 +67,7 @@ class Answer(ABC):
         self.created = now()
         self.model = model
         self._n = request.num_answers
+        self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         self._has_logprobs = request.num_logprobs is not None
         self._readers = [make_reader() for _ in range(self._n * len(prompts))]
         self._said = [Transcript() for _ in self._readers]
@@ -78,29 +94,23 @@ class Answer(ABC):
         self._last[index] = reply
         return index, deltas, reply
 
-    async def events(self, generation: Generation, *, include_usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the last event."""
-        usage = {"usage": None} if include_usage else {}
+    async def events(self, generation: Generation) -> AsyncIterator[str]:
+        """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the end of it."""
         try:
-            for index in range(len(self._said)):
-                for choice in self.opening(index):
-                    yield self._event([choice], **usage)
+            for event in self.head():
+                yield event
             for early in self._early:
-                for choice in self.pieces(*early):
-                    yield self._event([choice], **usage)
+                for event in self.news(*early):
+                    yield event
             while not generation.has_ended:
-                for choice in self.pieces(*await self._read(generation)):
-                    yield self._event([choice], **usage)
+                for event in self.news(*await self._read(generation)):
+                    yield event
         except (EngineFailed, RequestError) as error:
-            yield f"data: {error_response(error).model_dump_json()}\n\n"
+            for event in self.failure(error):
+                yield event
             return
-        if include_usage:
-            yield self._event([], usage=self.usage().model_dump())
-        yield "data: [DONE]\n\n"
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
-        return f"data: {json.dumps({**head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+        for event in self.tail():
+            yield event
 
     def finish_reason(self, index: int) -> FinishReason:
         reason = self._last[index].finish
@@ -120,6 +130,51 @@ class Answer(ABC):
         )
 
     @abstractmethod
+    def head(self) -> Iterable[str]:
+        """The events before any text."""
+
+    @abstractmethod
+    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
+        """The events of a reply and what was read in it."""
+
+    @abstractmethod
+    def tail(self) -> Iterable[str]:
+        """The events after the last reply."""
+
+    @abstractmethod
+    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        """The events instead of the rest."""
+
+    @abstractmethod
+    def whole(self) -> BaseModel | dict[str, Any]:
+        """The finished answer as one object."""
+
+
+class _ChoicesAnswer(Answer):
+    """Choices side by side, in events that are chunks of them."""
+
+    chunk_object: str
+
+    def head(self) -> Iterable[str]:
+        return [self._event(choice) for index in range(len(self._said)) for choice in self.opening(index)]
+
+    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
+        return [self._event(choice) for choice in self.pieces(index, deltas, reply)]
+
+    def tail(self) -> Iterable[str]:
+        if self._usage:
+            self._usage = {"usage": self.usage().model_dump()}
+            yield self._event()
+        yield "data: [DONE]\n\n"
+
+    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        return [f"data: {error_response(error).model_dump_json()}\n\n"]
+
+    def _event(self, *choices: dict[str, Any]) -> str:
+        head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
+        return f"data: {json.dumps({**head, 'choices': choices, **self._usage}, ensure_ascii=False)}\n\n"
+
+    @abstractmethod
     def opening(self, index: int) -> list[dict[str, Any]]:
         """What a stream says of a choice before its text."""
 
@@ -127,25 +182,32 @@ class Answer(ABC):
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         """What a stream says of a reply and what was read in it: text, an end, both or nothing."""
 
-    @abstractmethod
-    def whole(self) -> BaseModel:
-        """The finished answer as one object."""
 
-
-class ChatAnswer(Answer):
-    id_prefix = "chatcmpl"
+class ChatAnswer(_ChoicesAnswer):
+    id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect) -> None:
+        self._tools = request.tool_use
+        make_reader = partial(dialect.make_reader, self._tools, thinks=request.thinks, eager=bool(request.stream))
+        super().__init__(model, request, prompts, make_reader)
+
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": ""}, None)]
+        return [_delta(index, {"role": "assistant", "content": None if self._tools.offered else ""}, None)]
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
-        said = [{"content": delta.text} for delta in deltas if isinstance(delta, Content)]
+        said = [_shape_delta(delta) for delta in deltas]
         if logprobs and not said:
             said = [{"content": ""}]
         news = [_delta(index, it, None, None if i else logprobs) for i, it in enumerate(said)]
-        return news + ([_delta(index, {}, reply.finish)] if reply.finish else [])
+        return news + ([_delta(index, {}, self.finish_reason(index))] if reply.finish else [])
+
+    def finish_reason(self, index: int) -> FinishReason:
+        """An answer that had to call one tool ends as any other; OpenAI has it so."""
+        reason = super().finish_reason(index)
+        is_call = self._said[index].calls and self._tools.named is None
+        return "tool_calls" if is_call and reason == "stop" else reason
 
     def _shape(self, logprobs: list[TextLogprobs]) -> ChatLogprobs:
         return ChatLogprobs(
@@ -162,7 +224,7 @@ class ChatAnswer(Answer):
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(content=self._said[index].content),
+                message=_message(self._said[index]),
                 logprobs=self._shape(self._logprobs[index]) if self._has_logprobs else None,
                 finish_reason=self.finish_reason(index),
             )
@@ -171,8 +233,8 @@ class ChatAnswer(Answer):
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
 
-class CompletionAnswer(Answer):
-    id_prefix = "cmpl"
+class CompletionAnswer(_ChoicesAnswer):
+    id_prefix = "cmpl-"
     chunk_object = "text_completion"
 
     def __init__(
@@ -228,8 +290,29 @@ def told(reply: UserReply) -> list[TextLogprobs]:
     return [*(reply.prompt_logprobs or ()), *([reply.logprobs] if reply.logprobs else [])]
 
 
+def _message(said: Transcript) -> AssistantMessage:
+    calls = [
+        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments)) for call in said.calls
+    ]
+    content = None if calls and not said.content else said.content
+    return AssistantMessage(content=content, reasoning_content=said.reasoning or None, tool_calls=calls or None)
+
+
+def _shape_delta(delta: Delta) -> dict[str, Any]:
+    match delta:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def _delta(
-    index: int, delta: dict[str, str], finish: str | None, logprobs: dict[str, Any] | None = None
+    index: int, delta: dict[str, Any], finish: str | None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -24,9 +23,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import EngineFailed, RequestError, UnknownModel
-from minisgl.message import Prompt, TokenIds, UserReply, unpack_ids
+from minisgl.core import SamplingParams
+from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
+from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.dialect import Dialect
 from minisgl.server.embeddings import ONLY_EMBED, EmbeddingList, EmbeddingRequest
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
@@ -34,6 +35,8 @@ from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
 from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from minisgl.server.responses import ResponsesRequest
+from minisgl.server.responses_answer import ResponsesAnswer
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from minisgl.version import __version__
 
@@ -55,6 +58,7 @@ class ServedModel:
         sampling_defaults: the model's recommendation for what a request leaves open.
         created: when it was loaded, in seconds since the epoch.
         width: of its hidden states.
+        dialect: how it spells calls and thoughts.
     """
 
     name: str
@@ -62,6 +66,7 @@ class ServedModel:
     sampling_defaults: dict[str, float]
     created: int
     width: int
+    dialect: Dialect = field(default_factory=Dialect)
 
     @property
     def card(self) -> ModelCard:
@@ -124,6 +129,8 @@ def create_app(
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/generate", generate, methods=["POST"], response_model=Generated, responses=_ERRORS)
+    app.add_api_route("/v1/responses", responses, methods=["POST"], responses=_ERRORS)
+    app.add_api_route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"], responses={404: _ERRORS[404]})
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
     return app
@@ -169,34 +176,47 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, ChatAnswer)
+    model.check_name(body.model)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ChatAnswer(model.name, body, prompts, model.dialect)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
     with _naming(body.prompt_field):
-        echoes = await _unless_disconnected(request, _texts(body.prompts(), frontend)) if body.echo else None
-    return await _answer(body, request, frontend, model, partial(CompletionAnswer, echoes=echoes))
+        echoes = await _unless_disconnected(request, frontend.texts(prompts)) if body.echo else None
+    answer = CompletionAnswer(model.name, body, prompts, echoes)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
-async def _texts(prompts: list[Prompt], frontend: Frontend) -> list[str]:
-    """What text completions answer; ids are asked for their text."""
-    ids = {i: unpack_ids(prompt.raw).tolist() for i, prompt in enumerate(prompts) if isinstance(prompt, TokenIds)}
-    return [await frontend.decode(ids[i]) if i in ids else str(prompt) for i, prompt in enumerate(prompts)]
+async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    model.check_name(body.model)
+    prompts = body.prompts()
+    sampling = body.sampling(model.sampling_defaults)
+    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
+    answer = ResponsesAnswer(model.name, body, prompts, sampling, model.dialect)
+    return await _answer(body, request, frontend, prompts, sampling, answer)
+
+
+async def stored_response(name: str) -> None:
+    raise ResponseNotFound(name)
+
+
+async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    return await _answer(body, request, frontend, prompts, sampling, GenerateAnswer(model.name, body, prompts))
 
 
 async def embeddings(body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> EmbeddingList:
     model.check_name(body.model)
     body.check_dimensions(model.width)
     with _naming(body.prompt_field), closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation:
-        return EmbeddingList.of(body, await _unless_disconnected(request, _all(generation)))
-
-
-async def _all(generation: Generation) -> list[tuple[int, UserReply]]:
-    return [news async for news in generation]
-
-
-async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, GenerateAnswer)
+        return EmbeddingList.of(body, await _unless_disconnected(request, generation.collect()))
 
 
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
@@ -227,32 +247,31 @@ async def _answer(
     body: GenerationRequest,
     request: Request,
     frontend: Frontend,
-    model: ServedModel,
-    shape: Callable[..., Answer],
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    answer: Answer,
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    model.check_name(body.model)
-    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
     with _naming(body.prompt_field):
         generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
-        answer = shape(model.name, body, prompts)
-        with _naming(body.prompt_field):
-            await _unless_disconnected(request, answer.begin(generation))
+        await _unless_disconnected(request, answer.begin(generation))
         if body.stream:
-            return _EventStream(answer, generation, frontend.metrics, include_usage=body.include_usage)
+            return _EventStream(answer, generation, frontend.metrics)
         await _unless_disconnected(request, answer.finish(generation))
         return answer.whole()
-    except BaseException:
+    except BaseException as error:
         generation.close()
+        if isinstance(error, RequestError):
+            error.param = body.field_of(error.param)
         raise
 
 
 class _EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the request does not outlive it."""
 
-    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics, *, include_usage: bool) -> None:
-        events = answer.events(generation, include_usage=include_usage)
+    def __init__(self, answer: Answer, generation: Generation, metrics: Metrics) -> None:
+        events = answer.events(generation)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._generation = generation
         self._metrics = metrics

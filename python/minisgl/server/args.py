@@ -13,6 +13,8 @@ from typing import Any
 from minisgl.engine.config import flag, option
 from minisgl.errors import ConfigError
 from minisgl.scheduler import SchedulerConfig
+from minisgl.server.reasoning import PARSERS
+from minisgl.server.tool_formats import FORMATS
 from minisgl.utils import env
 from minisgl.version import __version__
 
@@ -30,6 +32,12 @@ class ServerConfig(SchedulerConfig):
     num_tokenizer: int = option(1, "tokenizer processes; with 0 the detokenizer also tokenizes")
     api_key: tuple[str, ...] = option(
         (), "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY", secret=True
+    )
+    tool_call_parser: str | None = option(
+        None, "how the model calls tools; auto: as its chat template says", tuple(FORMATS)
+    )
+    reasoning_parser: str | None = option(
+        None, "how the model marks its thoughts, to tell them from content; auto: not at all", tuple(PARSERS)
     )
     cors_origins: tuple[str, ...] = option((), "origins whose pages may call this server, with commas; * is all")
     max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")

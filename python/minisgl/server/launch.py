@@ -31,13 +31,14 @@ from minisgl.models.fetch import model_name
 from minisgl.scheduler import scheduler_worker
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.args import ServerConfig, parse_args
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Frontend
 from minisgl.server.objects import now
 from minisgl.server.shell import run_shell
 from minisgl.tokenizer import tokenize_worker
 from minisgl.utils import detect_hardware, set_up_logging
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue, private_folder
-from minisgl.utils.supervisor import Supervisor
+from minisgl.utils.supervisor import Report, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,17 @@ def _run(config: ServerConfig) -> int:
             reports = supervisor.wait_ready(config.start_timeout_s)
             _accept_connections(listener)
             limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
-            model = ServedModel(name, min(limits), model_config.sampling_defaults, now(), model_config.width)
+            dialect = _dialect(reports, config)
+            defaults, width = model_config.sampling_defaults, model_config.width
+            model = ServedModel(name, min(limits), defaults, now(), width, dialect)
             asyncio.run(_serve(config, model, addresses, supervisor, listener))
     return 0
+
+
+def _dialect(reports: list[Report], config: ServerConfig) -> Dialect:
+    """As the tokenizers say; they all say the same."""
+    vocabulary = next(report.vocabulary for report in reports if report.vocabulary)
+    return Dialect.of(vocabulary.chat_template, vocabulary.markers, config.tool_call_parser, config.reasoning_parser)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

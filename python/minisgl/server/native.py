@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 from pydantic import BaseModel
 
+from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.answers import Answer, told
+from minisgl.server.answers import Answer, error_response, told
 from minisgl.server.deltas import Content, Delta
+from minisgl.server.fields import TokenId, ValidText
 from minisgl.server.objects import FinishReason, Usage
-from minisgl.server.protocol import GenerationRequest, TokenId, ValidText, to_prompts
+from minisgl.server.protocol import GenerationRequest, to_prompts
 
 
 class GenerateRequest(GenerationRequest):
     """A text gets the model's special tokens, ids are taken as they are."""
 
     prompt: ValidText | list[TokenId]
+    max_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    n: Literal[1] | None = None
-    stream_options: None = None
 
     def prompts(self) -> list[Prompt]:
         return to_prompts(self.prompt)
@@ -62,16 +64,12 @@ class Generated(BaseModel):
 class GenerateAnswer(Answer):
     """An event of its stream has the new text; the last one has the reason and the usage too."""
 
-    id_prefix = "gen"
-    chunk_object = "generate"
+    id_prefix = "gen-"
 
-    def _event(self, choices: list[dict[str, Any]], **_: Any) -> str:
-        return f"data: {json.dumps(choices[0], ensure_ascii=False)}\n\n"
-
-    def opening(self, index: int) -> list[dict[str, Any]]:  # noqa: ARG002
+    def head(self) -> Iterable[str]:
         return []
 
-    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:  # noqa: ARG002
+    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:  # noqa: ARG002
         if not (deltas or reply.finish or told(reply)):
             return []
         text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
@@ -82,7 +80,13 @@ class GenerateAnswer(Answer):
             piece["logprobs"] = [TokenLogprob.of(reply.logprobs).model_dump()]
         if reply.finish:
             piece["usage"] = self.usage().model_dump()
-        return [piece]
+        return [f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"]
+
+    def tail(self) -> Iterable[str]:
+        return ["data: [DONE]\n\n"]
+
+    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     def whole(self) -> Generated:
         tokens, usage = _shape(self._logprobs[0]), self.usage()

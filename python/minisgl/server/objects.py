@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+_IfAny: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class PromptTokensDetails(BaseModel):
@@ -25,10 +27,25 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
+    """Without reasoning or calls, it has no fields for them."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = _IfAny
+    tool_calls: list[ToolCall] | None = _IfAny
 
 
 class Likely(BaseModel):
@@ -122,7 +139,7 @@ class ErrorResponse(BaseModel):
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def now() -> int:

@@ -11,12 +11,15 @@ from abc import abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.message import ChatMessage, Conversation, Prompt, TokenIds, pack_ids
+from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
+from minisgl.server.fields import MAX_ID, Strict, TokenId, ValidText, packable
+from minisgl.server.formats import Choices, ResponseFormat, choice_grammar, schema_grammar
+from minisgl.server.messages import Message
+from minisgl.server.tools import MAX_TOOLS, NamedTool, Tool, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -24,7 +27,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": (),
@@ -48,82 +50,36 @@ _HARMLESS = {
     "prediction",
 }
 
-MAX_ID = 2**31 - 1
 MAX_ANSWERS = 128
-TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
-def _encodable(text: str) -> str:
-    """
-    Raises:
-        ValueError: half a surrogate pair, which JSON can say and UTF-8 cannot.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
-    return text
-
-
-def _packable(value: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
-    """
-    try:
-        msgspec.msgpack.encode(value)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it cannot be sent on: {error}") from None
-    return value
-
-
-ValidText = Annotated[str, AfterValidator(_encodable)]
 Prompts: TypeAlias = ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
 
 
-class _Strict(BaseModel):
-    """Numbers are numbers, texts are texts, and no field is overlooked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: ValidText
+class GenerationRequest(Strict):
+    """What all entrances have in common.
 
+    Attributes:
+        prompt_field: where the prompt is.
+        neutral: fields that are accepted with a value that changes nothing, and those values.
+        harmless: fields that are accepted with any value.
+    """
 
-class Message(_Strict):
-    """One turn. Content may come in text parts, which are joined."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ValidText | list[TextPart]
-    name: ValidText | None = None
-
-    def plain(self) -> ChatMessage:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **name}
-
-
-class GenerationRequest(_Strict):
-    """What all requests for an answer have in common."""
-
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
+    harmless: ClassVar[set[str]] = _HARMLESS
     prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    best_of: int | None = None
     stop: ValidText | list[ValidText] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: int | None = None
@@ -135,8 +91,11 @@ class GenerationRequest(_Strict):
     priority: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    guided_json: JsonValue = None
+    guided_regex: ValidText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: ValidText | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -145,18 +104,20 @@ class GenerationRequest(_Strict):
             return body
         own = cls.model_fields.keys()
         for name, value in body.items():
-            if name in _NEUTRAL and name not in own and not _is_neutral(name, value):
-                raise InvalidRequest(_unsupported(name), param=name, code="unsupported_parameter")
-        return {name: value for name, value in body.items() if name in own or name not in _NEUTRAL.keys() | _HARMLESS}
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+            if name in cls.neutral and name not in own and not _is_one_of(cls.neutral[name], value):
+                raise InvalidRequest(_unsupported(name, cls.neutral[name]), param=name, code="unsupported_parameter")
+        idle = (cls.neutral.keys() | cls.harmless) - own
+        return {name: value for name, value in body.items() if name not in idle}
 
     @property
     def num_answers(self) -> int:
         """To each prompt."""
-        return self.n or 1
+        return 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream's chunks have a place for it."""
+        return False
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The request's parameters; what it leaves open comes from the model's recommendation.
@@ -166,8 +127,6 @@ class GenerationRequest(_Strict):
         Raises:
             InvalidRequest: a value is outside its bounds.
         """
-        if self.best_of not in (None, self.num_answers):
-            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
         given = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
         if self.top_k in (0, -1):  # the ways in which other servers spell "all"
             given["top_k"] = None
@@ -178,9 +137,36 @@ class GenerationRequest(_Strict):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
             "logprobs": self.num_logprobs,
+            "grammar": self.grammar(),
         }
         chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**chosen)
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to match.
+
+        Raises:
+            InvalidRequest: more than one thing is asked for.
+        """
+        asked = {name: grammar for name, grammar in self._grammars().items() if grammar}
+        if len(asked) > 1:
+            raise InvalidRequest("an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1])
+        return next(iter(asked.values()), None)
+
+    def _grammars(self) -> dict[str, Grammar | None]:
+        """By the field that may ask for one."""
+        return {
+            "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
+            "guided_regex": None if self.guided_regex is None else Grammar("regex", self.guided_regex),
+            "guided_choice": None if self.guided_choice is None else choice_grammar(self.guided_choice),
+            "guided_grammar": None if self.guided_grammar is None else Grammar("lark", self.guided_grammar),
+        }
+
+    def field_of(self, param: str | None) -> str | None:
+        """The field of this request behind what a scheduler finds fault with; None is the prompt."""
+        if param != "grammar":
+            return param or self.prompt_field
+        return next((name for name, grammar in self._grammars().items() if grammar), "tools")
 
     @property
     @abstractmethod
@@ -227,17 +213,44 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_one_of(neutral: tuple[Any, ...], value: Any) -> bool:
     """Whether a value is one of those that change nothing; null always is. True is not 1 here."""
-    return value is None or any(type(value) is type(other) and value == other for other in _NEUTRAL[name])
+    return value is None or any(type(value) is type(other) and value == other for other in neutral)
 
 
-def _unsupported(name: str) -> str:
-    harmless = " or ".join(map(repr, _NEUTRAL[name]))
+def _unsupported(name: str, neutral: tuple[Any, ...]) -> str:
+    harmless = " or ".join(map(repr, neutral))
     return f"{name} is not supported yet" + (f"; leave it out or send {harmless}" if harmless else "; leave it out")
 
 
-class ChatRequest(GenerationRequest):
+class ChoicesRequest(GenerationRequest):
+    """What chat and text completions have in common: there may be several answers to a prompt."""
+
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: int | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
+
+    def sampling(self, defaults: dict[str, float]) -> SamplingParams:
+        if self.best_of not in (None, self.num_answers):
+            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
+        return super().sampling(defaults)
+
+    def _grammars(self) -> dict[str, Grammar | None]:
+        own = self.response_format.grammar() if self.response_format else None
+        return {"response_format": own, **super()._grammars()}
+
+
+class ChatRequest(ChoicesRequest):
     """POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -247,7 +260,10 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_packable)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -260,7 +276,25 @@ class ChatRequest(GenerationRequest):
         given = {name: value for name, value in options.items() if value is not None}
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
-        return [Conversation(messages, given, self.chat_template_kwargs or {})]
+        return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        tools = [tool.function for tool in self.tools or ()]
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolUse(tools, "required", self.tool_choice.function.name, is_parallel)
+        return ToolUse(tools, self.tool_choice or "auto", None, is_parallel)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        asked = (self.chat_template_kwargs or {}).get("enable_thinking", True)
+        return asked is not False and not self.continue_final_message
 
     @property
     def num_logprobs(self) -> int | None:
@@ -273,7 +307,7 @@ class ChatRequest(GenerationRequest):
         return _at_least_one(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ChoicesRequest):
     """POST /v1/completions. Several prompts give several choices."""
 
     model: str

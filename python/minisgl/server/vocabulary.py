@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
-from minisgl.server.protocol import Message, TokenId, ValidText
+from minisgl.server.fields import TokenId, ValidText
+from minisgl.server.messages import Message
 
 
 class _VocabularyRequest(BaseModel):

@@ -35,7 +35,7 @@ from minisgl.message import (
 )
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
-from minisgl.utils.supervisor import Ready, Report
+from minisgl.utils.supervisor import Ready, Report, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,10 @@ class TokenizeWorker:
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
         self._frontend = frontend
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer.chat_template, self._tokenizer.markers)
 
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
         while not isinstance(msg := inbox.get(), ShutdownMsg):
@@ -112,5 +116,5 @@ def tokenize_worker(ready: Ready, folder: Path, max_seq_len: int, inbox: str, ad
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
     worker = TokenizeWorker(folder, max_seq_len, backend, frontend)
-    ready(Report())
+    ready(Report(vocabulary=worker.vocabulary))
     worker.run(queue)

@@ -67,7 +67,8 @@ class Tokenizer:
         reserved = conversation.variables.keys() & _RESERVED
         if reserved:
             raise InvalidRequest(f"{sorted(reserved)[0]!r} is not the template's to take", param="chat_template_kwargs")
-        options = {"add_generation_prompt": True, **conversation.options, **conversation.variables}
+        tools = {"tools": conversation.tools} if conversation.tools else {}
+        options = {"add_generation_prompt": True, **conversation.options, **conversation.variables, **tools}
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
@@ -118,6 +119,20 @@ class Tokenizer:
         """Ids end below it. A vocabulary may have gaps, and the model rows beyond it that stand for nothing."""
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         return max(vocab.values()) + 1
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its text, the one for tools if there are several; None if there is none."""
+        if not self._tokenizer.chat_template:
+            return None
+        text: str = self._tokenizer.get_chat_template(tools=[])
+        return text
+
+    @property
+    def markers(self) -> dict[str, int]:
+        """The tokens that are never split, and their ids."""
+        added: dict[str, int] = self._tokenizer.get_added_vocab()
+        return added
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""

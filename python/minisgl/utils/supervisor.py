@@ -30,12 +30,20 @@ logger = logging.getLogger(__name__)
 _EXIT_PATIENCE_S = 5.0
 
 
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What a tokenizer has that others need to know: its chat template, and the tokens that it never splits."""
+
+    chat_template: str | None
+    markers: dict[str, int]
+
+
 class Report(msgspec.Struct, frozen=True):
     """What a child says at its start: ready with some facts, or the reason why not."""
 
     failure: str | None = None
     is_users_fault: bool = False
     max_seq_len: int | None = None
+    vocabulary: Vocabulary | None = None
 
 
 Ready = Callable[[Report], None]

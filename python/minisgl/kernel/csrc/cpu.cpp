@@ -238,9 +238,24 @@ void causal_softmax(TensorView score_KXL, int64_t start, int64_t length, double 
   });
 }
 
+void mask_logits(TensorView logits_BV, TensorView row_X, TensorView bits_XW) {
+  for_dtype(logits_BV, [&](auto zero) {
+    using T = decltype(zero);
+    T lowest;
+    put(lowest, -INFINITY);
+    const auto* rows = static_cast<const int32_t*>(row_X.data_ptr());
+    for (int64_t x = 0; x < row_X.size(0); ++x) {
+      const auto* words = row<const uint32_t>(bits_XW, x);
+      T* logits = row<T>(logits_BV, rows[x]);
+      for (int64_t v = 0; v < logits_BV.size(1); ++v) logits[v] = words[v / 32] >> (v % 32) & 1 ? logits[v] : lowest;
+    }
+  });
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rms_norm, add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, rotate_and_store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_decode, attend_decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(causal_softmax, causal_softmax);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mask_logits, mask_logits);

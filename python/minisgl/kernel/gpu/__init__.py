@@ -7,6 +7,7 @@ from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.attention import attend_decode
 from minisgl.kernel.gpu.experts import list_pairs, moe, route
 from minisgl.kernel.gpu.linear import one_token_linear
+from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
 from minisgl.kernel.gpu.sample import choose_tokens
@@ -19,6 +20,7 @@ __all__ = [
     "list_pages",
     "list_pairs",
     "look_up",
+    "mask_logits",
     "moe",
     "one_token_linear",
     "rms_norm",

@@ -1,0 +1,94 @@
+"""What a JSON schema on every request costs: decoded tokens per second with and without, in turns.
+
+    python benchmark/offline/structured.py [--model FOLDER] [--dummy-weight] [--requests 8] [--out results.jsonl]
+
+The schema is a list of objects that never ends, so that both sides make equally many tokens. The time of one token
+each, prompt and first mask included, is taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.core import Grammar
+from minisgl.llm import LLM, SamplingParams
+from minisgl.models.fetch import model_name
+from minisgl.utils import detect_hardware
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "email": {"type": "string", "pattern": "^[a-z]{1,12}@[a-z]{1,12}\\.org$"},
+        "role": {"enum": ["reader", "writer", "owner"]},
+        "scores": {"type": "array", "items": {"type": "number"}, "maxItems": 4},
+    },
+    "required": ["name", "age", "email", "role", "scores"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "plain": None,
+    "json_schema": Grammar("json_schema", json.dumps({"type": "array", "minItems": 100_000, "items": PERSON})),
+}
+
+
+def speed(llm: LLM, grammar: Grammar | None, args: argparse.Namespace) -> float:
+    """Tokens per second after the first token of each request."""
+    source = random.Random(0)
+    prompts = [[source.randint(100, 9999) for _ in range(args.prompt)] for _ in range(args.requests)]
+
+    def seconds(num_tokens: int) -> float:
+        each = [
+            SamplingParams(temperature=0.6, seed=i, max_tokens=num_tokens, ignore_eos=True, grammar=grammar)
+            for i in range(args.requests)
+        ]
+        began = time.perf_counter()
+        outs = llm.generate(prompts, each, use_tqdm=False)
+        assert all(len(out.token_ids) == num_tokens for out in outs)
+        return time.perf_counter() - began
+
+    first = seconds(1)
+    return args.requests * (args.tokens - 1) / (seconds(args.tokens) - first)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder with a tokenizer; default: the default model")
+    parser.add_argument("--dummy-weight", action="store_true")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--tokens", type=int, default=128, help="to make for each request")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="append figures to this file")
+    args = parser.parse_args()
+    speeds: dict[str, list[float]] = {name: [] for name in GRAMMARS}
+    with LLM(args.model, dummy_weight=args.dummy_weight, skip_tokenizer_init=True) as llm:
+        for i in range(args.repeat + 1):
+            for name, grammar in GRAMMARS.items():
+                value = speed(llm, grammar, args)
+                if i:  # the first time warms up
+                    speeds[name].append(value)
+    for name, values in speeds.items():
+        share = median_of(values) / median_of(speeds["plain"])
+        print(f"{name:12} {median_of(values):8.0f} tok/s  {share:6.1%}")
+    if args.out:
+        workload = f"{args.requests} requests, {args.tokens} tokens, "
+        device = detect_hardware().device
+        figures = [
+            Figure(
+                engine="minisgl", workload=workload + name, model=model_name(args.model), device=device,
+                metric="decode_tok_s", values=values,
+            )
+            for name, values in speeds.items()
+        ]  # fmt: skip
+        append_figures(args.out, figures)
+
+
+if __name__ == "__main__":
+    main()

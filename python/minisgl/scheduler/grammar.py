@@ -1,0 +1,126 @@
+"""Grammars of answers: which tokens may come next, and where a match is complete.
+
+llguidance compiles them and follows them token by token (derivatives of regular expressions under an Earley parser, as
+far as they are needed). It follows the tokens that the host knows, so a retracted request goes on where it was. Nothing
+here is on the device.
+"""
+
+# Dimension key: X requests that have a grammar, W words of 32 bits.
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import llguidance.numpy
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
+from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import JSON_OPTIONS
+
+_NUM_KEPT = 128  # compiled grammars
+_MAX_REASON = 400  # characters
+
+
+class Grammars:
+    """The open requests that have a grammar, each with its place in a match.
+
+    Args:
+        folder: of the model, for its tokenizer, which is read when the first grammar comes.
+        vocab_size: of the logits.
+        eos_ids: allowed where a match may end.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._matchers: dict[int, LLMatcher] = {}
+        self._compiled = lru_cache(_NUM_KEPT)(self._compile)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        file = self._folder / "tokenizer.json"
+        if file.exists():
+            return LLTokenizer(str(file), self._vocab_size, self._eos_ids or None)
+        from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
+        from transformers import AutoTokenizer
+
+        return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), self._vocab_size, self._eos_ids or None)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+    def open(self, uid: int, grammar: Grammar) -> None:
+        """
+        Raises:
+            InvalidRequest: the grammar has a mistake, no match, or something in it that is not supported.
+        """
+        self._matchers[uid] = self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            matcher = LLMatcher(self._tokenizer, _source(grammar))
+        except ValueError as error:
+            raise _refusal(str(error)) from None
+        _check(matcher)
+        bits_1W = self._no_bits(1)
+        llguidance.numpy.fill_next_token_bitmask(matcher, bits_1W)  # it is compiled as far as it is looked at
+        if matcher.get_error().startswith("NoExtension"):
+            raise _refusal("nothing matches it")
+        _check(matcher)
+        return matcher
+
+    def guides(self, parts: list[ReqSlice]) -> bool:
+        """Whether a grammar has a say in what the slices sample."""
+        return any(part.req.uid in self._matchers for part in parts)
+
+    def masks(self, parts: list[ReqSlice]) -> TokenMasks | None:
+        """What may be sampled; all tokens before must have been accepted."""
+        index = [i for i, part in enumerate(parts) if part.req.uid in self._matchers]
+        if not index:
+            return None
+        bits_XW = self._no_bits(len(index))
+        pairs = [(self._matchers[parts[i].req.uid], x) for x, i in enumerate(index)]
+        llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
+        return TokenMasks(index, bits_XW)
+
+    def _no_bits(self, num_masks: int) -> IntArray:
+        return np.zeros(llguidance.numpy.get_bitmask_shape(num_masks, self._vocab_size), dtype=np.int32)
+
+    def accept(self, uid: int, token: int) -> bool:
+        """Go on by a token of a request, if it has a grammar; whether that ends the match.
+
+        Raises:
+            InvalidRequest: the grammar turned out to be more than llguidance follows.
+        """
+        matcher = self._matchers.get(uid)
+        if matcher is None:
+            return False
+        matcher.consume_token(token)
+        _check(matcher)
+        return bool(matcher.is_stopped())
+
+    def close(self, uid: int) -> None:
+        self._matchers.pop(uid, None)
+
+
+def _source(grammar: Grammar) -> str:
+    """As llguidance reads it."""
+    if grammar.kind == "json_schema":
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
+    to_source = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    return str(to_source(grammar.text))
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise _refusal(matcher.get_error())
+
+
+def _refusal(reason: str) -> InvalidRequest:
+    said = " ".join(reason.partition("<state>")[0].split())
+    return InvalidRequest(f"the grammar is refused: {said[:_MAX_REASON]}", param="grammar")

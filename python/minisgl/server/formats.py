@@ -1,0 +1,57 @@
+"""Formats that an answer can be held to, and the grammars they become."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+from minisgl.server.fields import Schema, Strict, ValidText
+
+Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
+ANY_OBJECT = {"type": "object"}
+
+
+class JsonSchema(Strict):
+    """`strict` makes no difference: a schema is followed, or refused if it says something that cannot be."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: ValidText | None = None
+    schema_: Schema = Field(alias="schema", default_factory=dict)
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema_if_it_says_so(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema must be there if type is json_schema, and only then")
+        return self
+
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        return schema_grammar(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
+
+
+def schema_grammar(schema: Any) -> Grammar:
+    """Of a JSON schema, as an object or as its text.
+
+    Raises:
+        InvalidRequest: JSON does not have all that is in it.
+    """
+    try:
+        return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the schema is not JSON: {error}") from None
+
+
+def choice_grammar(choices: list[str]) -> Grammar:
+    """Of one of several texts."""
+    return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))

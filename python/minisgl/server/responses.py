@@ -1,0 +1,270 @@
+"""POST /v1/responses as it comes in, and the conversation that it is. Nothing is kept from one request to the next.
+
+Items of the input become messages of a chat, flat tools become chat's, so that all routes ask the template and the
+engine alike. Reference: https://platform.openai.com/docs/api-reference/responses. Next to read: `responses_answer.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+from minisgl.message import ChatMessage, Conversation, Prompt
+from minisgl.sampling_params import MAX_COUNT
+from minisgl.server.fields import Schema, Strict, ValidText
+from minisgl.server.formats import ANY_OBJECT, JsonSchema, schema_grammar
+from minisgl.server.protocol import GenerationRequest
+from minisgl.server.tools import CalledFunction, Function, ToolCall, ToolName, ToolUse
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_options": ({},),
+    "truncation": ("disabled",),
+}
+_HARMLESS = {"prompt_cache_retention", "service_tier", "store"}
+
+
+def _turn(messages: list[ChatMessage], *taken: str) -> ChatMessage:
+    """The assistant's turn to go on with: the last message, unless it is another's or has one of these already."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) for name in taken):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+class Part(Strict):
+    """Text. What an answer has beside it may come back, and is not looked at."""
+
+    type: Literal["input_text", "output_text"]
+    text: ValidText
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ReasoningPart(Strict):
+    type: Literal["reasoning_text"]
+    text: ValidText
+
+
+Text = Annotated[
+    list[Part],
+    BeforeValidator(lambda text: [{"type": "input_text", "text": text}] if isinstance(text, str) else text),
+]
+
+
+def _joined(parts: list[Part] | list[ReasoningPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+class _Item(Strict):
+    id: str | None = None
+    status: str | None = None
+
+    @abstractmethod
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """Say it in a chat. What an answer consists of is one turn there: reasoning, text and calls."""
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+    phase: None = None
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        if self.role == "assistant":
+            _turn(messages, "content", "tool_calls")["content"] = _joined(self.content)
+        else:
+            role = "system" if self.role == "developer" else self.role
+            messages.append({"role": role, "content": _joined(self.content)})
+
+
+class ReasoningItem(_Item):
+    """It goes to the template as `reasoning_content`; many leave it out of what was said before the last question."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart]
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    encrypted_content: None = None
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        turn = _turn(messages, "reasoning_content", "content", "tool_calls")
+        turn["reasoning_content"] = _joined(self.content)
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: ValidText
+    name: ValidText
+    arguments: ValidText
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        call = ToolCall(
+            id=self.call_id, type="function", function=CalledFunction(name=self.name, arguments=self.arguments)
+        )
+        _turn(messages).setdefault("tool_calls", []).append(call.for_template())
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: ValidText
+    output: Text
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)})
+
+
+def _type_of(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(_type_of),
+]
+Input = Annotated[
+    list[Item],
+    Field(min_length=1),
+    BeforeValidator(lambda text: [{"role": "user", "content": text}] if isinstance(text, str) else text),
+]
+
+
+class PlainFormat(Strict):
+    type: Literal["text"] = "text"
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+Format: TypeAlias = PlainFormat | ObjectFormat | SchemaFormat
+
+
+class TextOptions(Strict):
+    format: Annotated[Format, Field(discriminator="type")] = PlainFormat()
+    verbosity: Literal["medium"] | None = None
+
+    def grammar(self) -> Grammar | None:
+        match self.format:
+            case PlainFormat():
+                return None
+            case ObjectFormat():
+                return schema_grammar(ANY_OBJECT)
+            case SchemaFormat():
+                return schema_grammar(self.format.schema_)
+
+
+class _OfFunction(Strict):
+    type: Literal["function"]
+
+
+class FunctionTool(Function, _OfFunction):
+    """A tool in its flat form; of another, the type is refused before all else."""
+
+
+class ChosenFunction(_OfFunction):
+    name: ToolName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[ChosenFunction, Tag("function")],
+    Discriminator(lambda choice: "mode" if isinstance(choice, str) else "function"),
+]
+
+
+class ReasoningOptions(Strict):
+    """How much to think is the model's own affair."""
+
+    effort: None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """POST /v1/responses. There is one answer, whose items may stand in the input of the next request."""
+
+    neutral: ClassVar = _NEUTRAL
+    harmless: ClassVar = _HARMLESS
+    prompt_field: ClassVar[str] = "input"
+
+    model: str
+    input: Input
+    instructions: ValidText | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    reasoning: ReasoningOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    chat_template_kwargs: Schema | None = None
+    metadata: dict[ValidText, ValidText] | None = None
+    user: ValidText | None = None
+    safety_identifier: ValidText | None = None
+    prompt_cache_key: ValidText | None = None
+
+    def prompts(self) -> list[Prompt]:
+        return [Conversation(self.messages(), {}, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+
+    def messages(self) -> list[ChatMessage]:
+        """Instructions and input as a chat."""
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        for item in self.input:
+            item.add_to(messages)
+        return messages
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, ChosenFunction):
+            return ToolUse(self.tools or (), "required", self.tool_choice.name, is_parallel)
+        return ToolUse(self.tools or (), self.tool_choice or "auto", None, is_parallel)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        return (self.chat_template_kwargs or {}).get("enable_thinking", True) is not False
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.include:
+            message = "top_logprobs needs include to have message.output_text.logprobs"
+            raise InvalidRequest(message, param="top_logprobs")
+        return (self.top_logprobs or 0) if self.include else None
+
+    def _grammars(self) -> dict[str, Grammar | None]:
+        return {"text": None if self.text is None else self.text.grammar(), **super()._grammars()}

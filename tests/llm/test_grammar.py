@@ -1,0 +1,209 @@
+"""Answers that have to match a grammar; transformers gives the logits, Python's own parsers judge the answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.core import Grammar, SamplingParams
+from minisgl.engine import ForwardOutput
+from minisgl.errors import RequestError
+from minisgl.llm import LLM
+from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tests.llm.test_llm import ARCH, ids_of, make
+from tests.llm.test_parameters import ENGINES
+
+PROMPT = "The quick brown fox jumps"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["fox", "dog"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    with make(checkpoint(ARCH), **request.param) as llm:
+        yield llm
+        assert not llm._scheduler.grammars._matchers, "a finished request left its matcher"
+
+
+def params(kind: str, text: str, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 60, "temperature": 0.0, "grammar": Grammar(kind, text), **fields})  # type: ignore[arg-type]
+
+
+def json_params(schema: dict[str, Any], **fields: Any) -> SamplingParams:
+    return params("json_schema", json.dumps(schema), **{"max_tokens": 150, "temperature": 1.0, **fields})
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    assert list(person) == ["name", "age", "tags"]
+    assert isinstance(person["name"], str) and len(person["name"]) <= 6
+    assert isinstance(person["age"], int) and 0 <= person["age"] <= 150
+    assert set(person["tags"]) <= {"fox", "dog"} and len(person["tags"]) <= 3
+    return True
+
+
+@pytest.mark.parametrize("fields", [{}, {"presence_penalty": 2.0, "logit_bias": {7: 3.0}}], ids=["plain", "changed"])
+def test_the_best_of_what_the_grammar_allows_is_chosen(llm: LLM, fields: dict[str, Any]) -> None:
+    """A grammar for which Python finds the allowed tokens by itself."""
+    tokenizer, model = tiny_tokenizer(), tiny_model(ARCH)
+    pieces = {token: tokenizer.decode([token]) for token in range(4, VOCAB_SIZE - 1)}
+    said, expected = "", list[int]()
+    while len(said) < 12:
+        with torch.no_grad():
+            logits_V: Tensor = model(torch.tensor([ids_of(PROMPT) + expected])).logits[0, -1].float()
+        for token, bias in fields.get("logit_bias", {}).items():
+            logits_V[token] += bias
+        for token in set(expected):
+            logits_V[token] -= fields.get("presence_penalty", 0)
+        allowed = [t for t, piece in pieces.items() if re.fullmatch("[a-z ]{1,12}", said + piece)]
+        expected.append(max(allowed, key=lambda token: float(logits_V[token])))
+        said += pieces[expected[-1]]
+    [out] = llm.generate(PROMPT, params("regex", "[a-z ]{12}", **fields), use_tqdm=False)
+    assert (out.token_ids, out.text, out.finish_reason) == (expected, said, "stop")
+
+
+def test_random_answers_match_their_schema(llm: LLM) -> None:
+    each = [json_params(PERSON, seed=seed) for seed in range(24)]
+    outs = llm.generate([PROMPT] * len(each), each, use_tqdm=False)
+    assert [out.finish_reason for out in outs] == ["stop"] * len(each)
+    assert all(is_person(out.text) for out in outs)
+    assert len({out.text for out in outs}) > 12
+
+
+def test_a_stream_gives_the_same(llm: LLM) -> None:
+    each = [json_params(PERSON, seed=seed) for seed in range(4)]
+    streamed, finishes = [""] * 4, list[Any]()
+    for news in llm.stream([PROMPT] * 4, each):
+        streamed[news.index] += news.text
+        finishes += [news.finish_reason] if news.finish_reason else []
+    assert streamed == [out.text for out in llm.generate([PROMPT] * 4, each, use_tqdm=False)]
+    assert finishes == ["stop"] * 4
+
+
+def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        json_params(PERSON, seed=3),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, top_p=0.9),
+        params("regex", "[a-z ]{5,30}", temperature=1.0, seed=8, frequency_penalty=0.5),
+        params("lark", 'start: "<" name ">"\nname: /[a-z]+/', temperature=1.0, seed=1, max_tokens=30),
+    ]
+    alone = [llm.generate(PROMPT, kind, use_tqdm=False)[0] for kind in kinds]
+    crowd = llm.generate([PROMPT] * len(kinds), kinds, use_tqdm=False)
+    assert [out.token_ids for out in crowd] == [out.token_ids for out in alone]
+    assert re.fullmatch("[a-z ]{5,30}", alone[3].text)
+    assert re.fullmatch("<[a-z]+>", alone[4].text) or alone[4].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "finish", "match"),
+    [
+        ("[a-c]{9}", {"max_tokens": 4}, "length", "[a-c]{4}"),
+        ("[a-c]{9}", {"max_tokens": 9}, "stop", "[a-c]{9}"),
+        ("[a-c]{3}", {"min_tokens": 20, "ignore_eos": True}, "stop", "[a-c]{3}"),
+        ("[a-c]+", {"logit_bias": {EOS_ID: 100}}, "stop", "[a-c]"),
+        ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True}, "stop", "[a-c]"),
+        ("[a-c]*", {"logit_bias": {EOS_ID: 100}}, "stop", ""),
+        ("[a-c]{3}|[a-c]{3} end", {"stop": (" e",), "logit_bias": {EOS_ID: -100}}, "stop", "[a-c]{3}"),
+    ],
+)
+def test_an_answer_ends_with_its_match_or_before(
+    llm: LLM, text: str, fields: dict[str, Any], finish: str, match: str
+) -> None:
+    [out] = llm.generate(PROMPT, params("regex", text, **fields), use_tqdm=False)
+    assert out.finish_reason == finish
+    assert re.fullmatch(match, out.text)
+
+
+def test_log_probabilities_are_those_before_the_mask(llm: LLM) -> None:
+    [plain] = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3), use_tqdm=False)
+    [guided] = llm.generate(PROMPT, params("regex", "[0-9]", logprobs=3), use_tqdm=False)
+    assert plain.logprobs and guided.logprobs
+    assert [token for token, _ in guided.logprobs[0].top] == [token for token, _ in plain.logprobs[0].top]
+    assert guided.logprobs[0].own < plain.logprobs[0].top[0][1]
+    assert guided.text.isdigit()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", '{"type": "animal"}', "Invalid type: animal"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", "{", "EOF while parsing"),
+        ("json_schema", "[1]", "the grammar is refused"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than maximum"),
+        ("json_schema", '{"$ref": "http://127.0.0.1:1/x.json"}', "retrieving it failed"),
+        ("json_schema", '{"$ref": "#"}', "nothing matches"),
+        ("json_schema", '{"items":' * 1000 + "{}" + "}" * 1000, "recursion limit"),
+        ("regex", "[0-9", "unclosed character class"),
+        ("regex", "(" * 10000, "invalid regex"),
+        ("regex", "a(?=b)", "look-around"),
+        ("lark", "", "Empty grammar"),
+        ("lark", "start: " + "(" * 10000 + '"a"' + ")" * 10000, "too deeply nested"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM, kind: str, text: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(reason)) as refusal:
+        llm.generate([PROMPT, PROMPT], [params("regex", "yes"), params(kind, text)], use_tqdm=False)
+    assert refusal.value.param == "grammar"
+    assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
+
+
+def test_requests_that_lose_their_pages_keep_their_place_in_the_match(checkpoint: Callable[[str], Path]) -> None:
+    each = [json_params(PERSON, seed=seed) for seed in range(8)]
+    answers = []
+    for num_pages in (256, 45):
+        with make(checkpoint(ARCH), max_running_requests=8, num_pages=num_pages, overlap=True) as llm:
+            answers.append([out.token_ids for out in llm.generate([PROMPT] * 8, each, use_tqdm=False)])
+            retractions = llm._scheduler._num_retractions
+    assert retractions > 0
+    assert answers[0] == answers[1]
+
+
+def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path]) -> None:
+    each = [json_params(PERSON, seed=seed) for seed in range(3)] + [SamplingParams(max_tokens=9, temperature=0.0)]
+    answers = []
+    for tp in (1, 2):
+        with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
+            answers.append([out.text for out in llm.generate([PROMPT] * 4, each, use_tqdm=False)])
+    assert answers[0] == answers[1]
+
+
+def test_masks_are_made_while_the_device_computes(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are under way before the host looks at the tokens before; without a grammar so is the choice."""
+    with make(checkpoint(ARCH), overlap=True) as llm:
+        engine, events = llm._scheduler._executor, list[str]()
+
+        def watch(owner: Any, name: str) -> None:
+            original = getattr(owner, name)
+
+            def watched(*args: Any) -> Any:
+                events.append(name)
+                return original(*args)
+
+            monkeypatch.setattr(owner, name, watched)
+
+        for owner, name in ((engine, "forward"), (engine, "sample"), (ForwardOutput, "wait")):
+            watch(owner, name)
+        llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert events == ["forward", "sample", "forward", "sample", "wait", "forward", "sample", "wait", "wait"]
+        events.clear()
+        llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)
+        assert events[:8] == ["forward", "sample", "forward", "wait", "sample", "forward", "wait", "sample"]
