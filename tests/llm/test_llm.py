@@ -155,6 +155,13 @@ def test_a_conversation_goes_through_the_template_and_several_do_too(
     assert len(two) == 2
 
 
+def test_tools_of_a_conversation_go_to_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._tokenizer._tokenizer, "chat_template", "{% if tools %}{{ tools[0].name }}{% endif %}dog")
+    turns = [{"role": "user", "content": "hi"}]
+    (with_tools,), (without,) = llm.chat(turns, greedy(1), tools=[{"name": "fox " * 9}]), llm.chat(turns, greedy(1))
+    assert with_tools.num_prompt > without.num_prompt
+
+
 def test_a_stream_is_the_same_answer_piece_by_piece(llm: LLM) -> None:
     whole = llm.generate(PROMPTS, greedy(10), use_tqdm=False)
     texts, tokens, ends = [""] * 5, [[] for _ in range(5)], [0] * 5  # type: ignore[var-annotated]

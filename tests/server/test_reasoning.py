@@ -126,6 +126,13 @@ def test_a_grammar_lets_the_model_think_first(kind: str, spelled: bool) -> None:
     assert each('<think>Hm</think>Hm</think>{"a": 1}') == (False, False), "a thought ends where it is read to end"
 
 
+def test_a_thought_that_seems_to_be_closed_would_be_read_as_closed_and_is_not_written() -> None:
+    grammar = QWEN.before(GRAMMARS["json"], MARKERS)
+    end = tokens('</think>{"a": 1}')
+    assert matches(grammar, [*tokens("<think>"), *tokens("Hm</think", spelled=True), *end])
+    assert not matches(grammar, [*tokens("<think>"), *tokens("Hm</think>Hm", spelled=True), *end])
+
+
 @pytest.mark.parametrize("text", ["x/y", "x/z", "\n"])
 def test_a_regular_expression_keeps_its_slashes_and_ends_of_lines(text: str) -> None:
     grammar = QWEN.before(GRAMMARS["regex"], MARKERS)

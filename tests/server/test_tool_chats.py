@@ -151,6 +151,7 @@ def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far
             assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS[:50], "length")
             deltas = [event["choices"][0]["delta"] for event in events_of(stream)[:-1]]
             pieces = [it["function"]["arguments"] for delta in deltas for it in delta.get("tool_calls", ())]
+            assert all(delta.get("content") is None for delta in deltas)
             assert len(pieces) > 2 and CALLS[:50].endswith("".join(pieces))
 
     run(play())

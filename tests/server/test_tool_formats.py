@@ -125,6 +125,8 @@ def test_other_spellings_of_a_call(text: str, style: ToolFormat, eager: bool) ->
         ("<tool_call>\nI call get.\n</tool_call> <tool_cal", HERMES),
         ('{"city": "Ulm"}', LLAMA),
         ('{"name": "unknown", "parameters": {}}', LLAMA),
+        ('<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "got", "arg', HERMES),
+        ('<tool_call>{"arguments": {}, "name": "unknown"}</tool_call>', HERMES),
         ("<|python_tag|>print(1)", LLAMA),
         ('I say: {"name": "get", "parameters": {}}', LLAMA),
         ("  two blanks", LLAMA),

@@ -44,15 +44,28 @@ SAMPLING: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "user": "me",
 }
+CALLED: list[Any] = [
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+]
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {
         **SAMPLING,
-        "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}],
+        "messages": [
+            {"role": "system", "content": "a"},
+            {"role": "user", "content": [{"type": "text", "text": "b"}]},
+            *CALLED,
+        ],
         "logprobs": True,
         "top_logprobs": 2,
         "chat_template_kwargs": {"enable_thinking": False},
         "response_format": {"type": "text"},
-        "tools": [],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
     },
     TEXT: {**SAMPLING, "prompt": ["a", "b"], "logprobs": 2, "echo": True, "suffix": ""},
     GENERATE: {

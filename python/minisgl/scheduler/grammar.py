@@ -9,7 +9,8 @@ here is on the device.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from collections import deque
+from functools import cached_property
 from pathlib import Path
 
 import llguidance.numpy
@@ -20,12 +21,15 @@ from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import JSON_OPTIONS
 
-_NUM_KEPT = 128  # compiled grammars
+_NUM_IDLE = 128  # matchers that are kept for the next request
 _MAX_REASON = 400  # characters
 
 
 class Grammars:
     """The open requests that have a grammar, each with its place in a match.
+
+    Each has a matcher to itself: copies share the automaton that they build as they go, and wait for each other. Those
+    of ended requests are kept, with what they have built.
 
     Args:
         folder: of the model, for its tokenizer, which is read when the first grammar comes.
@@ -37,8 +41,8 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._matchers: dict[int, LLMatcher] = {}
-        self._compiled = lru_cache(_NUM_KEPT)(self._compile)
+        self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
+        self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=_NUM_IDLE)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -59,7 +63,10 @@ class Grammars:
         Raises:
             InvalidRequest: the grammar has a mistake, no match, or something in it that is not supported.
         """
-        self._matchers[uid] = self._compiled(grammar).deep_copy()
+        idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
+        if idle:
+            self._idle.remove(idle)
+        self._matchers[uid] = idle or (grammar, self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -84,12 +91,12 @@ class Grammars:
         if not index:
             return None
         bits_XW = self._no_bits(len(index))
-        pairs = [(self._matchers[parts[i].req.uid], x) for x, i in enumerate(index)]
+        pairs = [(self._matchers[parts[i].req.uid][1], x) for x, i in enumerate(index)]
         llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
         return TokenMasks(index, bits_XW)
 
     def _no_bits(self, num_masks: int) -> IntArray:
-        return np.zeros(llguidance.numpy.get_bitmask_shape(num_masks, self._vocab_size), dtype=np.int32)
+        return np.empty(llguidance.numpy.get_bitmask_shape(num_masks, self._vocab_size), dtype=np.int32)
 
     def accept(self, uid: int, token: int) -> bool:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.
@@ -97,15 +104,18 @@ class Grammars:
         Raises:
             InvalidRequest: the grammar turned out to be more than llguidance follows.
         """
-        matcher = self._matchers.get(uid)
-        if matcher is None:
+        if uid not in self._matchers:
             return False
+        _, matcher = self._matchers[uid]
         matcher.consume_token(token)
         _check(matcher)
         return bool(matcher.is_stopped())
 
     def close(self, uid: int) -> None:
-        self._matchers.pop(uid, None)
+        if uid in self._matchers:
+            grammar, matcher = self._matchers.pop(uid)
+            if matcher.reset():
+                self._idle.append((grammar, matcher))
 
 
 def _source(grammar: Grammar) -> str:

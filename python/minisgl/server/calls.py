@@ -18,10 +18,10 @@ _NO_TAIL = regex.compile("(?P<name>)")
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How calls stand in text, as regular expressions in which NAME stands for the names that may be called.
+    """How calls stand in text, as regular expressions.
 
     Attributes:
-        opening: what begins a call anywhere, up to its arguments; its group `name` may be absent.
+        opening: what begins a call anywhere, up to its arguments; its group `name` may be empty.
         again: the same where a call has just ended, and at the beginning if `opens_answer`.
         tail: what ends a call behind its arguments, if an opening brace came before them; it may bring the `name`.
         closing: what may follow the last call.
@@ -44,12 +44,11 @@ class CallReader(StepReader):
 
     def __init__(self, spelling: Spelling, use: ToolUse, new_id: Callable[[], str], *, eager: bool) -> None:
         super().__init__()
-        names = "|".join(regex.escape(tool.name) for tool in use.callable)
-        self._opening, self._again, self._tail, self._closing = (
-            regex.compile(pattern.replace("NAME", names))
-            for pattern in (spelling.opening, spelling.again, spelling.tail, spelling.closing)
+        self._opening, self._again, self._tail, self._closing = map(  # compiled once, and then found again
+            regex.compile, (spelling.opening, spelling.again, spelling.tail, spelling.closing)
         )
         self._opens_answer = spelling.opens_answer
+        self._names = {tool.name for tool in use.callable}
         self._new_id = new_id
         self._allows_several = use.allows_several
         self._eager = eager
@@ -60,6 +59,9 @@ class CallReader(StepReader):
 
     def _in_text(self, ends: bool) -> bool:
         head = self._opening.search(self._held, partial=not ends)
+        if head and self._is_other(head):
+            self._say(Content(self._take(head.end())))
+            return True
         self._say(Content(self._take(head.start() if head else len(self._held))))
         return head is not None and not head.partial and self._enter(head)
 
@@ -88,7 +90,7 @@ class CallReader(StepReader):
             return False
         name = self._name or (tail and tail["name"])
         if not self._is_said:
-            if not (tail and name and _is_object(self._arguments)):
+            if not (tail and name in self._names and _is_object(self._arguments)):
                 return self._give_up()
             self._call(CallBegin(self._num_calls, self._new_id(), name))
             self._call(CallArguments(self._num_calls, self._arguments))
@@ -103,9 +105,15 @@ class CallReader(StepReader):
 
     def _at_next(self, ends: bool) -> bool:
         head = self._again.match(self._held, partial=not ends)
-        if head is None:
-            return self._go_to(self._at_closing if self._num_calls else self._in_text)
-        return not head.partial and self._enter(head)
+        if head and head.partial:
+            return False
+        if head and not self._is_other(head):
+            return self._enter(head)
+        return self._go_to(self._at_closing if self._num_calls else self._in_text)
+
+    def _is_other(self, head: Any) -> bool:
+        """Whether it calls a tool that may not be called; the name may also come behind the arguments."""
+        return not head.partial and head["name"] not in {None, *self._names}
 
     def _at_closing(self, ends: bool) -> bool:
         closing = self._closing.match(self._held, partial=not ends)

@@ -24,8 +24,9 @@ from minisgl.server.grammars import Markers, marker, nested, text_without
 from minisgl.server.tools import Function, ToolUse
 
 _TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
-_HEAD = rf'\{{\s*{_TYPE}(?:"name"\s*:\s*"(?P<name>NAME)"\s*,\s*)?"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-_TAIL = r'\s*(?:,\s*(?:"name"\s*:\s*"(?P<name>NAME)"|"(?:id|type)"\s*:\s*"[^"\\]*")\s*)*\}'
+_NAME = r"(?P<name>[\w.-]{1,64})"
+_HEAD = rf'\{{\s*{_TYPE}(?:"name"\s*:\s*"{_NAME}"\s*,\s*)?"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+_TAIL = rf'\s*(?:,\s*(?:"name"\s*:\s*"{_NAME}"|"(?:id|type)"\s*:\s*"[^"\\]*")\s*)*\}}'
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -117,7 +118,7 @@ class Llama3Json(ToolFormat):
 class Mistral(ToolFormat):
     spelling = Spelling(
         r"(?<!\s)\s*\[TOOL_CALLS\]\s*"
-        rf"(?:\[\s*{_HEAD}|(?P<name>NAME)(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
+        rf"(?:\[\s*{_HEAD}|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
         _TAIL,
         again=rf"\s*,\s*{_HEAD}",
         closing=r"\s*\]",
