@@ -20,7 +20,6 @@ def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("temperature", -0.1),
         ("temperature", 100.1),
@@ -34,6 +33,8 @@ def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", math.nan),
+        ("priority", 2**31),
+        ("priority", -(2**31)),
         ("seed", MAX_SEED + 1),
         ("seed", -MAX_SEED - 1),
     ],

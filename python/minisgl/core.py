@@ -70,6 +70,8 @@ class Req:
     Attributes:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
+        prompt_logprobs: as far as they have come; that of position i + 1 is at i.
+        embedding: float32, little-endian; None before it has come, or where nobody asked.
         row: row of the page table and token pool while admitted, else None.
         num_in_flight: launched and unfinished batches that refer to this request; its row and pages may be
             released only at zero.
@@ -77,6 +79,7 @@ class Req:
     """
 
     __slots__ = (
+        "embedding",
         "finish",
         "num_cached",
         "num_computed",
@@ -85,6 +88,7 @@ class Req:
         "num_prompt",
         "num_tokens",
         "params",
+        "prompt_logprobs",
         "row",
         "seed",
         "tokens",
@@ -100,6 +104,8 @@ class Req:
         self.num_prompt = self.num_known = self.num_tokens = len(prompt)
         self.num_computed = 0
         self.num_cached: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.embedding: bytes | None = None
         self.row: int | None = None
         self.num_in_flight = 0
         self.finish: FinishReason | None = None
@@ -112,6 +118,16 @@ class Req:
     def is_full(self) -> bool:
         """Whether every token it may have is known or being computed."""
         return self.num_tokens >= self.max_length
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether its prompt is to be answered for, and not only continued."""
+        return self.params.prompt_logprobs is not None or self.params.embeds
+
+    @property
+    def scores(self) -> bool:
+        """Whether log probabilities of its prompt are still to be computed; they are told with the first token."""
+        return self.params.prompt_logprobs is not None and self.num_known == self.num_prompt
 
     @property
     def num_output(self) -> int:
@@ -141,6 +157,11 @@ class ReqSlice:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens at its end whose hidden states are wanted."""
+        return len(self) if self.req.scores else int(self.samples)
 
     @property
     def row(self) -> int:
@@ -209,7 +230,8 @@ class Batch:
         row_T, position_T: integers; where in the tables each token stands.
         input_ids_T: int64.
         slot_T: int64, where the KV of each token goes.
-        last_B: int64, index into T of the last token of each slice that samples; None if all tokens are such.
+        last_B: int64, index into T of the last token of each slice that samples, and of all tokens of those that score
+            their prompt; None if all tokens are such.
         attn_metadata: made by the attention backend from the plan.
     """
 

@@ -76,8 +76,7 @@ class PromptTooLong(RequestError):
     def __init__(self, num_prompt: int, max_tokens: int, limit: int) -> None:
         super().__init__(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}: "
-            f"together {num_prompt + max_tokens}, the limit is {limit}",
-            param="messages",
+            f"together {num_prompt + max_tokens}, the limit is {limit}"
         )
 
 

@@ -40,7 +40,8 @@ class SamplingParams:
     The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept.
 
     Attributes:
-        max_tokens: tokens to generate at most, >= 1; None means up to the end of the context.
+        max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the prompt is computed
+            and nothing else.
         temperature: 0 is greedy; else logits are divided by it. In [0, 100].
         top_k: keep the k most likely tokens, >= 1; None keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
@@ -59,6 +60,9 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
         logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
             They are the model's own, before temperature, penalties, filters and grammar.
+        prompt_logprobs: the same for each token of the prompt but the first. Nothing of it is taken from a cache then.
+        embeds: tell the hidden state behind the final norm of the prompt's last token, as a vector of length 1.
+        priority: a request with a smaller one is computed first and keeps its pages longer; 32 bits, may be negative.
         grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
 
     The order is: bias and penalties, then temperature, then filters.
@@ -84,14 +88,17 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    embeds: bool = False
+    priority: int = 0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _require(
             "max_tokens",
             self.max_tokens,
-            self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
-            f"in [1, {MAX_COUNT}]",
+            self.max_tokens is None or 0 <= self.max_tokens <= MAX_COUNT,
+            f"in [0, {MAX_COUNT}]",
         )
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "in [0, 100]")
         _require(
@@ -108,7 +115,10 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), abs(getattr(self, name)) <= 2, "in [-2, 2]")
         _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "in (0, 10]")
-        _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "in [0, 20], or absent")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(name, count, count is None or 0 <= count <= 20, "in [0, 20], or absent")
+        _require("priority", self.priority, abs(self.priority) <= MAX_COUNT, f"in [-{MAX_COUNT}, {MAX_COUNT}]")
         for name, count, bound in (("stop", len(self.stop), 32), ("stop_token_ids", len(self.stop_token_ids), 32)):
             _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
         for text in self.stop:

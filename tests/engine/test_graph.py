@@ -9,8 +9,10 @@ from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.engine.graph import Kind, fit, ladder, sizes
 
 
-def plan(lengths: list[int], *, num_shared: int = 0, samples: bool = True) -> BatchPlan:
-    req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
+def plan(
+    lengths: list[int], *, num_shared: int = 0, samples: bool = True, params: SamplingParams | None = None
+) -> BatchPlan:
+    req = Req(0, np.zeros(1, dtype=np.int32), params or SamplingParams(), max_length=2, seed=0)
     return BatchPlan([ReqSlice(req, 500, 500 + length, samples) for length in lengths], num_shared=num_shared)
 
 
@@ -52,3 +54,10 @@ def test_one_short_prompt_has_a_graph(lengths: list[int], samples: bool, expecte
 
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:
     assert fit(plan([20]), sizes(256, 0)) is None
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, Kind.DECODES), (2, None)])
+def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(length: int, expected: Kind | None) -> None:
+    """A graph returns those of last tokens."""
+    found = fit(plan([length], params=SamplingParams(prompt_logprobs=0)), sizes(256, 1024))
+    assert (found and found[0]) is expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,13 @@ def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     each = [greedy(n) for n in (1, 7, 3)]
     outputs = llm.generate(PROMPTS[:3], each, use_tqdm=False)
     assert [len(output.token_ids) for output in outputs] == [1, 7, 3]
+
+
+def test_an_urgent_prompt_overtakes_the_queue(folder: Path) -> None:
+    with make(folder, max_running_requests=1) as llm:
+        each = [replace(greedy(3), priority=priority) for priority in (0, 2, -1, 0)]
+        ended = [news.index for news in llm.stream(PROMPTS[:1] * 4, each) if news.finish_reason]
+    assert ended == [2, 0, 3, 1]
 
 
 @pytest.mark.parametrize("num_params", [0, 1, 3])

@@ -83,6 +83,8 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (TokenizerMsg, BatchTokenizerMsg([], STATS)),
     (FrontendMsg, BatchFrontendMsg([], STATS)),
     (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
+    (FrontendMsg, UserReply(5, finish="length", embedding=b"\0\xff")),
+    (FrontendMsg, UserReply(5, finish="length", prompt_logprobs=[TextLogprobs("a", None, [])])),
     (FrontendMsg, UserReply(5, finish="length", logprobs=TextLogprobs("a", -0.5, [("b", -0.25)]))),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
 ]
@@ -168,7 +170,7 @@ def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
 @given(
     st.builds(
         SamplingParams,
-        max_tokens=st.none() | st.integers(1, MAX_COUNT),
+        max_tokens=st.none() | st.integers(0, MAX_COUNT),
         temperature=st.floats(0, 100) | st.integers(0, 100),
         top_k=st.none() | st.integers(1, MAX_COUNT),
         top_p=st.floats(0, 1, exclude_min=True),
@@ -228,7 +230,7 @@ def test_ids_cut_in_the_middle_are_refused() -> None:
     ("error", "status", "code", "param"),
     [
         (InvalidRequest("bad", param="top_p"), 400, "invalid_value", "top_p"),
-        (PromptTooLong(10, 5, 12), 400, "context_length_exceeded", "messages"),
+        (PromptTooLong(10, 5, 12), 400, "context_length_exceeded", None),
         (UnknownModel("a", "b"), 404, "model_not_found", "model"),
         (QueueFull(9, 8), 429, "queue_full", None),
     ],

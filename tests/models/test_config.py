@@ -106,12 +106,14 @@ def test_a_missing_generation_config_leaves_the_eos_ids_of_the_config(tmp_path: 
 
 
 def test_recommended_sampling_is_read(tmp_path: Path) -> None:
-    generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "do_sample": True, "pad_token_id": 1}
-    config = read(tmp_path, NEEDED, generation)
-    assert config.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
+    config = read(tmp_path, NEEDED, {**generation, "do_sample": True, "pad_token_id": 1})
+    assert config.sampling_defaults == generation
 
 
-@pytest.mark.parametrize("generation", [{}, {"top_k": 0}, {"temperature": None}, {"do_sample": False}])
+@pytest.mark.parametrize(
+    "generation", [{}, {"top_k": 0}, {"repetition_penalty": 1.0}, {"temperature": None}, {"do_sample": False}]
+)
 def test_what_is_no_recommendation_is_not_taken_for_one(generation: dict[str, Any], tmp_path: Path) -> None:
     assert read(tmp_path, NEEDED, generation).sampling_defaults == {}
 

@@ -45,7 +45,7 @@ def reference_answer(prompt: list[int], params: SamplingParams, limits: EngineLi
     """What a request must be answered, whatever runs beside it."""
     room = limits.max_seq_len - len(prompt)
     prefix, answer = fingerprints(prompt)[-1], list[int]()
-    while len(answer) < min(room, params.max_tokens or room):
+    while len(answer) < min(room, room if params.max_tokens is None else params.max_tokens):
         answer.append(next_token(prefix, limits.vocab_size))
         if answer[-1] in limits.eos_ids and not params.ignore_eos:
             return answer, "stop"
@@ -67,6 +67,7 @@ class _Launched:
     """A slice, and where its request stood when it was launched."""
 
     part: ReqSlice
+    scores: bool
     row: int
     pages: NDArray[np.int32]
 
@@ -86,6 +87,25 @@ class FakeOutput(ForwardOutput):
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         return {}
+
+    def embeddings(self) -> dict[int, bytes]:
+        """The vector of a prompt is its length."""
+        return {
+            index: bytes([it.part.end])
+            for index, it in enumerate(self.launched)
+            if it.part.req.params.embeds and it.part.samples and it.part.end == it.part.req.num_prompt
+        }
+
+    def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """The log probability of a prompt's token is that token, and its position the likeliest."""
+        return {
+            index: [
+                TokenLogprobs(float(it.part.req.tokens[i + 1]), [(i + 1, 0.0)])
+                for i in range(it.part.start, min(it.part.end, it.part.req.num_prompt - 1))
+            ]
+            for index, it in enumerate(self.launched)
+            if it.scores
+        }
 
     def wait(self) -> list[int]:
         self.compute()
@@ -172,7 +192,7 @@ class FakeExecutor:
         row = part.req.row
         assert row is not None
         num_pages = -(-part.end // self.limits.page_size)
-        return _Launched(part, row, self.page_table_RP[row, :num_pages].copy())
+        return _Launched(part, part.req.scores, row, self.page_table_RP[row, :num_pages].copy())
 
     def _store(self, it: _Launched) -> int:
         """Write a slice's KV; the fingerprint of its last position."""

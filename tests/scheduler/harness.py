@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.core import FinishReason, IntArray, SamplingParams
+from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.engine import EngineLimits
 from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, EngineStats, ReplyError, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
@@ -22,9 +22,9 @@ def make_limits(num_pages: int = 64, page_size: int = 4, max_seq_len: int = 64) 
     return EngineLimits(num_pages, page_size, min(max_seq_len, num_pages * page_size), VOCAB_SIZE, EOS)
 
 
-def exactly(num_tokens: int) -> SamplingParams:
+def exactly(num_tokens: int, priority: int = 0) -> SamplingParams:
     """An answer of this many tokens."""
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, priority=priority)
 
 
 class MemoryInbox:
@@ -47,6 +47,8 @@ class Answer:
     finish: FinishReason | None = None
     error: ReplyError | None = None
     num_cached: int = 0
+    prompt: list[tuple[int, TokenLogprobs | None]] | None = None
+    embedding: bytes | None = None
 
     @property
     def is_final(self) -> bool:
@@ -56,6 +58,12 @@ class Answer:
         assert not self.is_final, f"{msg} came after the last message"
         self.tokens += [] if msg.token is None else [msg.token]
         self.finish, self.error, self.num_cached = msg.finish, msg.error, msg.num_cached
+        if msg.prompt_logprobs is not None:
+            assert self.prompt is None, "what is asked of a prompt is told once"
+            self.prompt = msg.prompt_logprobs
+        if msg.embedding is not None:
+            assert self.embedding is None, "what is asked of a prompt is told once"
+            self.embedding = msg.embedding
 
 
 class AnswerBook:
@@ -149,6 +157,10 @@ class Host:
                 assert answer.tokens == tokens[: len(answer.tokens)], f"uid {uid}"
             else:
                 assert (answer.tokens, answer.finish) == (tokens, finish), f"uid {uid}"
+                scores = [(token, TokenLogprobs(float(token), [(i, 0.0)])) for i, token in enumerate(prompt)]
+                scored = None if params.prompt_logprobs is None else [(prompt[0], None), *scores[1:]]
+                assert answer.prompt == scored, f"uid {uid}"
+                assert answer.embedding == (bytes([len(prompt)]) if params.embeds else None), f"uid {uid}"
 
     def check_nothing_is_left(self) -> None:
         scheduler, cache = self.scheduler, self.scheduler.cache

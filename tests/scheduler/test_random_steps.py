@@ -56,8 +56,12 @@ class Guest:
 
     def _params(self, num_prompt: int) -> SamplingParams:
         room = self.host.limits.max_seq_len - num_prompt
-        max_tokens = self.random.choice([None, self.random.randint(1, room), room])
-        return SamplingParams(max_tokens=max_tokens, ignore_eos=self.random.random() < 0.7)
+        max_tokens = self.random.choice([None, self.random.randint(0, room), room])
+        priority = self.random.choice([0, 0, 0, -1, 3])
+        scores = 1 if self.random.random() < 0.2 else None
+        ignore_eos = self.random.random() < 0.7
+        asks = {"prompt_logprobs": scores, "embeds": self.random.random() < 0.1}
+        return SamplingParams(max_tokens, ignore_eos=ignore_eos, priority=priority, **asks)
 
     def _abort(self) -> None:
         uid = self.random.choice([*self.host.asked, *self.host.open_uids[:3] * 10, UNKNOWN_UID])

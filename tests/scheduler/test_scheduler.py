@@ -328,6 +328,79 @@ def test_no_more_requests_run_than_there_are_rows() -> None:
     assert max(len(plan) for plan in host.executor.plans) == 2
 
 
+# --- priority
+
+
+def admissions(host: Host) -> list[int]:
+    """Who began to be computed, in order; without hits, who lost its pages is there again."""
+    return [uid for plan in host.executor.plans for uid, start, _, _ in plan if start == 0]
+
+
+def test_the_smallest_priority_goes_first_and_equals_in_order_of_arrival() -> None:
+    host = Host(num_rows=1, cache="naive")
+    for salt, priority in enumerate([0, 7, 0, -3, 0, 7, -3]):
+        host.submit(prompt_of(5, salt), exactly(3, priority))
+    host.drain()
+    host.check_answers()
+
+    assert admissions(host) == [3, 6, 0, 2, 4, 1, 5]
+
+
+def test_an_urgent_request_overtakes_those_that_wait_but_nobody_that_is_half_computed() -> None:
+    host = Host(max_prefill_length=4, cache="naive")
+    for salt in range(2):
+        host.submit(prompt_of(12, salt), exactly(3, priority=1))
+    host.step()
+    urgent = host.submit(prompt_of(12, salt=2), exactly(3))
+    host.drain()
+    host.check_answers()
+
+    assert admissions(host) == [0, urgent, 1]
+
+
+@OVERLAP
+def test_the_least_urgent_is_retracted_even_if_it_is_older(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=18, page_size=4), overlap=overlap, cache="naive")
+    for salt, priority in enumerate([1, 1, 0, -1]):
+        host.submit(prompt_of(4, salt), exactly(28, priority))
+        host.step()
+    host.drain()
+    host.check_answers()
+
+    assert was_retracted(host, 1)
+    assert not was_retracted(host, 3)
+    last_steps = {uid: i for i, plan in enumerate(host.executor.plans) for uid, *_ in plan}
+    assert sorted(last_steps, key=last_steps.__getitem__) == [2, 3, 0, 1]
+
+
+@OVERLAP
+def test_an_urgent_prompt_is_not_retracted_half_computed_for_others_that_run(overlap: bool) -> None:
+    host = Host(make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive")
+    running = host.submit(prompt_of(4), exactly(30, priority=1))
+    host.step(6)
+    urgent = host.submit(prompt_of(20, salt=1), exactly(10))
+    host.drain()
+    host.check_answers()
+
+    assert was_retracted(host, running)
+    assert not was_retracted(host, urgent)
+
+
+def test_a_retracted_request_goes_behind_a_more_urgent_one_that_waits() -> None:
+    def order(priority: int) -> list[int]:
+        host = Host(make_limits(num_pages=8, page_size=4), cache="naive", max_prefill_length=100)
+        for salt in range(2):
+            host.submit(prompt_of(4, salt), exactly(24, priority=1))
+        host.step(10)
+        host.submit(prompt_of(20, salt=9), exactly(4, priority))
+        host.drain()
+        host.check_answers()
+        return admissions(host)
+
+    assert order(priority=0) == [0, 1, 2, 1]
+    assert order(priority=1) == [0, 1, 1, 2]
+
+
 # --- memory pressure
 
 

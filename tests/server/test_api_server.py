@@ -14,14 +14,14 @@ import pytest
 from fastapi import FastAPI
 
 from minisgl.core import SamplingParams
-from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
+from minisgl.message import AbortMsg, CodecReply, DecodeMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
 from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234)
+MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234, width=2)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     TEXT: {"model": "m", "prompt": "hi"},
@@ -139,6 +139,53 @@ def test_several_prompts_give_several_choices_in_order_and_one_usage() -> None:
     scene(play)
 
 
+PROMPT_LOGPROBS = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [("a", -0.25)])]
+ANSWER_LOGPROBS = TextLogprobs("yo", -1.0, [("b", -0.75)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(stream: bool) -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, prompt=[[1, 2], [3]], echo=True, logprobs=1, stream=stream)
+        for text in ("<s>hi", "x"):
+            question = await app.worker.take()
+            app.worker.put(CodecReply(question.uid, text=text))
+        uids = [(await app.worker.take()).uid for _ in range(2)]
+        first = {"logprobs": ANSWER_LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS, "num_prompt": 2, "num_output": 1}
+        app.worker.say(UserReply(uids[0], "yo", **first), UserReply(uids[1], prompt_logprobs=PROMPT_LOGPROBS[:1]))
+        for uid in uids:
+            app.worker.say(UserReply(uid, finish="length"))
+        await call.done
+        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        choices = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
+        assert "".join(choice["text"] for choice in choices) == "<s>hiyo"
+        (logprobs,) = (choice["logprobs"] for choice in choices if choice["logprobs"])
+        assert logprobs == {
+            "tokens": ["<s>", "hi", "yo"],
+            "token_logprobs": [None, -0.5, -1.0],
+            "top_logprobs": [None, {"a": -0.25}, {"b": -0.75}],
+            "text_offset": [0, 3, 5],
+        }
+        assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 1) == "x"
+
+    scene(play)
+
+
+def test_an_echo_without_an_answer() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, finish="length", num_prompt=2)])
+        call = app.post(TEXT, echo=True, max_tokens=0)
+        await call.done
+        answer = json.loads(call.body)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == ("hi", None)
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 0)
+        silent = app.post(TEXT, max_tokens=0)
+        await silent.done
+        assert_is_error(silent, 400, param="max_tokens")
+
+    scene(play)
+
+
 def test_a_chat_stream_byte_by_byte() -> None:
     async def play(app: App) -> None:
         app.worker.answer_with(spell("Hé", "", "\n\nline\r\u2028"))
@@ -237,6 +284,32 @@ def test_a_refusal_by_the_worker_is_an_error_before_any_byte(route: str, stream:
             param="prompt",
             code="context_length_exceeded",
         )
+
+    scene(play)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        (CHAT, {}, "messages"),
+        (TEXT, {}, "prompt"),
+        (RESPONSES, {}, "input"),
+        ("/generate", {"prompt": "hi"}, "prompt"),
+        ("/v1/embeddings", {"model": "m", "input": "hi"}, "input"),
+        ("/detokenize", {"tokens": [5]}, "tokens"),
+        (TEXT, {"prompt": [5], "echo": True}, "prompt"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_said_of_the_field_that_the_client_sent(
+    route: str, body: dict[str, Any], field: str
+) -> None:
+    async def play(app: App) -> None:
+        call = app.post(route, **body)
+        msg = await app.worker.take()
+        refusal = ReplyError(400, "invalid_value", "it is bad")
+        app.worker.put((CodecReply if isinstance(msg, DecodeMsg) else UserReply)(msg.uid, error=refusal))
+        await call.done
+        assert_is_error(call, 400, message="it is bad", param=field)
 
     scene(play)
 

@@ -70,6 +70,15 @@ def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["output_tokens_total"] == 6
 
 
+def test_a_prompt_without_an_answer_is_counted_once() -> None:
+    metrics = Metrics()
+    watch = Stopwatch(metrics)
+    watch.see(UserReply(0))
+    watch.see(UserReply(0, finish="length", num_prompt=5, num_cached=4))
+    seen = parse(metrics.expose().decode())
+    assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"], seen["output_tokens_total"]) == (5, 4, 0)
+
+
 def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
     async def play(app: App) -> None:
         for method, path in (

@@ -29,7 +29,6 @@ REFUSED: dict[str, list[Any]] = {
     "reasoning_effort": ["low"],
     "web_search_options": [{}],
     "suffix": ["x"],
-    "priority": [1],
 }
 OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [1],
@@ -58,6 +57,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "modalities": [["text"]],
     "echo": [False],
     "suffix": [""],
+    "priority": [0],
     "user": ["somebody"],
     "metadata": [{"a": "b"}],
     "store": [True],
@@ -79,6 +79,7 @@ HONOURED = [  # name, value, what the sampler gets
     ("skip_special_tokens", False, False),
     ("ignore_eos", True, True),
     ("seed", 7, 7),
+    ("priority", -3, -3),
 ]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 GRAMMARS = [  # name, value, what the scheduler gets
@@ -232,11 +233,9 @@ def test_the_name_of_a_speaker_goes_to_the_template() -> None:
     assert conversation.messages == [{"role": "user", "content": "x", "name": "Ada"}]
 
 
-def test_top_logprobs_need_logprobs_and_echo_needs_text() -> None:
+def test_top_logprobs_need_logprobs() -> None:
     with pytest.raises(InvalidRequest, match="top_logprobs needs logprobs"):
         sampling(ChatRequest, top_logprobs=2)
-    with pytest.raises(InvalidRequest, match="echo needs prompts that are texts"):
-        read(CompletionRequest, prompt=[1, 2], echo=True).prompts()
 
 
 @pytest.mark.parametrize(
@@ -334,6 +333,13 @@ def test_a_number_outside_its_bounds_is_refused_by_name(kind: Any, name: str, va
 def test_what_is_given_arrives(kind: Any) -> None:
     given = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "seed": -5}
     assert sampling(kind, **given, ignore_eos=True) == SamplingParams(**given, ignore_eos=True)
+
+
+def test_an_echo_may_be_all_and_has_the_log_probabilities_of_the_answer() -> None:
+    asked = sampling(CompletionRequest, max_tokens=0, echo=True, logprobs=2)
+    assert (asked.max_tokens, asked.logprobs, asked.prompt_logprobs) == (0, 2, 2)
+    assert sampling(CompletionRequest, echo=True).prompt_logprobs is None
+    assert sampling(CompletionRequest, logprobs=2).prompt_logprobs is None
 
 
 @both

@@ -105,6 +105,23 @@ def test_the_end_of_the_input_and_exit_end_it(line: Any) -> None:
     scene(play)
 
 
+def test_what_would_command_the_terminal_is_not_written() -> None:
+    async def play(chat: Chat) -> None:
+        chat.type("hi")
+        msg = await chat.worker.take()
+        chat.worker.say(UserReply(msg.uid, "a\x1b[2J\x9b\x07\r\x7f\tb\n\u3000é👩‍👩‍👧", finish="stop"))
+        await until(lambda: chat.is_waiting)
+        assert chat.shown.endswith("a\ufffd[2J\ufffd\ufffd\ufffd\ufffd\tb\n\u3000é👩‍👩‍👧\n")
+        chat.type("again")
+        again = await chat.worker.take()
+        assert "\x1b[2J" in again.prompt.messages[1]["content"], "the model sees what it said"
+        chat.worker.say(UserReply(again.uid, finish="stop"))
+        await until(lambda: chat.is_waiting)
+        await chat.leave()
+
+    scene(play)
+
+
 def test_the_answer_is_written_piece_by_piece() -> None:
     async def play(chat: Chat) -> None:
         chat.type("hi")

@@ -32,6 +32,22 @@ def answer_to(content: str, num_tokens: int) -> str:
 
 
 @torch.inference_mode()
+def logprobs_of(ids: list[int]) -> list[float]:
+    """Of each token but the first, given those before it."""
+    logprob_TV = torch.log_softmax(_parts()[0](torch.tensor([ids])).logits[0].float(), dim=-1)
+    return [float(logprob_TV[i, token]) for i, token in enumerate(ids[1:])]
+
+
+@torch.inference_mode()
+def embedding_of(text: str) -> list[float]:
+    """The hidden state of its last token behind the final norm, at length 1."""
+    model, tokenizer = _parts()
+    last_D = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0, -1]
+    vector: list[float] = (last_D / last_D.norm()).tolist()
+    return vector
+
+
+@torch.inference_mode()
 def _continue(prompt: list[int], num_tokens: int) -> str:
     model, tokenizer = _parts()
     ids = list(prompt)

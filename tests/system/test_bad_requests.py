@@ -84,7 +84,7 @@ BAD: dict[str, tuple[str, str, bytes]] = {
     "stream in words": ("POST", CHAT, chat(stream="yes")),
     "a refused stream": ("POST", TEXT, text(stream=True, prompt=[301])),
     "a body over the limit": ("POST", CHAT, chat(user="x" * (1 << 20))),
-    "wrong route": ("POST", "/v1/embeddings", chat()),
+    "wrong route": ("POST", "/v1/embedding", chat()),
     "wrong method": ("GET", CHAT, b""),
     "another wrong method": ("DELETE", "/v1/models", b""),
     "a path of null bytes": ("GET", "/v1/%00%ff", b""),

@@ -17,6 +17,7 @@ from tests.system.oracle import text_after
 pytestmark = pytest.mark.slow
 NUM_BODIES = 2000
 HANGS_S = 30.0
+GENERATE, EMBED = "/generate", "/v1/embeddings"
 CHAT, TEXT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 SAMPLING: dict[str, Any] = {
     "model": MODEL,
@@ -36,6 +37,7 @@ SAMPLING: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "logit_bias": {"5": 1.5},
     "ignore_eos": True,
+    "priority": -1,
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "stream": True,
@@ -66,6 +68,13 @@ GOOD: dict[str, dict[str, Any]] = {
         "parallel_tool_calls": False,
     },
     TEXT: {**SAMPLING, "prompt": ["a", "b"], "logprobs": 2, "echo": True, "suffix": ""},
+    GENERATE: {
+        **{name: value for name, value in SAMPLING.items() if name not in ("n", "best_of", "stream_options")},
+        "prompt": "a b",
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    },
+    EMBED: {"model": MODEL, "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 64, "user": "me"},
     RESPONSES: {
         **{
             name: value
@@ -139,7 +148,7 @@ def spoil(value: Any, source: random.Random) -> Any:
 def bodies() -> list[tuple[str, bytes]]:
     source, made = random.Random(0), []
     for _ in range(NUM_BODIES):
-        path = source.choice([CHAT, CHAT, TEXT, TEXT, RESPONSES, RESPONSES, TOKENIZE])
+        path = source.choice([CHAT, CHAT, TEXT, TEXT, RESPONSES, RESPONSES, GENERATE, EMBED, TOKENIZE])
         names = source.sample(list(GOOD[path]), source.randint(2, len(GOOD[path])))
         body: Any = {
             name: value
@@ -149,7 +158,7 @@ def bodies() -> list[tuple[str, bytes]]:
         for _ in range(source.randint(0, 2)):
             body = spoil(body, source)
         limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-        if isinstance(body, dict) and path != TOKENIZE and body.get(limit) in ENDLESS:
+        if isinstance(body, dict) and path not in (EMBED, TOKENIZE) and body.get(limit) in ENDLESS:
             body[limit] = 3
         made.append((path, json.dumps(body).encode()))
     return made

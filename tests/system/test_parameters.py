@@ -10,8 +10,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.checkpoints import tiny_tokenizer
 from tests.system.harness import MODEL, PATIENCE_S, Program, eventually
-from tests.system.oracle import answer_to, text_after
+from tests.system.oracle import answer_to, embedding_of, logprobs_of, text_after
 
 pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox"
@@ -89,12 +90,59 @@ def test_log_probabilities_stand_beside_their_tokens(server: Program) -> None:
     assert [entry for part in streamed for entry in part.content or []] == content
     choice = text.choices[0]
     assert choice.text == PROMPT + text_after(PROMPT, 24)
-    assert (
-        choice.logprobs is not None and choice.logprobs.tokens is not None and choice.logprobs.text_offset is not None
-    )
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs or []) == 24
-    assert choice.logprobs.text_offset[0] == len(PROMPT)
-    assert choice.logprobs.text_offset[1] == len(PROMPT) + len(choice.logprobs.tokens[0])
+    assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs and text.usage
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == text.usage.prompt_tokens + 24
+    assert "".join(choice.logprobs.tokens) == "<s>" + choice.text
+    assert [logprob for logprob in choice.logprobs.token_logprobs if logprob is None] == [None]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Program, max_tokens: int) -> None:
+    ids = [tiny_tokenizer()(text)["input_ids"] for text in (PROMPT, PROMPT + " jumps")]
+    with server.client() as client:
+        options: Any = {"logprobs": 1, "echo": True, "seed": 1, **GREEDY, "max_tokens": max_tokens}
+        scored = client.completions.create(prompt=ids, **options)
+    assert scored.usage is not None and scored.usage.completion_tokens == max_tokens * 2
+    for prompt, choice in zip(ids, scored.choices, strict=True):
+        assert choice.text.startswith(tiny_tokenizer().decode(prompt))
+        told = choice.logprobs
+        assert told and told.token_logprobs and told.top_logprobs and told.text_offset
+        expected = logprobs_of(prompt)
+        assert told.token_logprobs[0] is None and len(told.token_logprobs) == len(prompt) + max_tokens
+        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-3)
+        for own, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+            assert own <= max(top.values())
+        assert told.text_offset[0] == 0 and told.text_offset == sorted(told.text_offset)
+
+
+def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
+    with server.client() as client:
+        plain = client.embeddings.create(model=MODEL, input=[PROMPT, "the dog"])  # it asks for base64
+        ids = client.embeddings.create(
+            model=MODEL, input=tiny_tokenizer()("the dog")["input_ids"], encoding_format="float", dimensions=64
+        )
+        with pytest.raises(openai.BadRequestError, match="dimensions must be 64, got 32"):
+            client.embeddings.create(model=MODEL, input=PROMPT, dimensions=32)
+        with pytest.raises(openai.BadRequestError, match="the limit is") as refusal:
+            client.embeddings.create(model=MODEL, input=[5] * 20_000)
+    assert refusal.value.param == "input"
+    assert [entry.index for entry in plain.data] == [0, 1]
+    for entry, text in zip(plain.data, (PROMPT, "the dog"), strict=True):
+        assert entry.embedding == pytest.approx(embedding_of(text), abs=1e-3)
+    assert ids.data[0].embedding == pytest.approx(plain.data[1].embedding, abs=1e-6)
+    assert plain.usage.prompt_tokens == sum(len(tiny_tokenizer()(text)["input_ids"]) for text in (PROMPT, "the dog"))
+    eventually(server.has_all_places, "the engine is free again")
+
+
+def test_a_hopeless_text_is_refused_unread_and_the_field_is_named(server: Program) -> None:
+    text = "x" * 900_000
+    with server.client() as client:
+        with pytest.raises(openai.BadRequestError, match="900000 bytes of text") as refusal:
+            client.completions.create(prompt=text, **GREEDY)
+        assert (refusal.value.param, refusal.value.code) == ("prompt", "context_length_exceeded")
+        with pytest.raises(openai.BadRequestError, match="bytes of text") as refusal:
+            client.chat.completions.create(messages=[{"role": "user", "content": text}], **GREEDY)
+        assert refusal.value.param == "messages"
 
 
 def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:

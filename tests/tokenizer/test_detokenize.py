@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from minisgl.core import TokenLogprobs
 from minisgl.message import DetokenizeMsg, ReplyError
 from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.tokenizer.detokenize import StopTexts
@@ -179,6 +180,18 @@ def test_an_end_without_a_token_says_the_counts_it_was_given(tokenizer: Callable
     reply = detokenizer.step(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
     assert (reply.num_prompt, reply.num_cached, reply.num_output) == (5, 4, 1)
     assert detokenizer.num_open == 0
+
+
+def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(tokenizer: Callable[[str], Tokenizer]) -> None:
+    ids = ids_of(tokenizer("byte level"), [0, "ab", b"\xf0"])
+    told = [(ids[0], None), *((token, TokenLogprobs(-1.0, [(0, -0.5)])) for token in ids[1:])]
+    reply = new(tokenizer("byte level")).step(DetokenizeMsg(1, finish="length", prompt_logprobs=told))
+    assert reply is not None and reply.prompt_logprobs is not None
+    texts = [tokenizer("byte level").decode([token], skip_special_tokens=False) for token in ids]
+    assert [entry.text for entry in reply.prompt_logprobs] == texts and texts[0]
+    assert (reply.prompt_logprobs[0].own, reply.prompt_logprobs[0].top) == (None, [])
+    assert {(entry.own, *entry.top) for entry in reply.prompt_logprobs[1:]} == {(-1.0, (texts[0], -0.5))}
+    assert (reply.text, reply.num_output) == ("", 0)
 
 
 @given(

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from minisgl.errors import CheckpointError, InvalidRequest
+from minisgl.errors import CheckpointError, InvalidRequest, RequestError
 from minisgl.message import Conversation, TokenIds, pack_ids
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import BOS_ID, IM_END_ID, IM_START_ID
@@ -207,4 +210,83 @@ def test_the_first_id_beyond_the_vocabulary_is_refused_by_number(
     for bad in (size, 2**31 - 1, -1):
         with pytest.raises(InvalidRequest, match=rf"token id {bad} is outside \[0, {size}\)") as refusal:
             one.text_of(np.array([1, bad], dtype=np.int32))
-        assert refusal.value.param == "tokens"
+        assert refusal.value.param is None
+
+
+class Unread:
+    """A tokenizer that may be asked about itself but must not be given a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        raise AssertionError("it was tokenized")
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(
+    tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tokenizer("byte level")
+    monkeypatch.setattr(one, "_tokenizer", Unread(one._tokenizer))
+    with pytest.raises(RequestError, match=r"100000 bytes .* the limit is 10") as refusal:
+        one.encode("x" * 100_000, max_tokens=10)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+def changed(folder: Path, change: Callable[[Any], None]) -> Tokenizer:
+    one = Tokenizer(byte_level(folder))
+    change(one._tokenizer)
+    return one
+
+
+def to_nfc(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+
+
+SWALLOWING: dict[str, Callable[[Any], Any]] = {
+    "a normalizer": lambda one: setattr(one.backend_tokenizer, "normalizer", normalizers.Strip()),
+    "a splitter": lambda one: setattr(
+        one.backend_tokenizer,
+        "pre_tokenizer",
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+    ),
+    "a token": lambda one: one.add_special_tokens({"mask_token": AddedToken("<mask>", lstrip=True)}),
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWING)
+def test_where_text_may_be_swallowed_there_is_no_telling(name: str, tmp_path: Path) -> None:
+    one = changed(tmp_path, SWALLOWING[name])
+    assert one.max_token_bytes is None
+    assert one.encode("x" * 100, max_tokens=1).size > 1
+
+
+def test_there_is_no_telling_of_a_vocabulary_that_is_not_over_bytes(tokenizer: Callable[[str], Tokenizer]) -> None:
+    assert tokenizer("byte fallback").max_token_bytes is None
+
+
+WORDS = ["the fox", " ", "\u1112\u1161\u11ab", "<|im_start|>"]
+
+
+@pytest.fixture(scope="module", params=[lambda one: None, to_nfc], ids=["as it is", "NFC"])
+def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return changed(tmp_path_factory.mktemp("known"), request.param)
+
+
+@given(text=st.text(max_size=50) | st.lists(st.sampled_from(WORDS)).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_no_token_stands_for_more_than_is_said(known: Tokenizer, text: str) -> None:
+    assert known.max_token_bytes
+    num_tokens = len(known.encode(text, add_special_tokens=False))
+    assert len(text.encode()) <= num_tokens * known.max_token_bytes
+    assert known.encode(text, add_special_tokens=False, max_tokens=num_tokens).size == num_tokens
+
+
+def test_the_longest_token_is_what_counts(tokenizer: Callable[[str], Tokenizer], tmp_path: Path) -> None:
+    one = tokenizer("byte level")
+    longest = max(map(len, one._tokenizer.get_vocab()))
+    assert one.max_token_bytes == longest == len("<|im_start|>")
+    assert changed(tmp_path, to_nfc).max_token_bytes == 4 * longest

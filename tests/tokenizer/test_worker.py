@@ -32,7 +32,7 @@ from minisgl.message import (
 )
 from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer.server import TokenizeWorker
-from tests.tokenizer.vocabularies import byte_fallback
+from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -61,11 +61,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_fallback(tmp_path_factory.mktemp("tokenizer"))
 
 
-def run(folder: Path, *msgs: TokenizerMsg) -> tuple[list[Any], list[Any]]:
+def run(folder: Path, *msgs: TokenizerMsg, max_seq_len: int = 1000) -> tuple[list[Any], list[Any]]:
     """What the backend and the frontend get."""
     backend, frontend = Outbox(), Outbox()
-    TokenizeWorker(folder, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
+    TokenizeWorker(folder, max_seq_len, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
     return backend.msgs, frontend.msgs
+
+
+def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(tmp_path: Path) -> None:
+    limit = 10
+    longest = Tokenizer(byte_level(tmp_path)).max_token_bytes
+    assert longest
+    texts = ["x" * (limit * longest + 1), "x" * (limit * longest), "x"]
+    conversation = Conversation([{"role": "user", "content": texts[0]}])
+    prompts: list[Any] = [*texts, conversation]
+    msgs = [TokenizeMsg(uid, prompt, GREEDY) for uid, prompt in enumerate(prompts)]
+    to_backend, to_frontend = run(tmp_path, *msgs, ShutdownMsg(), max_seq_len=limit)
+    assert [msg.uid for msg in to_backend] == [1, 2]
+    assert [(reply.uid, reply.error.code, reply.error.status, reply.error.param) for reply in to_frontend] == [
+        (0, "context_length_exceeded", 400, None),
+        (3, "context_length_exceeded", 400, None),
+    ]
+    assert str(limit) in to_frontend[0].error.message
 
 
 def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
@@ -85,7 +102,7 @@ def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> No
 
 
 def test_what_others_need_to_know_of_the_vocabulary(folder: Path) -> None:
-    vocabulary = TokenizeWorker(folder, Outbox(), Outbox()).vocabulary  # type: ignore[arg-type]
+    vocabulary = TokenizeWorker(folder, 1000, Outbox(), Outbox()).vocabulary  # type: ignore[arg-type]
     assert vocabulary.chat_template is None
     assert vocabulary.markers == {"<unk>": 0, "<s>": 1, "</s>": 2}
 
@@ -122,7 +139,7 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
     assert [reply.error and (reply.error.status, reply.error.param) for reply in replies] == [
         None,
         (400, "messages"),
-        (400, "tokens"),
+        (400, None),
         None,
     ]
     assert replies[3].text == "ab"

@@ -3,6 +3,8 @@
     engine.py   `Engine`: makes everything once, then launches plans
     sample.py   logits to tokens
     logits.py   penalties, bias, log probabilities
+    prompts.py  log probabilities of a prompt, and its embedding
+    output.py   what the host waits for
     memory.py   how many pages fit
     config.py   its options
 
@@ -10,7 +12,8 @@ Does not know which requests there are; that is the scheduler's. Read `engine.py
 """
 
 from minisgl.engine.config import EngineConfig
-from minisgl.engine.engine import Engine, EngineLimits, ForwardOutput
+from minisgl.engine.engine import Engine, EngineLimits
+from minisgl.engine.output import ForwardOutput
 from minisgl.engine.sample import BatchSamplingArgs, sample
 
 __all__ = ["BatchSamplingArgs", "Engine", "EngineConfig", "EngineLimits", "ForwardOutput", "sample"]

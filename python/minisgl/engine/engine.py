@@ -5,7 +5,8 @@ between steps: a step reads its inputs from the token pool, where the step befor
 host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
+# Dimension key: T tokens in the batch, B requests that sample, W tokens whose hidden states are wanted, R table rows,
+# L positions, P pages.
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,6 @@ from minisgl.core import (
     ReqSlice,
     SamplingParams,
     TableWrites,
-    TokenLogprobs,
     TokenMasks,
 )
 from minisgl.distributed import DistributedInfo, create_communicator
@@ -37,6 +38,8 @@ from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
+from minisgl.engine.output import ForwardOutput
+from minisgl.engine.prompts import PromptsOutput
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, mask_logits, scatter
@@ -74,29 +77,6 @@ class EngineLimits:
     def num_row_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.max_seq_len // self.page_size)
-
-
-class ForwardOutput:
-    """The tokens of a launched plan, in the order of its sampling slices; and what log probabilities were asked for."""
-
-    def __init__(self, token_B: Tensor, logprobs: LogprobsOutput | None = None) -> None:
-        self._logprobs = logprobs
-        if token_B.is_cuda:
-            self._token_B = token_B.to("cpu", non_blocking=True)  # to pinned memory
-            self._copied: torch.cuda.Event | None = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._token_B, self._copied = token_B, None
-
-    def wait(self) -> list[int]:
-        """The tokens, on the host; waits until they are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._token_B.tolist()
-
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By index of the token, after `wait`."""
-        return self._logprobs.read() if self._logprobs else {}
 
 
 class Engine:
@@ -203,6 +183,7 @@ class Engine:
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
             moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
+        self._prompts: PromptsOutput | None = None  # from `forward` to `sample`
         self._graphs: GraphRunner | None = None
         max_batch_size = min(config.cuda_graph_max_bs, config.max_running_requests)
         if self._device.type == "cuda" and max_batch_size and self.context.attn_backend.records_graphs:
@@ -218,23 +199,27 @@ class Engine:
         """Start computing a plan, up to the logits of its slices that sample; None if none does, or rank 0 has them."""
         self._write_tables(plan.writes)
         fit = self._graphs.fit(plan) if self._graphs else None
-        x_BD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
+        x_WD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
+        self._prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
+        x_BD = x_WD if len(x_WD) == len(plan.sampling) or not plan.sampling else x_WD[self._index(_sampled(plan))]
         return self._model.logits(x_BD) if plan.sampling else None
 
     @torch.inference_mode()
     def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None = None) -> ForwardOutput:
-        """Start choosing the tokens of a plan. They are in the token pool for every plan computed after it.
+        """Start choosing the tokens of a plan, the last to be forwarded. They are in the token pool for those after it.
 
         Args:
             logits_BV: from `forward`, and changed here.
         """
+        prompts, self._prompts = self._prompts, None
         if not plan.sampling:
-            return ForwardOutput(torch.empty(0, dtype=torch.int32))
+            empty = torch.empty(0, dtype=torch.int32, device=self._device if prompts else None)
+            return ForwardOutput(empty, None, prompts)
         token_B, logprobs = self._choose(plan.sampling, logits_BV, masks)
         places = [part.row * self.limits.max_seq_len + part.end for part in plan.sampling]
         [index_B] = self._staging.send(np.array(places, dtype=np.int32))
         scatter(self.context.token_pool_RL, index_B, token_B)
-        return ForwardOutput(token_B, logprobs)
+        return ForwardOutput(token_B, logprobs, prompts)
 
     def _write_tables(self, writes: TableWrites) -> None:
         if len(writes.pages) + len(writes.tokens):
@@ -284,7 +269,8 @@ class Engine:
         rows = np.array([part.row for part in plan.slices], dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int32)
         offsets = np.repeat(starts - (ends - lengths), lengths)
-        lasts = np.array([end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples], dtype=np.int32)
+        wanted = (range(end - part.num_wanted, end) for end, part in zip(ends.tolist(), plan.slices, strict=True))
+        lasts = np.fromiter(chain.from_iterable(wanted), dtype=np.int32)
         metadata = self.context.attn_backend.prepare(plan)
         row_T, position_T, last_B = self._staging.send(
             np.repeat(rows, lengths), np.arange(ends[-1], dtype=np.int32) + offsets, lasts
@@ -297,6 +283,12 @@ class Engine:
         """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""
         self._graphs = None
         self._comm.close()
+
+
+def _sampled(plan: BatchPlan) -> list[int]:
+    """Among the tokens whose hidden states are wanted, those after which a slice samples."""
+    ends = accumulate(part.num_wanted for part in plan.slices)
+    return [end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples]
 
 
 def _largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:

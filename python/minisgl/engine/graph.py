@@ -163,7 +163,7 @@ def fit(plan: BatchPlan, recorded: dict[Kind, list[int]]) -> tuple[Kind, int] | 
     if all(len(part) == 1 and part.samples for part in plan.slices):
         can_share = plan.num_shared >= _MIN_SHARED and num_tokens >= _MIN_SHARING
         kind = Kind.SHARING if can_share else Kind.DECODES
-    elif len(plan.slices) == 1:
+    elif len(plan.slices) == 1 and plan.slices[0].num_wanted <= 1:
         kind, num_tokens = Kind.PROMPT, len(plan.slices[0])
     else:
         return None

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
@@ -60,6 +62,7 @@ class GenerationOutput:
 
     Attributes:
         logprobs: of each token, if they were asked for.
+        prompt_logprobs: of each token of the prompt, if they were asked for; None for the first.
     """
 
     text: str
@@ -68,6 +71,7 @@ class GenerationOutput:
     num_prompt: int
     num_cached: int
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class _Mailbox:
@@ -167,8 +171,9 @@ class LLM:
         if not answer.texts and self._optional_tokenizer:
             text = self._optional_tokenizer.decode(answer.said, skip_special_tokens=answer.params.skip_special_tokens)
         logprobs = None if answer.params.logprobs is None else answer.logprobs
+        of_prompt = None if answer.params.prompt_logprobs is None else answer.prompt_logprobs
         return GenerationOutput(
-            text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs
+            text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs, of_prompt
         )
 
     @property
@@ -176,6 +181,18 @@ class LLM:
         if self._optional_tokenizer is None:
             raise InvalidRequest("without a tokenizer (skip_tokenizer_init) prompts must be token ids")
         return self._optional_tokenizer
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
+        """A vector of length 1 for each text or list of ids: the last hidden state behind the final norm.
+
+        Raises:
+            RequestError: a prompt is refused.
+            EngineFailed: the engine died; close this object.
+        """
+        several = _several(prompts)
+        each = [SamplingParams(max_tokens=0, embeds=True)] * len(several)
+        raw = {index: news.embedding or b"" for index, news, _ in self._run(several, each, wants_text=False)}
+        return [np.frombuffer(raw[index], "<f4") for index in range(len(several))]
 
     def stream(
         self,
@@ -299,6 +316,7 @@ class _Collected:
         self.said: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish: FinishReason | None = None
         self.last: DetokenizeMsg | None = None
 
@@ -309,6 +327,7 @@ class _Collected:
                 self.said.append(news.token)
         if news.logprobs is not None:
             self.logprobs.append(news.logprobs)
+        self.prompt_logprobs += [told for _, told in news.prompt_logprobs or ()]
         if reply is not None:
             self.texts.append(reply.text)
         self.finish = reply.finish if reply else news.finish

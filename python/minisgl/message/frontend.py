@@ -27,10 +27,13 @@ class ReplyError(BaseMsg, frozen=True):
 
 
 class TextLogprobs(BaseMsg, frozen=True):
-    """The text of a token and its log probability; those of the likeliest, the likeliest first."""
+    """The text of a token and its log probability; those of the likeliest, the likeliest first.
+
+    own: None for the first token of a prompt, which nothing predicts.
+    """
 
     text: str
-    own: float
+    own: float | None
     top: list[tuple[str, float]]
 
 
@@ -41,6 +44,8 @@ class UserReply(BaseFrontendMsg, frozen=True):
         text: what is new; may be empty while part of a character is held back.
         finish, error: either marks the last reply of the uid.
         logprobs: of the new token, if they were asked for; its text may yet be held back.
+        prompt_logprobs: of all tokens of the prompt, if they were asked for; in the first reply.
+        embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply too.
         num_prompt, num_cached, num_output: tokens so far, for usage.
     """
 
@@ -52,6 +57,8 @@ class UserReply(BaseFrontendMsg, frozen=True):
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
+    prompt_logprobs: list[TextLogprobs] | None = None
+    embedding: bytes | None = None
 
     @property
     def is_final(self) -> bool:

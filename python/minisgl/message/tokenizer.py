@@ -80,7 +80,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
     """Scheduler → detokenizer: the news of one request after one step.
 
     token is None where none was made: an abort or an error. The message with `finish` or `error` is the
-    request's last. The first has the request's parameters, if they say anything about text.
+    request's last. The first has the request's parameters, if they say anything about text, and the tokens of its
+    prompt with their log probabilities, if they were asked for; the first token has none. So it is with the embedding.
     """
 
     uid: int
@@ -91,6 +92,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
     error: ReplyError | None = None
     num_prompt: int = 0
     num_cached: int = 0
+    prompt_logprobs: list[tuple[int, TokenLogprobs | None]] | None = None
+    embedding: bytes | None = None
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):

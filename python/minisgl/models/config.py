@@ -167,8 +167,7 @@ def _ids(value: int | list[int] | None) -> frozenset[int]:
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     """What differs from plain sampling; `do_sample: false`, the files' silent default, is not taken as advice."""
-    names = ("temperature", "top_k", "top_p", "min_p")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation[name] for name in names if generation.get(name) is not None}
-    if given.get("top_k") == 0:
-        del given["top_k"]
-    return given
+    neutral = {"top_k": 0, "repetition_penalty": 1}
+    return {name: value for name, value in given.items() if neutral.get(name) != value}

@@ -70,7 +70,8 @@ class CacheManager:
             False, and nothing has changed, if the pages do not suffice.
         """
         tokens = req.tokens[: req.num_known]
-        handle = self._cache.match(tokens[:-1])  # the last token must be computed: its logits are wanted
+        # What is computed is what has logits: the last token, or all of a prompt that is scored.
+        handle = self._cache.match(tokens[: 0 if req.scores else -1])
         self._cache.lock(handle)
         wanted = self.num_pages_for(req.num_tokens) - handle.num_tokens // self.page_size
         if wanted + reserve > self.num_available:

@@ -1,8 +1,8 @@
 """Requests that make one token a step, oldest first.
 
 Pages are given as tokens come, not for all of `max_tokens` at the start, so more requests run than would fit if
-all went on to the end. When pages run short the youngest request is retracted: it gives its pages back as soon
-as no launched batch refers to it, and is computed again from its tokens later.
+all went on to the end. When pages run short the least urgent request is retracted, of equals the youngest: it gives
+its pages back as soon as no launched batch refers to it, and is computed again from its tokens later.
 
 Owns the set of running requests. Knows nothing of prompts.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from minisgl.core import Req, ReqSlice
 from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.prefill import priority_of
 
 
 class DecodeManager:
@@ -49,7 +50,11 @@ class DecodeManager:
         slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in fed]
         return slices, len(fed) < len(ready)
 
+    @property
+    def least_urgent(self) -> Req:
+        """Of the largest priority; among those the youngest."""
+        return max(reversed(self._running.values()), key=priority_of)
+
     def retract(self) -> Req:
-        """Take the youngest request out, so that its pages can go to the others."""
-        _, req = self._running.popitem()
-        return req
+        """Take the least urgent request out, so that its pages can go to the others."""
+        return self._running.pop(self.least_urgent.uid)

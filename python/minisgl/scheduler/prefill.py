@@ -1,4 +1,4 @@
-"""Requests whose prompt is not computed yet: admission in order of arrival, and chunked prefill.
+"""Requests whose prompt is not computed yet: admission by priority, then in order of arrival; and chunked prefill.
 
 Chunking follows Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310): a prompt is computed in pieces that fit
 the step's token budget, beside the decodes of the same step, so that a long prompt delays nobody by more than
@@ -9,6 +9,7 @@ Owns the queue. Knows nothing of decoding; pages come from the cache manager.
 
 from __future__ import annotations
 
+from bisect import insort_left, insort_right
 from collections import deque
 
 from minisgl.core import Req, ReqSlice
@@ -19,8 +20,15 @@ from minisgl.scheduler.table import TableManager
 _WORTH_WAITING = 256  # tokens
 
 
+def priority_of(req: Req) -> int:
+    return req.params.priority
+
+
 class PrefillManager:
-    """First come, first served. A request that lost its pages goes back to the head."""
+    """First come, first served among equal priorities, the smallest first. Nobody is hurried for having waited long.
+
+    A request that lost its pages goes back to the head of its equals.
+    """
 
     def __init__(self, cache: CacheManager, table: TableManager) -> None:
         self._cache = cache
@@ -36,23 +44,32 @@ class PrefillManager:
         return self._queue[0] if self._queue and self._queue[0].row is not None else None
 
     def add(self, req: Req) -> None:
-        self._queue.append(req)
+        insort_right(self._queue, req, lo=self._num_half_computed, key=priority_of)
 
     def put_back(self, req: Req) -> None:
         """Requeue a retracted request; its answer so far has become part of its prompt.
 
-        It comes before all others but one that is half computed: that one holds pages, and must go on to free them.
+        It comes before its equals, but nobody comes before one that is half computed: that one holds pages, and must go
+        on to free them.
         """
         assert req.row is None
-        self._queue.insert(1 if self.half_computed else 0, req)
+        insort_left(self._queue, req, lo=self._num_half_computed, key=priority_of)
+
+    @property
+    def _num_half_computed(self) -> int:
+        return 1 if self.half_computed else 0
 
     def remove(self, req: Req) -> None:
         if req in self._queue:
             self._queue.remove(req)
 
-    def retract(self) -> Req | None:
-        """Take out the request that is half computed, if there is one: it is younger than all that run."""
-        return self._queue.popleft() if self.half_computed else None
+    def retract(self, priority: int) -> Req | None:
+        """Take out the request that is half computed, if there is one, unless it is more urgent than `priority`.
+
+        It is younger than all that run.
+        """
+        req = self.half_computed
+        return self._queue.popleft() if req and priority_of(req) >= priority else None
 
     def plan(self, budget: int, num_running: int) -> list[ReqSlice]:
         """Take prompts, or the first part of one, up to `budget` tokens.

@@ -177,13 +177,13 @@ class Scheduler:
     def _max_length(self, prompt: IntArray, max_tokens: int | None) -> int:
         limit = self._limits.max_seq_len
         if len(prompt) == 0:
-            raise InvalidRequest("the prompt is empty: it must have at least 1 token", param="prompt")
-        self._check_ids("prompt", prompt)
+            raise InvalidRequest("the prompt is empty: it must have at least 1 token")
+        self._check_ids(None, prompt)
         if len(prompt) + (max_tokens or 1) > limit:
             raise PromptTooLong(len(prompt), max_tokens or 1, limit)
         return limit if max_tokens is None else len(prompt) + max_tokens
 
-    def _check_ids(self, param: str, ids: NDArray[np.integer]) -> None:
+    def _check_ids(self, param: str | None, ids: NDArray[np.integer]) -> None:
         vocab_size = self._limits.vocab_size
         is_bad = (ids < 0) | (ids >= vocab_size)
         if is_bad.any():
@@ -193,7 +193,7 @@ class Scheduler:
         """All decodes that have pages, and beside them prompts up to the prefill budget."""
         decodes, starved = self.decode.plan()
         if starved and not self._retiring:  # else pages are on their way back already
-            victim = self.prefill.retract() or self.decode.retract()
+            victim = self.prefill.retract(self.decode.least_urgent.params.priority) or self.decode.retract()
             logger.debug("request %d is retracted at %d tokens", victim.uid, victim.num_known)
             self._num_retractions += 1
             self._retire(victim)
@@ -232,6 +232,11 @@ class Scheduler:
             return
         assert batch.output
         tokens, logprobs = batch.output.wait(), batch.output.logprobs()
+        for index, told in batch.output.prompt_logprobs().items():
+            part = batch.plan.slices[index]
+            part.req.prompt_logprobs[part.start :] = told
+        for index, vector in batch.output.embeddings().items():
+            batch.plan.slices[index].req.embedding = vector
         for index, (part, token) in enumerate(zip(batch.plan.sampling, tokens, strict=True)):
             if part.req.finish is None:
                 self._take_token(part.req, token, logprobs.get(index))
@@ -241,6 +246,10 @@ class Scheduler:
                 self._release(self._retiring.pop(part.req.uid))
 
     def _take_token(self, req: Req, token: int, logprobs: TokenLogprobs | None) -> None:
+        if req.max_length == req.num_prompt:
+            self._tell(req, finish="length")
+            self._end(req, "length")
+            return
         req.append(token)
         finish: FinishReason | None = None
         try:
@@ -280,6 +289,8 @@ class Scheduler:
                 error=error,
                 num_prompt=req.num_prompt,
                 num_cached=req.num_cached or 0,
+                prompt_logprobs=_of_prompt(req) if is_first and req.params.prompt_logprobs is not None else None,
+                embedding=req.embedding if is_first else None,
             )
         )
 
@@ -313,3 +324,8 @@ class Scheduler:
         admitted = [*half_computed, *self.decode.running, *self._retiring.values()]
         self.cache.check_integrity(admitted)
         self.table.check_integrity([req.row for req in admitted if req.row is not None])
+
+
+def _of_prompt(req: Req) -> list[tuple[int, TokenLogprobs | None]]:
+    """Its tokens with their log probabilities, as far as they have come; nothing predicts the first."""
+    return list(zip(req.tokens[: req.num_prompt].tolist(), [None, *req.prompt_logprobs], strict=False))

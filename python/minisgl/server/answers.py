@@ -90,8 +90,7 @@ class Answer(ABC):
         deltas = self._readers[index].feed(reply.text, ends=reply.is_final)
         for delta in deltas:
             self._said[index].add(delta)
-        if reply.logprobs:
-            self._logprobs[index].append(reply.logprobs)
+        self._logprobs[index] += told(reply)
         self._last[index] = reply
         return index, deltas, reply
 
@@ -238,10 +237,13 @@ class CompletionAnswer(_ChoicesAnswer):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
 
-    def __init__(self, model: str, request: CompletionRequest, prompts: list[Prompt]) -> None:
+    def __init__(
+        self, model: str, request: CompletionRequest, prompts: list[Prompt], echoes: list[str] | None = None
+    ) -> None:
         super().__init__(model, request, prompts)
-        self._echoes = [prompt if request.echo and isinstance(prompt, str) else "" for prompt in prompts]
-        self._offsets = [len(self._echo(index)) for index in range(len(self._said))]
+        self._echoes = echoes or [""] * len(prompts)
+        tells_prompt = request.prompt_logprobs is not None
+        self._offsets = [0 if tells_prompt else len(self._echo(index)) for index in range(len(self._said))]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n]
@@ -251,9 +253,10 @@ class CompletionAnswer(_ChoicesAnswer):
         return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        if not (deltas or reply.finish or reply.logprobs):
+        tokens = told(reply)
+        if not (deltas or reply.finish or tokens):
             return []
-        logprobs = self._shape(index, [reply.logprobs]).model_dump() if reply.logprobs else None
+        logprobs = self._shape(index, tokens).model_dump() if tokens else None
         text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish}]
 
@@ -265,7 +268,7 @@ class CompletionAnswer(_ChoicesAnswer):
         return CompletionLogprobs(
             tokens=[token.text for token in logprobs],
             token_logprobs=[token.own for token in logprobs],
-            top_logprobs=[dict(token.top) for token in logprobs],
+            top_logprobs=[None if token.own is None else dict(token.top) for token in logprobs],
             text_offset=ends[:-1],
         )
 
@@ -280,6 +283,11 @@ class CompletionAnswer(_ChoicesAnswer):
             for index in range(len(self._said))
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
+
+
+def told(reply: UserReply) -> list[TextLogprobs]:
+    """The log probabilities that come with a reply: the prompt's, if they were asked for, and the new token's."""
+    return [*(reply.prompt_logprobs or ()), *([reply.logprobs] if reply.logprobs else [])]
 
 
 def _message(said: Transcript) -> AssistantMessage:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -27,9 +28,11 @@ from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, Unknown
 from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.dialect import Dialect
+from minisgl.server.embeddings import ONLY_EMBED, EmbeddingList, EmbeddingRequest
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
+from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
 from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.responses import ResponsesRequest
@@ -54,6 +57,7 @@ class ServedModel:
     Attributes:
         sampling_defaults: the model's recommendation for what a request leaves open.
         created: when it was loaded, in seconds since the epoch.
+        width: of its hidden states.
         dialect: how it spells calls and thoughts.
     """
 
@@ -61,6 +65,7 @@ class ServedModel:
     max_seq_len: int
     sampling_defaults: dict[str, float]
     created: int
+    width: int
     dialect: Dialect = field(default_factory=Dialect)
 
     @property
@@ -122,6 +127,8 @@ def create_app(
         "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
     )
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], responses=_ERRORS)
+    app.add_api_route("/generate", generate, methods=["POST"], response_model=Generated, responses=_ERRORS)
     app.add_api_route("/v1/responses", responses, methods=["POST"], responses=_ERRORS)
     app.add_api_route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"], responses={404: _ERRORS[404]})
     app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
@@ -180,7 +187,9 @@ async def chat_completions(body: ChatRequest, request: Request, frontend: Fronte
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
     model.check_name(body.model)
     prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
-    answer = CompletionAnswer(model.name, body, prompts)
+    with _naming(body.prompt_field):
+        echoes = await _unless_disconnected(request, frontend.texts(prompts)) if body.echo else None
+    answer = CompletionAnswer(model.name, body, prompts, echoes)
     return await _answer(body, request, frontend, prompts, sampling, answer)
 
 
@@ -197,6 +206,19 @@ async def stored_response(name: str) -> None:
     raise ResponseNotFound(name)
 
 
+async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+    model.check_name(body.model)
+    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
+    return await _answer(body, request, frontend, prompts, sampling, GenerateAnswer(model.name, body, prompts))
+
+
+async def embeddings(body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> EmbeddingList:
+    model.check_name(body.model)
+    body.check_dimensions(model.width)
+    with _naming(body.prompt_field), closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation:
+        return EmbeddingList.of(body, await _unless_disconnected(request, generation.collect()))
+
+
 async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
     model.check_name(body.model)
     encoding = frontend.encode(body.content(), add_special_tokens=body.add_special_tokens)
@@ -206,7 +228,19 @@ async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDe
 
 async def detokenize(body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Detokenized:
     model.check_name(body.model)
-    return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
+    with _naming("tokens"):
+        return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """What is wrong with a prompt is said of the field in which the client sent it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.status == 400:
+            error.param = error.param or field
+        raise
 
 
 async def _answer(
@@ -218,7 +252,8 @@ async def _answer(
     answer: Answer,
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    generation = frontend.submit(prompts, sampling, body.num_answers)
+    with _naming(body.prompt_field):
+        generation = frontend.submit(prompts, sampling, body.num_answers)
     try:
         await _unless_disconnected(request, answer.begin(generation))
         if body.stream:

@@ -25,6 +25,7 @@ from minisgl.message import (
     Prompt,
     ReplyError,
     ShutdownMsg,
+    TokenIds,
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
@@ -81,6 +82,10 @@ class Generation:
         while not self.has_ended:
             yield await self.next()
 
+    async def collect(self) -> list[tuple[int, UserReply]]:
+        """All replies that are left, with their indexes; raises as `next` does."""
+        return [news async for news in self]
+
     def close(self) -> None:
         """Abort what has not ended. May be called more than once."""
         for uid in self._index_of:
@@ -128,7 +133,7 @@ class Frontend:
         if n * len(prompts) > self._max_open:
             raise InvalidRequest(
                 f"{n * len(prompts)} answers in one request; this server takes at most {self._max_open}",
-                param="prompt" if n == 1 else "n",
+                param=None if n == 1 else "n",
             )
         self._make_sure_of_room(n * len(prompts))
         seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
@@ -165,6 +170,11 @@ class Frontend:
             EngineFailed: the engine is gone.
         """
         return (await self._ask(lambda uid: DecodeMsg(uid, pack_ids(ids)))).text
+
+    async def texts(self, prompts: list[Prompt]) -> list[str]:
+        """What prompts of texts or ids say; raises as `decode` does."""
+        ids = {i: unpack_ids(prompt.raw).tolist() for i, prompt in enumerate(prompts) if isinstance(prompt, TokenIds)}
+        return [await self.decode(ids[i]) if i in ids else str(prompt) for i, prompt in enumerate(prompts)]
 
     async def _ask(self, question: Callable[[int], EncodeMsg | DecodeMsg]) -> CodecReply:
         """Ask a tokenizer. Who stops waiting leaves nothing behind."""

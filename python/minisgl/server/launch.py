@@ -68,12 +68,13 @@ def _run(config: ServerConfig) -> int:
     with _interruptible(), _listen(config) as listener, private_folder() as ipc:
         addresses = Addresses(ipc, config.num_tokenizer)
         with Supervisor(config.log_level) as supervisor:
-            _start_workers(supervisor, config, addresses)
+            _start_workers(supervisor, config, addresses, config.max_seq_len or model_config.max_position)
             reports = supervisor.wait_ready(config.start_timeout_s)
             _accept_connections(listener)
             limits = [report.max_seq_len for report in reports if report.max_seq_len is not None]
             dialect = _dialect(reports, config)
-            model = ServedModel(name, min(limits), model_config.sampling_defaults, now(), dialect)
+            defaults, width = model_config.sampling_defaults, model_config.width
+            model = ServedModel(name, min(limits), defaults, now(), width, dialect)
             asyncio.run(_serve(config, model, addresses, supervisor, listener))
     return 0
 
@@ -113,14 +114,14 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _start_workers(supervisor: Supervisor, config: ServerConfig, addresses: Addresses) -> None:
+def _start_workers(supervisor: Supervisor, config: ServerConfig, addresses: Addresses, max_seq_len: int) -> None:
     assert config.model
     folder = Path(config.model)
     for rank in range(config.tp):
         supervisor.start(f"scheduler-{rank}", scheduler_worker, config, rank, addresses)
-    supervisor.start("detokenizer", tokenize_worker, folder, addresses.detokenizer, addresses)
+    supervisor.start("detokenizer", tokenize_worker, folder, max_seq_len, addresses.detokenizer, addresses)
     for i in range(config.num_tokenizer):
-        supervisor.start(f"tokenizer-{i}", tokenize_worker, folder, addresses.tokenizers[i], addresses)
+        supervisor.start(f"tokenizer-{i}", tokenize_worker, folder, max_seq_len, addresses.tokenizers[i], addresses)
 
 
 async def _serve(

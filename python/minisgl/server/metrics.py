@@ -29,7 +29,7 @@ class Metrics:
         self._requests = counter("http_requests_total", "HTTP requests by route and status", ["route", "status"])
         self._errors = counter("errors_total", "Errors answered, by their code", ["code"])
         self.aborts = counter("aborts_total", "Prompts whose reader went away before the end")
-        self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts whose answer has begun")
+        self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts that were computed")
         self.cached_tokens = counter("cached_prompt_tokens_total", "Those of them that came from the prefix cache")
         self.output_tokens = counter("output_tokens_total", "Tokens of answers")
         self.to_first = histogram(
@@ -77,13 +77,14 @@ class Stopwatch:
     def see(self, reply: UserReply) -> None:
         """Account for a reply as it is handed out."""
         now, num_new = time.perf_counter(), reply.num_output - self._num_output
+        if not self._num_output and (num_new or reply.finish):
+            self._metrics.prompt_tokens.inc(reply.num_prompt)
+            self._metrics.cached_tokens.inc(reply.num_cached)
         if num_new > 0:
             if self._num_output:
                 self._metrics.between.observe((now - self._last) / num_new)
             else:
                 self._metrics.to_first.observe(now - self._began)
-                self._metrics.prompt_tokens.inc(reply.num_prompt)
-                self._metrics.cached_tokens.inc(reply.num_cached)
             self._metrics.output_tokens.inc(num_new)
             self._last, self._num_output = now, reply.num_output
         if reply.finish is not None:

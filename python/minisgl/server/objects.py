@@ -56,7 +56,8 @@ class Likely(BaseModel):
     bytes: list[int] | None
 
     @classmethod
-    def of(cls, text: str, logprob: float) -> Self:
+    def of(cls, text: str, logprob: float | None) -> Self:
+        assert logprob is not None  # only a prompt's first token has none
         return cls(token=text, logprob=logprob, bytes=None if "\ufffd" in text else list(text.encode()))
 
 
@@ -86,11 +87,14 @@ class ChatCompletion(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before."""
+    """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before.
+
+    Nothing predicts the first token of a prompt: there is null.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

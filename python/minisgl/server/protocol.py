@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "priority": (0,),
 }
 _HARMLESS = {
     "user",
@@ -54,6 +53,9 @@ _HARMLESS = {
 MAX_ANSWERS = 128
 
 
+Prompts: TypeAlias = ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -63,14 +65,16 @@ class GenerationRequest(Strict):
     """What all entrances have in common.
 
     Attributes:
+        prompt_field: where the prompt is.
         neutral: fields that are accepted with a value that changes nothing, and those values.
         harmless: fields that are accepted with any value.
     """
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
     harmless: ClassVar[set[str]] = _HARMLESS
+    prompt_field: ClassVar[str] = "prompt"
 
-    model: str
+    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -84,6 +88,7 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     guided_json: JsonValue = None
@@ -158,9 +163,9 @@ class GenerationRequest(Strict):
         }
 
     def field_of(self, param: str | None) -> str | None:
-        """The field of this request behind what a scheduler finds fault with."""
+        """The field of this request behind what a scheduler finds fault with; None is the prompt."""
         if param != "grammar":
-            return param
+            return param or self.prompt_field
         return next((name for name, grammar in self._grammars().items() if grammar), "tools")
 
     @property
@@ -175,7 +180,31 @@ class GenerationRequest(Strict):
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """What is to be answered."""
+        """What is to be answered.
+
+        Raises:
+            InvalidRequest: there is none, or an empty one.
+        """
+
+
+def to_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:
+    """One or several, as texts or ids.
+
+    Raises:
+        InvalidRequest: there is none, or an empty one.
+    """
+    several: list[Any] = given if isinstance(given, list) else [given]
+    if several and isinstance(several[0], int):
+        several = [several]
+    if not several or not all(several):
+        raise InvalidRequest("the prompt is empty", param=field)
+    return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
+
+
+def _at_least_one(limit: int | None) -> int | None:
+    if limit == 0:
+        raise InvalidRequest("max_tokens must be >= 1, got 0", param="max_tokens")
+    return limit
 
 
 def _token_id(text: str) -> int:
@@ -224,6 +253,9 @@ class ChoicesRequest(GenerationRequest):
 class ChatRequest(ChoicesRequest):
     """POST /v1/chat/completions."""
 
+    prompt_field: ClassVar[str] = "messages"
+
+    model: str
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -272,35 +304,30 @@ class ChatRequest(ChoicesRequest):
 
     @property
     def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return _at_least_one(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
 
 class CompletionRequest(ChoicesRequest):
     """POST /v1/completions. Several prompts give several choices."""
 
-    prompt: ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
+    model: str
+    prompt: Prompts
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
 
     def prompts(self) -> list[Prompt]:
-        """
-        Raises:
-            InvalidRequest: there is no prompt, or an empty one.
-        """
-        several: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        if several and isinstance(several[0], int):
-            several = [several]
-        if not several or not all(several):
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if self.echo and not isinstance(several[0], str):
-            raise InvalidRequest("echo needs prompts that are texts", param="echo")
-        return [prompt if isinstance(prompt, str) else TokenIds(pack_ids(prompt)) for prompt in several]
+        return to_prompts(self.prompt)
 
     @property
     def limit(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens if self.echo else _at_least_one(self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """What is shown of a prompt has log probabilities as the answer has."""
+        return self.logprobs if self.echo else None

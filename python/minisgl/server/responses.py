@@ -29,7 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "moderation": (),
     "previous_response_id": (),
-    "priority": (0,),
     "prompt": (),
     "prompt_cache_options": ({},),
     "truncation": ("disabled",),
@@ -210,7 +209,9 @@ class ResponsesRequest(GenerationRequest):
 
     neutral: ClassVar = _NEUTRAL
     harmless: ClassVar = _HARMLESS
+    prompt_field: ClassVar[str] = "input"
 
+    model: str
     input: Input
     instructions: ValidText | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None

@@ -134,7 +134,7 @@ class Output:
         return {"type": f"response.{kind}", **place, **fields}
 
 
-def _likely(text: str, logprob: float) -> Object:
+def _likely(text: str, logprob: float | None) -> Object:
     """As in chat, but for `bytes`, which the types want: empty where a token is part of a character."""
     return {"token": text, "logprob": logprob, "bytes": Likely.of(text, logprob).bytes or []}
 

@@ -23,6 +23,7 @@ from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
 
 _PROMPT = "you> "
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\n\t")}, "\ufffd")  # they command a terminal
 _HELP = """Type a message and press Enter; Ctrl-C stops the answer.
   /reset   begin a new conversation
   /help    this text
@@ -121,7 +122,7 @@ class Shell:
 
     def _show(self, reply: UserReply, pieces: list[str]) -> None:
         pieces.append(reply.text)
-        self._write(reply.text)
+        self._write(reply.text.translate(_CONTROLS))
 
 
 async def run_shell(

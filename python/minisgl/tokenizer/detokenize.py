@@ -14,13 +14,15 @@ A text that ends the answer may be spread over several pieces as well: `StopText
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
-from minisgl.core import SamplingParams
+from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.message import DetokenizeMsg, TextLogprobs, UserReply
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 _WINDOW = 16
+_NUM_REMEMBERED = 1 << 16  # texts of single tokens: a scored prompt has many times the same
 _REPLACEMENT = "\ufffd"
 
 
@@ -85,7 +87,8 @@ class Detokenizer:
         self, decode: Decode, decode_all: Decode | None = None, byte_ids: frozenset[int] = frozenset()
     ) -> None:
         self._decode = decode
-        self._decode_all = decode_all or decode
+        self._decode_all = everything = decode_all or decode
+        self._text_of = lru_cache(_NUM_REMEMBERED)(lambda token: everything([token]))
         self._byte_ids = byte_ids
         self._answers: dict[int, _Answer] = {}
 
@@ -114,10 +117,12 @@ class Detokenizer:
             text,
             finish="stop" if answer.stops.has_stopped else msg.finish,
             error=msg.error,
-            logprobs=self._text_logprobs(msg),
+            logprobs=self._text_logprobs(msg.token, msg.logprobs) if msg.token is not None and msg.logprobs else None,
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
             num_output=num_output,
+            prompt_logprobs=[self._text_logprobs(token, told) for token, told in msg.prompt_logprobs or ()],
+            embedding=msg.embedding,
         )
 
     def _begin(self, params: SamplingParams | None) -> _Answer:
@@ -126,11 +131,12 @@ class Detokenizer:
         stops = StopTexts(params.stop, include=params.include_stop_str_in_output)
         return _Answer(self._decode if params.skip_special_tokens else self._decode_all, stops)
 
-    def _text_logprobs(self, msg: DetokenizeMsg) -> TextLogprobs | None:
-        if msg.logprobs is None or msg.token is None:
-            return None
-        top = [(self._decode_all([token]), logprob) for token, logprob in msg.logprobs.top]
-        return TextLogprobs(self._decode_all([msg.token]), msg.logprobs.own, top)
+    def _text_logprobs(self, token: int, told: TokenLogprobs | None) -> TextLogprobs:
+        if told is None:
+            return TextLogprobs(self._text_of(token), None, [])
+        return TextLogprobs(
+            self._text_of(token), told.own, [(self._text_of(other), logprob) for other, logprob in told.top]
+        )
 
     def _advance(self, answer: _Answer, *, flush: bool) -> str:
         window = answer.ids[answer.prefix :]

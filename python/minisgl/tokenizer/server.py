@@ -41,9 +41,16 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizeWorker:
-    """Handles one message after the other. No message can end it but a ShutdownMsg."""
+    """Handles one message after the other. No message can end it but a ShutdownMsg.
 
-    def __init__(self, folder: Path, backend: PushQueue[BackendMsg], frontend: PushQueue[FrontendMsg]) -> None:
+    Args:
+        max_seq_len: tokens that no prompt can exceed; the scheduler's own limit may be lower.
+    """
+
+    def __init__(
+        self, folder: Path, max_seq_len: int, backend: PushQueue[BackendMsg], frontend: PushQueue[FrontendMsg]
+    ) -> None:
+        self._max_seq_len = max_seq_len
         self._tokenizer = Tokenizer(folder)
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
@@ -72,7 +79,7 @@ class TokenizeWorker:
 
     def _tokenize(self, msg: TokenizeMsg) -> None:
         try:
-            ids = self._tokenizer.encode(msg.prompt)
+            ids = self._tokenizer.encode(msg.prompt, max_tokens=self._max_seq_len)
         except RequestError as error:
             self._frontend.put(UserReply(msg.uid, error=ReplyError.of(error)))
         else:
@@ -99,7 +106,7 @@ class TokenizeWorker:
             return CodecReply(msg.uid, error=ReplyError.of(error))
 
 
-def tokenize_worker(ready: Ready, folder: Path, inbox: str, addresses: Addresses) -> None:
+def tokenize_worker(ready: Ready, folder: Path, max_seq_len: int, inbox: str, addresses: Addresses) -> None:
     """Body of a process: a tokenizer, the detokenizer, or both, as the address of its `inbox` says.
 
     Raises:
@@ -108,6 +115,6 @@ def tokenize_worker(ready: Ready, folder: Path, inbox: str, addresses: Addresses
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg))
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
-    worker = TokenizeWorker(folder, backend, frontend)
+    worker = TokenizeWorker(folder, max_seq_len, backend, frontend)
     ready(Report(vocabulary=worker.vocabulary))
     worker.run(queue)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from minisgl.core import IntArray
-from minisgl.errors import CheckpointError, InvalidRequest
+from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong, RequestError
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.detokenize import Detokenizer
 
@@ -20,6 +21,9 @@ _RESERVED = {  # parameters of apply_chat_template that are not variables of the
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
 }
+
+
+_PROBE = "  \t\r\n a1!é语\u3000  "  # of which some tokenizers drop a part
 
 
 class Tokenizer:
@@ -36,19 +40,25 @@ class Tokenizer:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
 
-    def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> IntArray:
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None, max_tokens: int | None = None
+    ) -> IntArray:
         """int32 ids of a text, a conversation, or ids as they are.
 
         Args:
             add_special_tokens: the model's, around the text; None adds them to a text but not to a conversation, whose
                 template writes them.
+            max_tokens: a text that cannot but have more is refused unread; others may have more too.
 
         Raises:
             InvalidRequest: the conversation does not suit the template, or there is no template.
+            RequestError: the text cannot have as few as `max_tokens`.
         """
         if isinstance(prompt, TokenIds):
             return unpack_ids(prompt.raw)
         text = prompt if isinstance(prompt, str) else self.render(prompt)
+        if max_tokens is not None and len(text) > max_tokens and self.max_token_bytes:
+            _refuse_hopeless(len(text.encode()), max_tokens, self.max_token_bytes)
         adds = isinstance(prompt, str) if add_special_tokens is None else add_special_tokens
         return np.array(self._tokenizer(text, add_special_tokens=adds)["input_ids"], dtype=np.int32)
 
@@ -85,9 +95,24 @@ class Tokenizer:
         """
         unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
         if unknown.size:
-            raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})", param="tokens")
+            raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})")
         text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """UTF-8 of a text that one token can stand for; None where some tokens may swallow any amount.
+
+        Known of vocabularies over bytes only, into which every byte goes. NFC makes a text shorter by 3.5 at most.
+        """
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        shrink = {"NoneType": 1, "NFC": 4}.get(type(backend and backend.normalizer).__name__)
+        if backend is None or shrink is None or not _keeps_every_byte(backend):
+            return None
+        added = self._tokenizer.added_tokens_decoder.values()
+        if any(token.lstrip or token.rstrip for token in added):
+            return None
+        return shrink * max(*map(len, self._tokenizer.get_vocab()), *(len(token.content.encode()) for token in added))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -118,3 +143,21 @@ class Tokenizer:
         """The tokens that stand for a single byte, in tokenizers that fall back to bytes ("<0x0A>")."""
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         return frozenset(vocab[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocab)
+
+
+def _keeps_every_byte(backend: Any) -> bool:
+    """Whether a tokenizer spells bytes as letters, has all of them, and drops no blanks."""
+    letters = set(ByteLevel.alphabet())
+    if type(backend.decoder).__name__ != "ByteLevel" or not letters <= backend.get_vocab().keys():
+        return False
+    pieces = backend.pre_tokenizer.pre_tokenize_str(_PROBE) if backend.pre_tokenizer else []
+    return sum(len(piece) for piece, _ in pieces) >= len(_PROBE.encode())
+
+
+def _refuse_hopeless(num_bytes: int, max_tokens: int, max_token_bytes: int) -> None:
+    least = -(-num_bytes // max_token_bytes)
+    if least > max_tokens:
+        raise RequestError(
+            f"the prompt is {num_bytes} bytes of text, at least {least} tokens; the limit is {max_tokens}",
+            code=PromptTooLong.code,
+        )
