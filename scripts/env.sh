@@ -1,5 +1,6 @@
 # Sourced by the other scripts: makes .venv once and brings it up to date with pyproject.toml. Sets PYTHON.
 #   install [EXTRA]    install this project, editable, with the packages of an extra
+#   install_clients    install LiteLLM, which wants an older openai, into an environment inside the other
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${MINISGL_VENV:-.venv}
@@ -42,4 +43,13 @@ install() {
     nvidia-smi -L >/dev/null 2>&1 && extras="${extras:+$extras,}cuda"
     "$PYTHON" -m pip install --quiet --editable ".${extras:+[$extras]}" || fail "the installation failed"
     touch "$stamp"
+}
+
+install_clients() {
+    local clients="$VENV/clients"
+    [ -e "$clients/.installed" ] && return
+    echo "Installing LiteLLM for the tests ..."
+    "$PYTHON" -m venv "$clients" && "$clients/bin/python" -m pip install --quiet litellm mcp ||
+        fail "LiteLLM could not be installed"
+    touch "$clients/.installed"
 }
