@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from minisgl.server import launch_server
-
 
 def main() -> None:
+    from minisgl.server import launch_server  # here: every worker that is started imports this file, and no server
+
     sys.exit(launch_server())
 
 

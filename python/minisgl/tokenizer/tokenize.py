@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer
 
 from minisgl.core import IntArray
 from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong, RequestError
@@ -34,6 +33,8 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # here: it takes seconds, and the server need not wait for it
+
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # the library raises whatever its loaders do
