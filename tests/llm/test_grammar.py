@@ -119,6 +119,8 @@ def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}}, "stop", "[a-c]"),
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True}, "stop", "[a-c]"),
         ("[a-c]*", {"logit_bias": {EOS_ID: 100}}, "stop", ""),
+        ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True, "skip_special_tokens": False}, "stop", "[a-c]"),
+        ("", {"min_tokens": 3, "top_p": 0.9}, "stop", ""),
         ("[a-c]{3}|[a-c]{3} end", {"stop": (" e",), "logit_bias": {EOS_ID: -100}}, "stop", "[a-c]{3}"),
     ],
 )
