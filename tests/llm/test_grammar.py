@@ -166,6 +166,15 @@ def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM, kind: str, text:
     assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
 
 
+def test_a_refusal_quotes_nothing_but_the_mistake(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    schema = json.dumps({"type": "object", "properties": {"secret": {"type": "animal"}}})
+    for text in (f"start: %json {schema}", f'start: "secret" other\nother: %json {schema}', "start: secret"):
+        with pytest.raises(RequestError, match=r"animal|unknown name") as refusal:
+            llm.generate(PROMPT, params("lark", text), use_tqdm=False)
+        assert "|" not in str(refusal.value) and "other" not in str(refusal.value)
+    assert capfd.readouterr().err == ""
+
+
 def test_requests_that_lose_their_pages_keep_their_place_in_the_match(checkpoint: Callable[[str], Path]) -> None:
     each = [json_params(PERSON, seed=seed) for seed in range(8)]
     answers = []
