@@ -424,6 +424,12 @@ def test_a_refusal_in_mid_stream_fails_the_response() -> None:
     assert failed["response"]["error"] == {"code": "invalid_prompt", "message": "the grammar ran out"}
 
 
+def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
+    said: list[list[Delta]] = [[CallBegin(0, "c", "f")], [CallArguments(0, "{}")], [Content("x")]]
+    response = whole_of(said, logprobs=True, include=["message.output_text.logprobs"])
+    assert [token["token"] for token in response["output"][1]["content"][0]["logprobs"]] == ["t3"]
+
+
 def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
     def token(text: str) -> TextLogprobs:
         return TextLogprobs(text, -0.5, [(text, -0.5), ("z", -1.0)])
