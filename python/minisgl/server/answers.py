@@ -141,9 +141,9 @@ class Answer(ABC):
     def tail(self) -> Iterable[str]:
         """The events after the last reply."""
 
-    @abstractmethod
     def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
         """The events instead of the rest."""
+        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     @abstractmethod
     def whole(self) -> BaseModel | dict[str, Any]:
@@ -166,9 +166,6 @@ class _ChoicesAnswer(Answer):
             self._usage = {"usage": self.usage().model_dump()}
             yield self._event()
         yield "data: [DONE]\n\n"
-
-    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
-        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     def _event(self, *choices: dict[str, Any]) -> str:
         head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}

@@ -322,7 +322,8 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     paths = [(path_of(fault, error.body), fault) for fault in error.errors()]
     path, fault = max(paths, key=lambda pair: len(pair[0]))  # of the branches of a union, the one that goes farthest
     param = ".".join(path) or None
-    message = f"{param}: {fault['msg']}" if param else str(fault["msg"])
+    said = str(fault["msg"]).removeprefix("Value error, ")
+    message = f"{param}: {said}" if param else said
     body = ErrorBody(message=message, type="invalid_request_error", param=param, code=str(fault["type"]))
     return _respond(request, 400, ErrorResponse(error=body))
 

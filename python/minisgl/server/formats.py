@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.server.fields import Schema, Shallow, Strict, ValidText
 
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
-ANY_OBJECT = {"type": "object"}
+
+
+class PlainFormat(Strict):
+    type: Literal["text"] = "text"
+
+    def grammar(self) -> None:
+        return None
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+
+    def grammar(self) -> Grammar:
+        return schema_grammar({"type": "object"})
 
 
 class JsonSchema(Strict):
@@ -23,21 +36,24 @@ class JsonSchema(Strict):
     schema_: Schema = Field(alias="schema", default_factory=dict)
     strict: bool | None = None
 
+    def grammar(self) -> Grammar:
+        return schema_grammar(self.schema_)
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
 
-    @model_validator(mode="after")
-    def _has_a_schema_if_it_says_so(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise ValueError("json_schema must be there if type is json_schema, and only then")
-        return self
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
 
-    def grammar(self) -> Grammar | None:
-        if self.type == "text":
-            return None
-        return schema_grammar(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
+    def grammar(self) -> Grammar:
+        return self.json_schema.grammar()
+
+
+class FlatSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+ResponseFormat = Annotated[PlainFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+TextFormat = Annotated[PlainFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")]
 
 
 def schema_grammar(schema: Any) -> Grammar:

@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.answers import Answer, error_response, told
+from minisgl.server.answers import Answer, told
 from minisgl.server.deltas import Content, Delta
 from minisgl.server.fields import TokenId, ValidText
 from minisgl.server.objects import FinishReason, Usage
@@ -84,9 +83,6 @@ class GenerateAnswer(Answer):
 
     def tail(self) -> Iterable[str]:
         return ["data: [DONE]\n\n"]
-
-    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
-        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     def whole(self) -> Generated:
         tokens, usage = _shape(self._logprobs[0]), self.usage()

@@ -7,7 +7,7 @@ engine alike. Reference: https://platform.openai.com/docs/api-reference/response
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -16,7 +16,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.sampling_params import MAX_COUNT
 from minisgl.server.fields import Strict, ValidText
-from minisgl.server.formats import ANY_OBJECT, JsonSchema, schema_grammar
+from minisgl.server.formats import PlainFormat, TextFormat
 from minisgl.server.protocol import ConversationRequest
 from minisgl.server.tools import CalledFunction, Function, ToolCall, ToolName
 
@@ -145,33 +145,9 @@ Input = Annotated[
 ]
 
 
-class PlainFormat(Strict):
-    type: Literal["text"] = "text"
-
-
-class ObjectFormat(Strict):
-    type: Literal["json_object"]
-
-
-class SchemaFormat(JsonSchema):
-    type: Literal["json_schema"]
-
-
-Format: TypeAlias = PlainFormat | ObjectFormat | SchemaFormat
-
-
 class TextOptions(Strict):
-    format: Annotated[Format, Field(discriminator="type")] = PlainFormat()
+    format: TextFormat = PlainFormat()
     verbosity: Literal["medium"] | None = None
-
-    def grammar(self) -> Grammar | None:
-        match self.format:
-            case PlainFormat():
-                return None
-            case ObjectFormat():
-                return schema_grammar(ANY_OBJECT)
-            case SchemaFormat():
-                return schema_grammar(self.format.schema_)
 
 
 class _OfFunction(Strict):
@@ -253,4 +229,4 @@ class ResponsesRequest(ConversationRequest):
         return (self.top_logprobs or 0) if self.include else None
 
     def _grammars(self) -> dict[str, Grammar | None]:
-        return {"text": None if self.text is None else self.text.grammar(), **super()._grammars()}
+        return {"text": None if self.text is None else self.text.format.grammar(), **super()._grammars()}
