@@ -195,6 +195,19 @@ def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path]) -> None
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fields", [{}, {"min_tokens": 40}], ids=["plain", "long"])
+def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
+    checkpoint: Callable[[str], Path], tp: int, fields: dict[str, Any]
+) -> None:
+    """Only rank 0 finds out, when it makes a mask."""
+    many = json.dumps({"anyOf": [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]})
+    with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
+        with pytest.raises(RequestError, match="too many expressions"):
+            llm.generate(PROMPT, params("json_schema", many, logit_bias={EOS_ID: -100}, **fields), use_tqdm=False)
+        assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
+
+
 def test_masks_are_made_while_the_device_computes(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
