@@ -365,6 +365,20 @@ def test_an_engine_that_dies_before_the_first_token_is_a_503(route: str, stream:
     scene(play)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_in_the_middle_of_an_answer_is_said_of_its_field(stream: bool) -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, guided_regex="x+", stream=stream)
+        uid = (await app.worker.take()).uid
+        error = ReplyError(400, "invalid_value", "it is too large", "grammar")
+        app.worker.say(UserReply(uid, "x"), UserReply(uid, error=error))
+        await call.done
+        said = (events_of(call) if stream else [json.loads(call.body)])[-1]["error"]
+        assert (said["message"], said["param"]) == ("it is too large", "guided_regex")
+
+    scene(play)
+
+
 @all_routes
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])

@@ -66,6 +66,7 @@ class Answer(ABC):
         self.id = new_id(self.id_prefix)
         self.created = now()
         self.model = model
+        self._field_of = request.field_of
         self._n = request.num_answers
         self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         self._has_logprobs = request.num_logprobs is not None
@@ -106,6 +107,8 @@ class Answer(ABC):
                 for event in self.news(*await self._read(generation)):
                     yield event
         except (EngineFailed, RequestError) as error:
+            if isinstance(error, RequestError):
+                error.param = self._field_of(error.param)
             for event in self.failure(error):
                 yield event
             return
