@@ -252,13 +252,12 @@ class CompletionAnswer(_ChoicesAnswer):
         echo = self._echo(index)
         return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
-    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
+    def pieces(self, index: int, _deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         tokens = told(reply)
-        if not (deltas or reply.finish or tokens):
+        if not (reply.text or reply.finish or tokens):
             return []
         logprobs = self._shape(index, tokens).model_dump() if tokens else None
-        text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish}]
+        return [{"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish}]
 
     def _shape(self, index: int, logprobs: list[TextLogprobs]) -> CompletionLogprobs:
         """Of the next tokens of a choice."""
