@@ -119,6 +119,8 @@ def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}}, "stop", "[a-c]"),
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True}, "stop", "[a-c]"),
         ("[a-c]*", {"logit_bias": {EOS_ID: 100}}, "stop", ""),
+        ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True, "skip_special_tokens": False}, "stop", "[a-c]"),
+        ("", {"min_tokens": 3, "top_p": 0.9}, "stop", ""),
         ("[a-c]{3}|[a-c]{3} end", {"stop": (" e",), "logit_bias": {EOS_ID: -100}}, "stop", "[a-c]{3}"),
     ],
 )
@@ -164,6 +166,15 @@ def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM, kind: str, text:
     assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
 
 
+def test_a_refusal_quotes_nothing_but_the_mistake(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    schema = json.dumps({"type": "object", "properties": {"secret": {"type": "animal"}}})
+    for text in (f"start: %json {schema}", f'start: "secret" other\nother: %json {schema}', "start: secret"):
+        with pytest.raises(RequestError, match=r"animal|unknown name") as refusal:
+            llm.generate(PROMPT, params("lark", text), use_tqdm=False)
+        assert "|" not in str(refusal.value) and "other" not in str(refusal.value)
+    assert capfd.readouterr().err == ""
+
+
 def test_requests_that_lose_their_pages_keep_their_place_in_the_match(checkpoint: Callable[[str], Path]) -> None:
     each = [json_params(PERSON, seed=seed) for seed in range(8)]
     answers = []
@@ -182,6 +193,19 @@ def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path]) -> None
         with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
             answers.append([out.text for out in llm.generate([PROMPT] * 4, each, use_tqdm=False)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fields", [{}, {"min_tokens": 40}], ids=["plain", "long"])
+def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
+    checkpoint: Callable[[str], Path], tp: int, fields: dict[str, Any]
+) -> None:
+    """Only rank 0 finds out, when it makes a mask."""
+    many = json.dumps({"anyOf": [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]})
+    with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
+        with pytest.raises(RequestError, match="too many expressions"):
+            llm.generate(PROMPT, params("json_schema", many, logit_bias={EOS_ID: -100}, **fields), use_tqdm=False)
+        assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
 
 
 def test_masks_are_made_while_the_device_computes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -272,6 +273,15 @@ def test_a_prompt_does_not_wait_for_a_few_tokens() -> None:
         host.submit(prompt_of(200) + prompt_of(10, salt), exactly(3))
     host.step()
     assert len(host.executor.plans[0]) == 4
+    host.drain()
+    host.check_answers()
+
+
+def test_a_prompt_that_is_scored_does_not_wait_for_what_it_cannot_use() -> None:
+    host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
+    uids = [host.submit(prompt_of(400), replace(exactly(1), prompt_logprobs=0)) for _ in range(3)]
+    host.step()
+    assert [uid for uid, *_ in host.executor.plans[0]] == uids
     host.drain()
     host.check_answers()
 

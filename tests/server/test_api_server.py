@@ -16,7 +16,9 @@ from fastapi import FastAPI
 from minisgl.core import SamplingParams
 from minisgl.message import AbortMsg, CodecReply, DecodeMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.api_server import ServedModel, create_app
+from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Frontend
+from minisgl.server.reasoning import PARSERS
 from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 
@@ -56,10 +58,14 @@ class App:
 
 @asynccontextmanager
 async def running(
-    max_open_requests: int = 8, model: ServedModel = MODEL, num_tokenizer: int = 1, **options: Any
+    max_open_requests: int = 8,
+    model: ServedModel = MODEL,
+    num_tokenizer: int = 1,
+    max_body: int = LIMIT,
+    **options: Any,
 ) -> AsyncIterator[App]:
     async with office(max_open_requests, num_tokenizer) as (frontend, worker):
-        app = App(create_app(frontend, model, LIMIT, **options), frontend, worker)
+        app = App(create_app(frontend, model, max_body, **options), frontend, worker)
         try:
             yield app
         finally:
@@ -359,6 +365,20 @@ def test_an_engine_that_dies_before_the_first_token_is_a_503(route: str, stream:
     scene(play)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_in_the_middle_of_an_answer_is_said_of_its_field(stream: bool) -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, guided_regex="x+", stream=stream)
+        uid = (await app.worker.take()).uid
+        error = ReplyError(400, "invalid_value", "it is too large", "grammar")
+        app.worker.say(UserReply(uid, "x"), UserReply(uid, error=error))
+        await call.done
+        said = (events_of(call) if stream else [json.loads(call.body)])[-1]["error"]
+        assert (said["message"], said["param"]) == ("it is too large", "guided_regex")
+
+    scene(play)
+
+
 @all_routes
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
@@ -540,6 +560,13 @@ def test_another_model_is_a_404(route: str) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"stop": 3}, "stop"),
+        ({"stop": ["a", 3]}, "stop.1"),
+        ({"guided_json": {"a": float("nan")}}, "guided_json"),
+        ({"guided_json": "\ud800"}, "guided_json"),
+        ({"guided_json": json.loads("[" * 66 + "]" * 66)}, "guided_json"),
     ],
 )
 def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: str) -> None:
@@ -550,6 +577,27 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
         assert param in error["message"]
 
     scene(play)
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "a" * 2**18}}}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (CHAT, {"response_format": FORMAT}, "response_format"),
+        (CHAT, {"guided_json": "a" * (2**18 - 20)}, "guided_json"),  # too long with what lets the model think
+        (TEXT, {"guided_regex": "a" * (2**18 + 1)}, "guided_regex"),
+        (RESPONSES, {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}}, "text"),  # type: ignore[dict-item]
+    ],
+)
+def test_a_grammar_that_is_too_long_is_said_of_its_field(route: str, fields: dict[str, Any], param: str) -> None:
+    async def play(app: App) -> None:
+        call = app.post(route, **fields)
+        await call.done
+        assert "at most 262144" in assert_is_error(call, 400, param=param)["message"]
+
+    scene(play, model=replace(MODEL, dialect=Dialect(thoughts=PARSERS["qwen3"])), max_body=2**20)
 
 
 @pytest.mark.parametrize(

@@ -424,6 +424,12 @@ def test_a_refusal_in_mid_stream_fails_the_response() -> None:
     assert failed["response"]["error"] == {"code": "invalid_prompt", "message": "the grammar ran out"}
 
 
+def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
+    said: list[list[Delta]] = [[CallBegin(0, "c", "f")], [CallArguments(0, "{}")], [Content("x")]]
+    response = whole_of(said, logprobs=True, include=["message.output_text.logprobs"])
+    assert [token["token"] for token in response["output"][1]["content"][0]["logprobs"]] == ["t3"]
+
+
 def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
     def token(text: str) -> TextLogprobs:
         return TextLogprobs(text, -0.5, [(text, -0.5), ("z", -1.0)])
@@ -675,13 +681,13 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
         ({"input": ["hi"]}, "input.0"),
         ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1"),
         ({"input": [{"type": ["message"], **USER}]}, "input.0"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.message.role"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
-            "input.0.message.content.0.type",
+            "input.0.content.0.type",
         ),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.function_call.arguments"),
-        ({"input": "\ud83d"}, "input.0.message.content.0.text"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
+        ({"input": "\ud83d"}, "input"),
         ({"instructions": "\ud83d"}, "instructions"),
         ({"user": "\ud83d"}, "user"),
     ],

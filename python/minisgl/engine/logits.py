@@ -9,7 +9,6 @@ device, in the token pool, so that nothing has to wait for the tokens of the ste
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 
 import numpy as np
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from minisgl.core import ReqSlice, TokenLogprobs
 from minisgl.utils import Staging
+
+_BAN = -1e9  # below all logits; a grammar's mask is lower still, so that an answer ends where it allows nothing else
 
 
 def wants_change(part: ReqSlice) -> bool:
@@ -50,7 +51,7 @@ def _bans(part: ReqSlice, eos_ids: frozenset[int]) -> list[tuple[int, float]]:
     params = part.req.params
     if not _is_too_short(part):
         return []
-    return [(token, -math.inf) for token in {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}]
+    return [(token, _BAN) for token in {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}]
 
 
 def _is_too_short(part: ReqSlice) -> bool:

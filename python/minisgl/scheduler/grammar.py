@@ -9,6 +9,7 @@ here is on the device.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from minisgl.sampling_params import JSON_OPTIONS
 
 _NUM_IDLE = 128  # matchers that are kept for the next request
 _MAX_REASON = 400  # characters
+_EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| ")  # of the grammar, which may be around what the request sent
 
 
 class Grammars:
@@ -70,7 +72,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
-            matcher = LLMatcher(self._tokenizer, _source(grammar))
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)  # its log would quote grammars
         except ValueError as error:
             raise _refusal(str(error)) from None
         _check(matcher)
@@ -132,5 +134,5 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _refusal(reason: str) -> InvalidRequest:
-    said = " ".join(reason.partition("<state>")[0].split())
+    said = " ".join(_EXCERPT.split(reason)[0].split())
     return InvalidRequest(f"the grammar is refused: {said[:_MAX_REASON]}", param="grammar")

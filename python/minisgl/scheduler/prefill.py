@@ -94,7 +94,7 @@ class PrefillManager:
 
     def _should_wait(self, req: Req, slices: list[ReqSlice]) -> bool:
         """Whether much of a prompt is computed in this step for another one; in the next step it can be shared."""
-        if not self._cache.shares:
+        if not self._cache.shares or req.scores:
             return False
         known = req.tokens[: req.num_known]
         return any(

@@ -258,7 +258,8 @@ class Scheduler:
             self._tell(req, error=ReplyError.of(error))
             self._end(req, "abort")
             return
-        if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not req.params.ignore_eos):
+        may_go_on = req.params.ignore_eos and not is_match
+        if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not may_go_on):
             finish = "stop"
         elif req.num_known == req.max_length and not is_match:
             finish = "length"

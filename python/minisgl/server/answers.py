@@ -66,6 +66,7 @@ class Answer(ABC):
         self.id = new_id(self.id_prefix)
         self.created = now()
         self.model = model
+        self._field_of = request.field_of
         self._n = request.num_answers
         self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         self._has_logprobs = request.num_logprobs is not None
@@ -106,6 +107,8 @@ class Answer(ABC):
                 for event in self.news(*await self._read(generation)):
                     yield event
         except (EngineFailed, RequestError) as error:
+            if isinstance(error, RequestError):
+                error.param = self._field_of(error.param)
             for event in self.failure(error):
                 yield event
             return
@@ -141,9 +144,9 @@ class Answer(ABC):
     def tail(self) -> Iterable[str]:
         """The events after the last reply."""
 
-    @abstractmethod
     def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
         """The events instead of the rest."""
+        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     @abstractmethod
     def whole(self) -> BaseModel | dict[str, Any]:
@@ -166,9 +169,6 @@ class _ChoicesAnswer(Answer):
             self._usage = {"usage": self.usage().model_dump()}
             yield self._event()
         yield "data: [DONE]\n\n"
-
-    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
-        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     def _event(self, *choices: dict[str, Any]) -> str:
         head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
@@ -252,13 +252,12 @@ class CompletionAnswer(_ChoicesAnswer):
         echo = self._echo(index)
         return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
-    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
+    def pieces(self, index: int, _deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         tokens = told(reply)
-        if not (deltas or reply.finish or tokens):
+        if not (reply.text or reply.finish or tokens):
             return []
         logprobs = self._shape(index, tokens).model_dump() if tokens else None
-        text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish}]
+        return [{"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish}]
 
     def _shape(self, index: int, logprobs: list[TextLogprobs]) -> CompletionLogprobs:
         """Of the next tokens of a choice."""

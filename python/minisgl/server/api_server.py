@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -29,6 +29,7 @@ from minisgl.message import Prompt
 from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
 from minisgl.server.dialect import Dialect
 from minisgl.server.embeddings import ONLY_EMBED, EmbeddingList, EmbeddingRequest
+from minisgl.server.fields import path_of
 from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
@@ -176,30 +177,29 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 
 
 async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    model.check_name(body.model)
-    prompts = body.prompts()
-    sampling = body.sampling(model.sampling_defaults)
-    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
-    answer = ChatAnswer(model.name, body, prompts, model.dialect)
-    return await _answer(body, request, frontend, prompts, sampling, answer)
+    return await _answer(
+        body, request, frontend, model, lambda prompts, _: ChatAnswer(model.name, body, prompts, model.dialect)
+    )
 
 
 async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
     model.check_name(body.model)
-    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
-    with _naming(body.prompt_field):
-        echoes = await _unless_disconnected(request, frontend.texts(prompts)) if body.echo else None
-    answer = CompletionAnswer(model.name, body, prompts, echoes)
-    return await _answer(body, request, frontend, prompts, sampling, answer)
+    with _naming(body.field_of):
+        echoes = await _unless_disconnected(request, frontend.texts(body.prompts())) if body.echo else None
+
+    return await _answer(
+        body, request, frontend, model, lambda prompts, _: CompletionAnswer(model.name, body, prompts, echoes)
+    )
 
 
 async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    model.check_name(body.model)
-    prompts = body.prompts()
-    sampling = body.sampling(model.sampling_defaults)
-    sampling = model.dialect.constrain(sampling, body.tool_use, thinks=body.thinks)
-    answer = ResponsesAnswer(model.name, body, prompts, sampling, model.dialect)
-    return await _answer(body, request, frontend, prompts, sampling, answer)
+    return await _answer(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, sampling: ResponsesAnswer(model.name, body, prompts, sampling, model.dialect),
+    )
 
 
 async def stored_response(name: str) -> None:
@@ -207,15 +207,13 @@ async def stored_response(name: str) -> None:
 
 
 async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    model.check_name(body.model)
-    prompts, sampling = body.prompts(), body.sampling(model.sampling_defaults)
-    return await _answer(body, request, frontend, prompts, sampling, GenerateAnswer(model.name, body, prompts))
+    return await _answer(body, request, frontend, model, lambda prompts, _: GenerateAnswer(model.name, body, prompts))
 
 
 async def embeddings(body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> EmbeddingList:
     model.check_name(body.model)
     body.check_dimensions(model.width)
-    with _naming(body.prompt_field), closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation:
+    with _naming(lambda param: param or "input"), closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation:
         return EmbeddingList.of(body, await _unless_disconnected(request, generation.collect()))
 
 
@@ -228,18 +226,18 @@ async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDe
 
 async def detokenize(body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Detokenized:
     model.check_name(body.model)
-    with _naming("tokens"):
+    with _naming(lambda param: param or "tokens"):
         return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
 
 
 @contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """What is wrong with a prompt is said of the field in which the client sent it."""
+def _naming(field_of: Callable[[str | None], str | None]) -> Iterator[None]:
+    """What is wrong with a prompt or a grammar is said of the field in which the client sent it."""
     try:
         yield
     except RequestError as error:
         if error.status == 400:
-            error.param = error.param or field
+            error.param = field_of(error.param)
         raise
 
 
@@ -247,24 +245,25 @@ async def _answer(
     body: GenerationRequest,
     request: Request,
     frontend: Frontend,
-    prompts: list[Prompt],
-    sampling: SamplingParams,
-    answer: Answer,
+    model: ServedModel,
+    make_answer: Callable[[list[Prompt], SamplingParams], Answer],
 ) -> Any:
     """Submit, wait for the first reply, then stream or collect."""
-    with _naming(body.prompt_field):
+    model.check_name(body.model)
+    with _naming(body.field_of):
+        prompts = body.prompts()
+        sampling = body.constrain(body.sampling(model.sampling_defaults), model.dialect)
+        answer = make_answer(prompts, sampling)
         generation = frontend.submit(prompts, sampling, body.num_answers)
-    try:
-        await _unless_disconnected(request, answer.begin(generation))
-        if body.stream:
-            return _EventStream(answer, generation, frontend.metrics)
-        await _unless_disconnected(request, answer.finish(generation))
-        return answer.whole()
-    except BaseException as error:
-        generation.close()
-        if isinstance(error, RequestError):
-            error.param = body.field_of(error.param)
-        raise
+        try:
+            await _unless_disconnected(request, answer.begin(generation))
+            if body.stream:
+                return _EventStream(answer, generation, frontend.metrics)
+            await _unless_disconnected(request, answer.finish(generation))
+            return answer.whole()
+        except BaseException:
+            generation.close()
+            raise
 
 
 class _EventStream(StreamingResponse):
@@ -320,10 +319,12 @@ async def _on_our_error(request: Request, error: Exception) -> Response:
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    message = f"{param}: {first['msg']}" if param else str(first["msg"])
-    body = ErrorBody(message=message, type="invalid_request_error", param=param, code=str(first["type"]))
+    paths = [(path_of(fault, error.body), fault) for fault in error.errors()]
+    path, fault = max(paths, key=lambda pair: len(pair[0]))  # of the branches of a union, the one that goes farthest
+    param = ".".join(path) or None
+    said = str(fault["msg"]).removeprefix("Value error, ")
+    message = f"{param}: {said}" if param else said
+    body = ErrorBody(message=message, type="invalid_request_error", param=param, code=str(fault["type"]))
     return _respond(request, 400, ErrorResponse(error=body))
 
 

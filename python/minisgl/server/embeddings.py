@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
+from minisgl.server.fields import Strict
 from minisgl.server.protocol import Prompts, to_prompts
 
 ONLY_EMBED = SamplingParams(max_tokens=0, embeds=True)
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(Strict):
     """POST /v1/embeddings."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    prompt_field: ClassVar[str] = "input"
 
     model: str
     input: Prompts

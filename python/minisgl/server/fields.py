@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -27,9 +28,11 @@ def _encodable(text: str) -> str:
 def packable(value: T) -> T:
     """
     Raises:
-        ValueError: it has something in it that cannot be sent on, as half a surrogate pair or a number beyond 64 bits.
+        ValueError: it has something in it that cannot be sent on, as half a surrogate pair, a number beyond 64 bits, or
+            one that JSON does not have.
     """
     try:
+        json.dumps(value, allow_nan=False)
         msgspec.msgpack.encode(value)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"it cannot be sent on: {error}") from None
@@ -52,10 +55,22 @@ def shallow(value: T) -> T:
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 ValidText = Annotated[str, AfterValidator(_encodable)]
-Schema = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(packable)]
+Shallow = Annotated[T, AfterValidator(shallow), AfterValidator(packable)]
+Schema = Shallow[dict[str, Any]]
 
 
 class Strict(BaseModel):
     """Numbers are numbers, texts are texts, and no field is overlooked."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def path_of(fault: dict[str, Any], body: Any) -> list[str]:
+    """Where pydantic found a fault: fields and indexes, without its names for the branches of unions."""
+    path = []
+    *parts, last = fault["loc"][1:] or [None]
+    for part in [*parts, last]:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body))):
+            path.append(str(part))
+            body = body[part]
+    return [*path, last] if fault["type"] == "missing" and last else path

@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.answers import Answer, error_response, told
-from minisgl.server.deltas import Content, Delta
+from minisgl.server.answers import Answer, told
+from minisgl.server.deltas import Delta
 from minisgl.server.fields import TokenId, ValidText
 from minisgl.server.objects import FinishReason, Usage
 from minisgl.server.protocol import GenerationRequest, to_prompts
@@ -69,11 +68,10 @@ class GenerateAnswer(Answer):
     def head(self) -> Iterable[str]:
         return []
 
-    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:  # noqa: ARG002
-        if not (deltas or reply.finish or told(reply)):
+    def news(self, _index: int, _deltas: list[Delta], reply: UserReply) -> Iterable[str]:
+        if not (reply.text or reply.finish or told(reply)):
             return []
-        text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        piece: dict[str, Any] = {"text": text, "finish_reason": reply.finish}
+        piece: dict[str, Any] = {"text": reply.text, "finish_reason": reply.finish}
         if reply.prompt_logprobs:
             piece["prompt_logprobs"] = [token.model_dump() for token in _shape(reply.prompt_logprobs)]
         if reply.logprobs:
@@ -84,9 +82,6 @@ class GenerateAnswer(Answer):
 
     def tail(self) -> Iterable[str]:
         return ["data: [DONE]\n\n"]
-
-    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
-        return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     def whole(self) -> Generated:
         tokens, usage = _shape(self._logprobs[0]), self.usage()

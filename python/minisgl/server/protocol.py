@@ -8,18 +8,20 @@ an error that names it. Reference: https://platform.openai.com/docs/api-referenc
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
-from minisgl.server.fields import MAX_ID, Strict, TokenId, ValidText, packable
-from minisgl.server.formats import Choices, ResponseFormat, choice_grammar, schema_grammar
+from minisgl.server.dialect import Dialect
+from minisgl.server.fields import MAX_ID, Schema, Strict, TokenId, ValidText
+from minisgl.server.formats import Guided, ResponseFormat
 from minisgl.server.messages import Message
-from minisgl.server.tools import MAX_TOOLS, NamedTool, Tool, ToolUse
+from minisgl.server.tools import MAX_TOOLS, Function, NamedTool, Tool, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -61,7 +63,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Guided):
     """What all entrances have in common.
 
     Attributes:
@@ -91,10 +93,6 @@ class GenerationRequest(Strict):
     priority: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    guided_json: JsonValue = None
-    guided_regex: ValidText | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: ValidText | None = None
     stream: bool | None = None
 
     @model_validator(mode="before")
@@ -142,25 +140,9 @@ class GenerationRequest(Strict):
         chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**chosen)
 
-    def grammar(self) -> Grammar | None:
-        """What the answer has to match.
-
-        Raises:
-            InvalidRequest: more than one thing is asked for.
-        """
-        asked = {name: grammar for name, grammar in self._grammars().items() if grammar}
-        if len(asked) > 1:
-            raise InvalidRequest("an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1])
-        return next(iter(asked.values()), None)
-
-    def _grammars(self) -> dict[str, Grammar | None]:
-        """By the field that may ask for one."""
-        return {
-            "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
-            "guided_regex": None if self.guided_regex is None else Grammar("regex", self.guided_regex),
-            "guided_choice": None if self.guided_choice is None else choice_grammar(self.guided_choice),
-            "guided_grammar": None if self.guided_grammar is None else Grammar("lark", self.guided_grammar),
-        }
+    def constrain(self, sampling: SamplingParams, _dialect: Dialect) -> SamplingParams:
+        """The parameters, with what the model's way to call and to think adds to them."""
+        return sampling
 
     def field_of(self, param: str | None) -> str | None:
         """The field of this request behind what a scheduler finds fault with; None is the prompt."""
@@ -250,7 +232,39 @@ class ChoicesRequest(GenerationRequest):
         return {"response_format": own, **super()._grammars()}
 
 
-class ChatRequest(ChoicesRequest):
+class ConversationRequest(GenerationRequest):
+    """What chats and responses have in common: calls of tools, and thoughts before the answer."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Schema | None = None
+
+    def constrain(self, sampling: SamplingParams, dialect: Dialect) -> SamplingParams:
+        return dialect.constrain(sampling, self.tool_use, thinks=self.thinks)
+
+    @property
+    @abstractmethod
+    def functions(self) -> Sequence[Function]:
+        """That are offered."""
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the choice does not suit the tools.
+        """
+        choice: Any = self.tool_choice or "auto"
+        named = None if isinstance(choice, str) else choice.name
+        return ToolUse(self.functions, "required" if named else choice, named, self.parallel_tool_calls is not False)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template lets the model think first, as far as the request says."""
+        return (self.chat_template_kwargs or {}).get("enable_thinking", True) is not False
+
+
+class ChatRequest(ConversationRequest, ChoicesRequest):
     """POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -262,8 +276,6 @@ class ChatRequest(ChoicesRequest):
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(packable)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -279,22 +291,12 @@ class ChatRequest(ChoicesRequest):
         return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
 
     @property
-    def tool_use(self) -> ToolUse:
-        """
-        Raises:
-            InvalidRequest: the choice does not suit the tools.
-        """
-        tools = [tool.function for tool in self.tools or ()]
-        is_parallel = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, NamedTool):
-            return ToolUse(tools, "required", self.tool_choice.function.name, is_parallel)
-        return ToolUse(tools, self.tool_choice or "auto", None, is_parallel)
+    def functions(self) -> list[Function]:
+        return [tool.function for tool in self.tools or ()]
 
     @property
     def thinks(self) -> bool:
-        """Whether the template lets the model think first, as far as the request says."""
-        asked = (self.chat_template_kwargs or {}).get("enable_thinking", True)
-        return asked is not False and not self.continue_final_message
+        return super().thinks and not self.continue_final_message
 
     @property
     def num_logprobs(self) -> int | None:

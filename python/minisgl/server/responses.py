@@ -7,7 +7,7 @@ engine alike. Reference: https://platform.openai.com/docs/api-reference/response
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -15,10 +15,10 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.sampling_params import MAX_COUNT
-from minisgl.server.fields import Schema, Strict, ValidText
-from minisgl.server.formats import ANY_OBJECT, JsonSchema, schema_grammar
-from minisgl.server.protocol import GenerationRequest
-from minisgl.server.tools import CalledFunction, Function, ToolCall, ToolName, ToolUse
+from minisgl.server.fields import Strict, ValidText
+from minisgl.server.formats import PlainFormat, TextFormat
+from minisgl.server.protocol import ConversationRequest
+from minisgl.server.tools import CalledFunction, Function, ToolCall, ToolName
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
@@ -145,33 +145,9 @@ Input = Annotated[
 ]
 
 
-class PlainFormat(Strict):
-    type: Literal["text"] = "text"
-
-
-class ObjectFormat(Strict):
-    type: Literal["json_object"]
-
-
-class SchemaFormat(JsonSchema):
-    type: Literal["json_schema"]
-
-
-Format: TypeAlias = PlainFormat | ObjectFormat | SchemaFormat
-
-
 class TextOptions(Strict):
-    format: Annotated[Format, Field(discriminator="type")] = PlainFormat()
+    format: TextFormat = PlainFormat()
     verbosity: Literal["medium"] | None = None
-
-    def grammar(self) -> Grammar | None:
-        match self.format:
-            case PlainFormat():
-                return None
-            case ObjectFormat():
-                return schema_grammar(ANY_OBJECT)
-            case SchemaFormat():
-                return schema_grammar(self.format.schema_)
 
 
 class _OfFunction(Strict):
@@ -204,7 +180,7 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(ConversationRequest):
     """POST /v1/responses. There is one answer, whose items may stand in the input of the next request."""
 
     neutral: ClassVar = _NEUTRAL
@@ -218,12 +194,10 @@ class ResponsesRequest(GenerationRequest):
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: ResponsesStreamOptions | None = None
-    chat_template_kwargs: Schema | None = None
     metadata: dict[ValidText, ValidText] | None = None
     user: ValidText | None = None
     safety_identifier: ValidText | None = None
@@ -240,20 +214,8 @@ class ResponsesRequest(GenerationRequest):
         return messages
 
     @property
-    def tool_use(self) -> ToolUse:
-        """
-        Raises:
-            InvalidRequest: the choice does not suit the tools.
-        """
-        is_parallel = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, ChosenFunction):
-            return ToolUse(self.tools or (), "required", self.tool_choice.name, is_parallel)
-        return ToolUse(self.tools or (), self.tool_choice or "auto", None, is_parallel)
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the template lets the model think first, as far as the request says."""
-        return (self.chat_template_kwargs or {}).get("enable_thinking", True) is not False
+    def functions(self) -> list[FunctionTool]:
+        return self.tools or []
 
     @property
     def limit(self) -> int | None:
@@ -267,4 +229,4 @@ class ResponsesRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.include else None
 
     def _grammars(self) -> dict[str, Grammar | None]:
-        return {"text": None if self.text is None else self.text.grammar(), **super()._grammars()}
+        return {"text": None if self.text is None else self.text.format.grammar(), **super()._grammars()}

@@ -77,6 +77,7 @@ class Output:
             case CallBegin(_, id, name):
                 return self._add("function_call", call_id=id, name=name, arguments="")
             case CallArguments(_, text):
+                self._logprobs = []
                 self.items[-1]["arguments"] += text
                 return [self._event("function_call_arguments.delta", delta=text)]
 

@@ -63,6 +63,10 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 class CalledFunction(Strict):
     name: ValidText

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
-from minisgl.server.fields import TokenId, ValidText
+from minisgl.server.fields import Strict, TokenId, ValidText
 from minisgl.server.messages import Message
 
 
-class _VocabularyRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    model: str | None = None
-
-
-class TokenizeRequest(_VocabularyRequest):
+class TokenizeRequest(Strict):
     """POST /tokenize: a text or a conversation."""
 
+    model: str | None = None
     prompt: ValidText | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -43,9 +38,10 @@ class Tokenized(BaseModel):
     max_model_len: int
 
 
-class DetokenizeRequest(_VocabularyRequest):
+class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
+    model: str | None = None
     tokens: list[TokenId]
 
 
