@@ -22,7 +22,7 @@ from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import JSON_OPTIONS
 
-_NUM_IDLE = 128  # matchers that are kept for the next request
+_NUM_IDLE = 64  # matchers that are kept for the next request
 _MAX_REASON = 400  # characters
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| ")  # of the grammar, which may be around what the request sent
 
@@ -37,12 +37,14 @@ class Grammars:
         folder: of the model, for its tokenizer, which is read when the first grammar comes.
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
+        has_idle_cores: whether masks may be made by many threads, which on a CPU would take the model's cores.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int], *, has_idle_cores: bool) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
+        self._executor = LLExecutor() if has_idle_cores else None
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
         self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=_NUM_IDLE)
 
@@ -55,10 +57,6 @@ class Grammars:
         from transformers import AutoTokenizer
 
         return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), self._vocab_size, self._eos_ids or None)
-
-    @cached_property
-    def _executor(self) -> LLExecutor:
-        return LLExecutor()
 
     def open(self, uid: int, grammar: Grammar) -> None:
         """
@@ -94,7 +92,11 @@ class Grammars:
             return None
         bits_XW = self._no_bits(len(index))
         pairs = [(self._matchers[parts[i].req.uid][1], x) for x, i in enumerate(index)]
-        llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
+        if self._executor:
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
+        else:
+            for matcher, x in pairs:
+                llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
         return TokenMasks(index, bits_XW)
 
     def _no_bits(self, num_masks: int) -> IntArray:

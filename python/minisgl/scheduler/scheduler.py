@@ -83,7 +83,10 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table)
         self.decode = DecodeManager(self.cache)
-        self.grammars = Grammars(Path(config.model or ""), limits.vocab_size, limits.eos_ids)
+        has_idle_cores = config.device == "cuda"
+        self.grammars = Grammars(
+            Path(config.model or ""), limits.vocab_size, limits.eos_ids, has_idle_cores=has_idle_cores
+        )
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
