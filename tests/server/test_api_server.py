@@ -579,15 +579,15 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
     scene(play)
 
 
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "a" * 2**18}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "a" * 2**17}}}
 
 
 @pytest.mark.parametrize(
     ("route", "fields", "param"),
     [
         (CHAT, {"response_format": FORMAT}, "response_format"),
-        (CHAT, {"guided_json": "a" * (2**18 - 20)}, "guided_json"),  # too long with what lets the model think
-        (TEXT, {"guided_regex": "a" * (2**18 + 1)}, "guided_regex"),
+        (CHAT, {"guided_json": "a" * (2**17 - 20)}, "guided_json"),  # too long with what lets the model think
+        (TEXT, {"guided_regex": "a" * (2**17 + 1)}, "guided_regex"),
         (RESPONSES, {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}}, "text"),  # type: ignore[dict-item]
     ],
 )
@@ -595,7 +595,7 @@ def test_a_grammar_that_is_too_long_is_said_of_its_field(route: str, fields: dic
     async def play(app: App) -> None:
         call = app.post(route, **fields)
         await call.done
-        assert "at most 262144" in assert_is_error(call, 400, param=param)["message"]
+        assert "at most 131072" in assert_is_error(call, 400, param=param)["message"]
 
     scene(play, model=replace(MODEL, dialect=Dialect(thoughts=PARSERS["qwen3"])), max_body=2**20)
 

@@ -147,7 +147,7 @@ def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
         ("guided_choice", [], "at least 1"),
         ("guided_regex", "\ud83d", "half a surrogate pair"),
         ("guided_json", {"minimum": math.inf}, "finite number|not JSON"),
-        ("guided_json", "x" * 300_000, "at most 262144"),
+        ("guided_json", "x" * 300_000, "at most 131072"),
     ],
 )
 def test_bad_formats_are_refused(kind: Any, name: str, value: Any, reason: str) -> None:
