@@ -17,8 +17,8 @@ from minisgl.core import SamplingParams
 from minisgl.message import AbortMsg, CodecReply, DecodeMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.dialect import Dialect
+from minisgl.server.dialect.reasoning import PARSERS
 from minisgl.server.frontend import Frontend
-from minisgl.server.reasoning import PARSERS
 from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 

@@ -9,9 +9,9 @@ import pytest
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
 from minisgl.server.dialect import Dialect
+from minisgl.server.dialect.reasoning import Thinking
+from minisgl.server.dialect.tool_formats import Hermes, Mistral
 from minisgl.server.launch import _accept_connections, _dialect, _listen, launch_server
-from minisgl.server.reasoning import Thinking
-from minisgl.server.tool_formats import Hermes, Mistral
 from minisgl.utils.supervisor import Report, Vocabulary
 
 

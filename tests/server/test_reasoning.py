@@ -17,9 +17,9 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.deltas import PlainReader
 from minisgl.server.dialect import Dialect
-from minisgl.server.reasoning import PARSERS, Thinking
-from minisgl.server.tool_formats import FORMATS
-from minisgl.server.tools import NO_TOOLS, Function, ToolUse
+from minisgl.server.dialect.reasoning import PARSERS, Thinking
+from minisgl.server.dialect.tool_formats import FORMATS
+from minisgl.server.dialect.tools import NO_TOOLS, Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
 from tests.server.test_tool_formats import listen
 

@@ -24,12 +24,12 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.deltas import CallArguments, CallBegin, Content, Delta, Reader, Reasoning
 from minisgl.server.dialect import Dialect
+from minisgl.server.dialect.reasoning import PARSERS
+from minisgl.server.dialect.tool_formats import FORMATS
 from minisgl.server.frontend import Generation
 from minisgl.server.protocol import ChatRequest
-from minisgl.server.reasoning import PARSERS
 from minisgl.server.responses import ResponsesRequest
 from minisgl.server.responses_answer import ResponsesAnswer
-from minisgl.server.tool_formats import FORMATS
 from tests.server.harness import Call, run, spell, until
 from tests.server.test_api_server import MODEL, RESPONSES, App, assert_is_error, scene
 

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.dialect import Dialect
-from minisgl.server.reasoning import PARSERS
-from minisgl.server.tool_formats import FORMATS
+from minisgl.server.dialect.reasoning import PARSERS
+from minisgl.server.dialect.tool_formats import FORMATS
 from tests.server.harness import Script, run
 from tests.server.test_api_server import CHAT, MODEL, App, assert_is_error, events_of, running
 

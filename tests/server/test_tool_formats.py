@@ -17,8 +17,8 @@ from tokenizers import AddedToken
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.server.deltas import CallArguments, CallBegin, Reader, Transcript
-from minisgl.server.tool_formats import FORMATS, ToolFormat, choose_format
-from minisgl.server.tools import Function, ToolUse
+from minisgl.server.dialect.tool_formats import FORMATS, ToolFormat, choose_format
+from minisgl.server.dialect.tools import Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}

@@ -2,12 +2,16 @@
 
     args.py        the command line, made from the config's fields
     launch.py      `launch_server`: from options to a running server and back to nothing
-    frontend.py    open requests: from a prompt to a stream of replies
-    answers.py     replies to OpenAI's answers, whole or streamed
-    protocol.py    OpenAI's objects and which of their fields are honoured
-    vocabulary.py  the objects of /tokenize and /detokenize
     api_server.py  the routes
-    middleware.py  what stands before them: keys, limits, counts
+    frontend.py    open requests: from a prompt to a stream of replies
+    protocol.py    requests: which fields are honoured, and the parameters and prompts that they become
+    answers.py     replies to OpenAI's answers, whole or streamed
+    deltas.py      what an answer says, piece by piece: the one stream behind all answers
+    dialect/       how the model spells calls of tools and thoughts
+    formats.py     formats that an answer can be held to
+    messages.py, fields.py, objects.py                what requests and answers are made of
+    responses.py, embeddings.py, native.py, vocabulary.py    the routes beside completions
+    middleware.py  what stands before the routes: keys, limits, counts
     metrics.py     the numbers at /metrics
     shell.py       the chat
 

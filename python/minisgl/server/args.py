@@ -13,8 +13,8 @@ from typing import Any
 from minisgl.engine.config import flag, option
 from minisgl.errors import ConfigError
 from minisgl.scheduler import SchedulerConfig
-from minisgl.server.reasoning import PARSERS
-from minisgl.server.tool_formats import FORMATS
+from minisgl.server.dialect.reasoning import PARSERS
+from minisgl.server.dialect.tool_formats import FORMATS
 from minisgl.utils import env
 from minisgl.version import __version__
 

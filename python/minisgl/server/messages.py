@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from minisgl.message import ChatMessage
+from minisgl.server.dialect.tools import ToolCall
 from minisgl.server.fields import Strict, ValidText
-from minisgl.server.tools import ToolCall
 
 
 class TextPart(Strict):

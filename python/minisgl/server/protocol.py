@@ -18,10 +18,10 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
 from minisgl.server.dialect import Dialect
+from minisgl.server.dialect.tools import MAX_TOOLS, Function, NamedTool, Tool, ToolUse
 from minisgl.server.fields import MAX_ID, Schema, Strict, TokenId, ValidText
 from minisgl.server.formats import Guided, ResponseFormat
 from minisgl.server.messages import Message
-from minisgl.server.tools import MAX_TOOLS, Function, NamedTool, Tool, ToolUse
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),

@@ -15,10 +15,10 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.sampling_params import MAX_COUNT
+from minisgl.server.dialect.tools import CalledFunction, Function, ToolCall, ToolName
 from minisgl.server.fields import Strict, ValidText
 from minisgl.server.formats import PlainFormat, TextFormat
 from minisgl.server.protocol import ConversationRequest
-from minisgl.server.tools import CalledFunction, Function, ToolCall, ToolName
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),

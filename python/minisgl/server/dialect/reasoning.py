@@ -14,8 +14,8 @@ import regex
 
 from minisgl.core import Grammar
 from minisgl.server.deltas import Reader, Reasoning
-from minisgl.server.grammars import Markers, marker, nested, text_to
-from minisgl.server.readers import StepReader
+from minisgl.server.dialect.grammars import Markers, marker, nested, text_to
+from minisgl.server.dialect.readers import StepReader
 
 _BEGIN, _END = "<think>", "</think>"
 _OPENING = regex.compile(rf"\s*{_BEGIN}")

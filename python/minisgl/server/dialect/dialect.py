@@ -9,10 +9,10 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.deltas import PlainReader, Reader
-from minisgl.server.grammars import Markers
-from minisgl.server.reasoning import PARSERS, Thinking
-from minisgl.server.tool_formats import ToolFormat, choose_format
-from minisgl.server.tools import ToolUse
+from minisgl.server.dialect.grammars import Markers
+from minisgl.server.dialect.reasoning import PARSERS, Thinking
+from minisgl.server.dialect.tool_formats import ToolFormat, choose_format
+from minisgl.server.dialect.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

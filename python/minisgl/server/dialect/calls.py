@@ -10,8 +10,8 @@ from typing import Any
 import regex
 
 from minisgl.server.deltas import CallArguments, CallBegin, Content
-from minisgl.server.readers import StepReader
-from minisgl.server.tools import ToolUse
+from minisgl.server.dialect.readers import StepReader
+from minisgl.server.dialect.tools import ToolUse
 
 _NO_TAIL = regex.compile("(?P<name>)")
 

@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.server.calls import CallReader, Spelling
-from minisgl.server.grammars import Markers, marker, nested, text_without
-from minisgl.server.tools import Function, ToolUse
+from minisgl.server.dialect.calls import CallReader, Spelling
+from minisgl.server.dialect.grammars import Markers, marker, nested, text_without
+from minisgl.server.dialect.tools import Function, ToolUse
 
 _TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _NAME = r"(?P<name>[\w.-]{1,64})"
