@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from tests.system.harness import MODEL, Program, eventually, small
@@ -57,3 +59,66 @@ def test_a_schema_that_cannot_be_followed_is_a_400(server: Program) -> None:
     with server.client() as client, pytest.raises(openai.BadRequestError, match="Unimplemented keys") as refusal:
         client.chat.completions.create(tools=tools, tool_choice="required", **ASK)
     assert refusal.value.param == "tools"
+
+
+THOUGHTLESS: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+MUST: dict[str, Any] = {**THOUGHTLESS, "tool_choice": "required", "parallel_tool_calls": False, "model": MODEL}
+
+
+def use(name: str, arguments: str) -> str:
+    """The tools themselves."""
+    tools: dict[str, Any] = {"weather": lambda city: f"sun in {city}", "time": lambda: "noon"}
+    said: str = tools[name](**json.loads(arguments))
+    return said
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_chat_goes_on_with_what_a_tool_said(server: Program, as_json: bool) -> None:
+    turns: list[Any] = list(ASK["messages"])
+    with server.client() as client:
+        chosen = client.chat.completions.create(messages=turns, max_tokens=400, tools=TOOLS, **MUST).choices[0]
+        assert chosen.finish_reason == "tool_calls" and chosen.message.tool_calls
+        (call,) = chosen.message.tool_calls
+        assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+        said = use(call.function.name, call.function.arguments)
+        turns += [chosen.message.model_dump(exclude_none=True) if as_json else chosen.message]
+        turns += [{"role": "tool", "tool_call_id": call.id, "content": said}]
+        plain: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "tool_choice": "none", "temperature": 0, **THOUGHTLESS}
+        answer = client.chat.completions.create(messages=turns, max_tokens=8, **plain)
+        untold = client.chat.completions.create(messages=turns[:-1], max_tokens=8, **plain)
+    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+    assert answer.usage and untold.usage and answer.usage.prompt_tokens > untold.usage.prompt_tokens
+
+
+def test_a_response_goes_on_with_what_a_tool_said(server: Program) -> None:
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    turns: list[Any] = list(ASK["messages"])
+    with server.client() as client:
+        first = client.responses.create(input=turns, max_output_tokens=400, tools=tools, **MUST)
+        (call,) = first.output
+        assert call.type == "function_call" and first.status == "completed"
+        turns += [
+            call,
+            {"type": "function_call_output", "call_id": call.call_id, "output": use(call.name, call.arguments)},
+        ]
+        plain: dict[str, Any] = {"model": MODEL, "tools": tools, "tool_choice": "none", "temperature": 0, **THOUGHTLESS}
+        answer = client.responses.create(input=turns, max_output_tokens=8, **plain)
+        untold = client.responses.create(input=turns[:-1], max_output_tokens=8, **plain)
+    assert answer.output_text and [item.type for item in answer.output] == ["message"]
+    assert answer.usage and untold.usage and answer.usage.input_tokens > untold.usage.input_tokens
+
+
+def test_a_call_comes_in_pieces_to_a_client_that_does_not_block(server: Program) -> None:
+    async def pieces() -> list[Any]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asked: Any = {"messages": ASK["messages"], "max_tokens": 400, "tools": TOOLS, **MUST}
+            stream = await client.chat.completions.create(stream=True, **asked)
+            return [chunk.choices[0] async for chunk in stream]
+
+    choices = asyncio.run(pieces())
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert {delta.index for delta in deltas} == {0}
+    assert [bool(delta.id) for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+    assert choices[-1].finish_reason == "tool_calls"
+    arguments = "".join(delta.function.arguments or "" for delta in deltas)
+    assert use(deltas[0].function.name, arguments) in ("noon", "sun in Ulm", "sun in Bonn")

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -36,6 +37,7 @@ from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
 from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from minisgl.server.response_objects import ResponseObject
 from minisgl.server.responses import ResponsesRequest
 from minisgl.server.responses_answer import ResponsesAnswer
 from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -49,6 +51,7 @@ _RETRY_AFTER_S = 1
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500, 503)
 }
+_STREAMS = {**_ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
@@ -119,21 +122,23 @@ def create_app(
         (Exception, _on_bug),
     ):
         app.add_exception_handler(kind, handler)
-    app.add_api_route("/health", health, methods=["GET"], responses={503: {"model": ErrorResponse}})
-    app.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
-    app.add_api_route("/version", version, methods=["GET"])
-    app.add_api_route("/v1/models", list_models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", retrieve_model, methods=["GET"], responses={404: _ERRORS[404]})
-    app.add_api_route(
-        "/v1/chat/completions", chat_completions, methods=["POST"], response_model=ChatCompletion, responses=_ERRORS
-    )
-    app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=Completion, responses=_ERRORS)
-    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], responses=_ERRORS)
-    app.add_api_route("/generate", generate, methods=["POST"], response_model=Generated, responses=_ERRORS)
-    app.add_api_route("/v1/responses", responses, methods=["POST"], responses=_ERRORS)
-    app.add_api_route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"], responses={404: _ERRORS[404]})
-    app.add_api_route("/tokenize", tokenize, methods=["POST"], responses=_ERRORS)
-    app.add_api_route("/detokenize", detokenize, methods=["POST"], responses=_ERRORS)
+    get, post = (partial(app.add_api_route, methods=[method]) for method in ("GET", "POST"))
+    get("/health", health, responses={503: _ERRORS[503]})
+    get("/metrics", metrics, response_class=PlainTextResponse)
+    get("/version", version)
+    get("/v1/models", list_models, responses=_ERRORS)
+    get("/v1/models/{name:path}", retrieve_model, responses=_ERRORS)
+    post("/v1/chat/completions", chat_completions, response_model=ChatCompletion, responses=_STREAMS)
+    post("/v1/completions", completions, response_model=Completion, responses=_STREAMS)
+    post("/v1/embeddings", embeddings, responses=_ERRORS)
+    post("/generate", generate, response_model=Generated, responses=_STREAMS)
+    whole = {"model": ResponseObject, **_STREAMS[200]}  # told, not checked at each answer
+    post("/v1/responses", responses, response_model=None, responses={**_STREAMS, 200: whole})
+    none_stored: dict[str, Any] = {"status_code": 404, "response_model": ErrorResponse, "responses": _ERRORS}
+    for method in ("GET", "DELETE"):
+        app.add_api_route("/v1/responses/{name}", stored_response, methods=[method], **none_stored)
+    post("/tokenize", tokenize, responses=_ERRORS)
+    post("/detokenize", detokenize, responses=_ERRORS)
     return app
 
 

@@ -6,12 +6,12 @@ import base64
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
 from minisgl.server.fields import Strict
+from minisgl.server.objects import Answered
 from minisgl.server.protocol import Prompts, to_prompts
 
 ONLY_EMBED = SamplingParams(max_tokens=0, embeds=True)
@@ -45,18 +45,18 @@ class EmbeddingRequest(Strict):
         return vector
 
 
-class Embedding(BaseModel):
+class Embedding(Answered):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
+class EmbeddingUsage(Answered):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(BaseModel):
+class EmbeddingList(Answered):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str

@@ -6,13 +6,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel
-
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.answers import Answer, told
 from minisgl.server.deltas import Delta
 from minisgl.server.fields import TokenId, ValidText
-from minisgl.server.objects import FinishReason, Usage
+from minisgl.server.objects import Answered, FinishReason, Usage
 from minisgl.server.protocol import GenerationRequest, to_prompts
 
 
@@ -36,7 +34,7 @@ class GenerateRequest(GenerationRequest):
         return self.logprobs
 
 
-class TokenLogprob(BaseModel):
+class TokenLogprob(Answered):
     """A token and the likeliest in its place; null for the first of a prompt."""
 
     token: str
@@ -52,7 +50,7 @@ def _shape(logprobs: list[TextLogprobs]) -> list[TokenLogprob]:
     return [TokenLogprob.of(token) for token in logprobs]
 
 
-class Generated(BaseModel):
+class Generated(Answered):
     text: str
     finish_reason: FinishReason
     prompt_logprobs: list[TokenLogprob] | None = None

@@ -9,37 +9,45 @@ import time
 import uuid
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 _IfAny: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
-class PromptTokensDetails(BaseModel):
+class Answered(BaseModel):
+    """Part of an answer: the document says that a field is always there, whether or not it has a default."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+
+class PromptTokensDetails(Answered):
     cached_tokens: int = 0
 
 
-class Usage(BaseModel):
+class Usage(Answered):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Answered):
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(Answered):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(Answered):
     """Without reasoning or calls, it has no fields for them."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["role", "content", "refusal"]})
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -48,7 +56,7 @@ class AssistantMessage(BaseModel):
     tool_calls: list[ToolCall] | None = _IfAny
 
 
-class Likely(BaseModel):
+class Likely(Answered):
     """A token and its log probability; `bytes` is null where it is not a whole character."""
 
     token: str
@@ -65,19 +73,19 @@ class ChatLogprob(Likely):
     top_logprobs: list[Likely] = []
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Answered):
     content: list[ChatLogprob]
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Answered):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Answered):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -86,7 +94,7 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(Answered):
     """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before.
 
     Nothing predicts the first token of a prompt: there is null.
@@ -98,14 +106,14 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Answered):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason
 
 
-class Completion(BaseModel):
+class Completion(Answered):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -114,7 +122,7 @@ class Completion(BaseModel):
     usage: Usage
 
 
-class ModelCard(BaseModel):
+class ModelCard(Answered):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -122,19 +130,19 @@ class ModelCard(BaseModel):
     max_model_len: int
 
 
-class ModelList(BaseModel):
+class ModelList(Answered):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Answered):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(Answered):
     error: ErrorBody
 
 

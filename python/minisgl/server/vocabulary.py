@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
 from minisgl.server.fields import Strict, TokenId, ValidText
 from minisgl.server.messages import Message
+from minisgl.server.objects import Answered
 
 
 class TokenizeRequest(Strict):
@@ -32,7 +33,7 @@ class TokenizeRequest(Strict):
         return Conversation([message.plain() for message in self.messages or ()])
 
 
-class Tokenized(BaseModel):
+class Tokenized(Answered):
     tokens: list[int]
     count: int
     max_model_len: int
@@ -45,5 +46,5 @@ class DetokenizeRequest(Strict):
     tokens: list[TokenId]
 
 
-class Detokenized(BaseModel):
+class Detokenized(Answered):
     prompt: str
