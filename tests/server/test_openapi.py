@@ -9,11 +9,11 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from minisgl.server.dialect.reasoning import PARSERS
-from minisgl.server.dialect.tool_formats import FORMATS
 
 from minisgl.message import CodecReply, ReplyError, TextLogprobs, TokenizeMsg, UserReply, pack_ids
 from minisgl.server.dialect import Dialect
+from minisgl.server.dialect.reasoning import PARSERS
+from minisgl.server.dialect.tool_formats import FORMATS
 from tests.server.harness import Call, Script
 from tests.server.test_api_server import CHAT, MODEL, RESPONSES, TEXT, App, scene
 from tests.server.test_responses import events_of
