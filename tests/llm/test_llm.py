@@ -340,6 +340,10 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> N
     with make(folder, skip_tokenizer_init=True) as bare:
         [expected], [answer] = (each.generate([ids_of("the dog")], greedy(5), use_tqdm=False) for each in (llm, bare))
         assert (answer.token_ids, answer.text) == (expected.token_ids, "")
+        parts = list(bare.stream([ids_of("the dog")], greedy(5)))
+        assert [part.token for part in parts] == expected.token_ids
+        assert {part.text for part in parts} == {""}
+        assert parts[-1].finish_reason == "length"
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):
             bare.generate(["the dog"], greedy(5), use_tqdm=False)
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):

@@ -201,9 +201,11 @@ class LLM:
     ) -> Iterator[StreamOutput]:
         """Like `generate`, token by token as they come. Closing the iterator aborts what has not finished."""
         several = _several(prompts)
-        for index, news, reply in self._run(several, self._each(several, sampling_params), wants_text=True):
-            assert reply is not None
-            yield StreamOutput(index, news.token, reply.text, reply.finish)
+        each = self._each(several, sampling_params)
+        wants_text = self._optional_tokenizer is not None or any(params.stop for params in each)
+        for index, news, reply in self._run(several, each, wants_text=wants_text):
+            text, finish = (reply.text, reply.finish) if reply else ("", news.finish)
+            yield StreamOutput(index, news.token, text, finish)
 
     def chat(
         self,

@@ -1,0 +1,126 @@
+"""Where the time of decode steps goes: the kernels of a profiler's trace, and how long the device had nothing to do.
+
+    python benchmark/offline/trace.py --model qwen3-0.6b [--requests 1 256] [--steps 40] [--out results.jsonl]
+
+Each run decodes requests like those of w1 (prompts of 100 to 1024 ids); all steps traced have the same number of them.
+The beginning and the end of the profiler's own work are not part of it: the first and last fifth of a trace are
+dropped. A share of idle time counts every gap between kernels, of the host's making or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minisgl.benchmark.perf import Figure, append_figures
+from minisgl.llm import LLM, SamplingParams
+
+MODELS = Path(__file__).parent.parent / "models"
+WARM_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel or a copy on the device, in microseconds."""
+
+    begin: float
+    end: float
+    name: str
+
+
+def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
+    """Steps of so many requests, one at a time, after some that warm up."""
+    source = random.Random(0)
+    prompts = [[source.randint(0, 9999) for _ in range(source.randint(100, 1024))] for _ in range(num_requests)]
+    params = SamplingParams(temperature=0.6, max_tokens=WARM_STEPS + num_steps + 64, ignore_eos=True)
+    answers = llm.stream(prompts, params)
+    for seen, _ in enumerate(answers, start=1):
+        step, rest = divmod(seen, num_requests)
+        if rest == 0 and step >= WARM_STEPS:
+            yield
+        if step == WARM_STEPS + num_steps:
+            break
+    answers.close()  # type: ignore[attr-defined]
+
+
+def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], float]:
+    """What the device did, the middle of it, and seconds of wall time a step without the profiler."""
+    steps = decode(llm, num_requests, num_steps)
+    next(steps)
+    began = time.perf_counter()
+    num_timed = sum(1 for _ in steps)
+    wall = (time.perf_counter() - began) / num_timed
+
+    steps = decode(llm, num_requests, num_steps)
+    next(steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in steps:
+            pass
+    spans = [
+        Span(event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    spans.sort(key=lambda span: span.begin)
+    edge = (spans[-1].end - spans[0].begin) / 5
+    return [span for span in spans if spans[0].begin + edge <= span.begin <= spans[-1].end - edge], wall
+
+
+def gaps(spans: list[Span]) -> Iterator[tuple[float, Span, Span]]:
+    """When nothing ran: how long, after what and before what."""
+    last = spans[0]
+    for span in spans[1:]:
+        if span.begin > last.end:
+            yield span.begin - last.end, last, span
+        last = max(last, span, key=lambda it: it.end)
+
+
+def print_table(title: str, times: dict[str, list[float]], whole: float, num_rows: int) -> None:
+    print(f"  {title:72}{'calls':>7}{'µs each':>10}{'share':>8}")
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:num_rows]:
+        print(f"  {name[:70]:72}{len(each):7}{sum(each) / len(each):10.2f}{sum(each) / whole:8.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir()))
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])
+    parser.add_argument("--steps", type=int, default=40, help="to trace")
+    parser.add_argument("--rows", type=int, default=16, help="of kernels, and half as many of gaps")
+    parser.add_argument("--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}')
+    parser.add_argument("--out", type=Path, help="append figures to this file")
+    args = parser.parse_args()
+    figures = []
+    options = {"max_seq_len": 4352, "max_prefill_length": 16384, **args.engine}
+    with LLM(MODELS / args.model, skip_tokenizer_init=True, dummy_weight=True, **options) as llm:
+        for num_requests in args.requests:
+            spans, wall = trace(llm, num_requests, args.steps)
+            whole = max(span.end for span in spans) - spans[0].begin
+            busy, idle = defaultdict(list), defaultdict(list)
+            for span in spans:
+                busy[span.name].append(span.end - span.begin)
+            for length, before, after in gaps(spans):
+                idle[f"{before.name[:34]} → {after.name[:34]}"].append(length)
+            share = sum(map(sum, idle.values())) / whole
+            traced = f"of {whole / 1e3:.2f} ms traced {share:.1%} idle"
+            print(f"{num_requests} requests: {wall * 1e3:.3f} ms a step; {traced}", flush=True)
+            print_table("kernel", busy, whole, args.rows)
+            print_table("idle between", idle, whole, args.rows // 2)
+            about = {"engine": "minisgl", "workload": f"decode {num_requests}", "model": args.model, "device": "cuda"}
+            figures.append(Figure(metric="idle_share", values=[round(share, 5)], **about))
+            figures.append(Figure(metric="ms_per_step", values=[round(wall * 1e3, 4)], **about))
+    if args.out:
+        append_figures(args.out, figures)
+
+
+if __name__ == "__main__":
+    main()
