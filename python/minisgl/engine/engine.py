@@ -48,8 +48,8 @@ from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
 from minisgl.moe import create_moe_backend
-from minisgl.utils import Staging
 from minisgl.utils.arch import keep_freed_memory
+from minisgl.utils.staging import Staging
 
 logger = logging.getLogger(__name__)
 
