@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import create_attention_backend
+from minisgl.config import EngineConfig
 from minisgl.core import (
     Batch,
     BatchPlan,
@@ -34,7 +35,6 @@ from minisgl.core import (
     TokenMasks,
 )
 from minisgl.distributed import DistributedInfo, create_communicator
-from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -113,7 +113,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
         config = SchedulerConfig(model=None if model is None else str(model), **options)
         folder = fetch_model(config.model, config.model_source)
-        config = replace(config, model=str(folder)).resolve(detect_hardware())
+        config = config.agree(folder).resolve(detect_hardware())
         self._mailbox = _Mailbox()
         self._uids = itertools.count()
         self._readers: dict[int, deque[DetokenizeMsg]] = {}

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from minisgl.engine.config import flag, option
+from minisgl.config import SchedulerConfig, flag, option
 from minisgl.errors import ConfigError
-from minisgl.scheduler import SchedulerConfig
 from minisgl.server.dialect.reasoning import PARSERS
 from minisgl.server.dialect.tool_formats import FORMATS
 from minisgl.utils import env

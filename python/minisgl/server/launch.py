@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import uvicorn
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
 from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
-from minisgl.models import ModelConfig, fetch_model, get_model_class
+from minisgl.models import ModelConfig, fetch_model
 from minisgl.models.fetch import model_name
 from minisgl.scheduler import scheduler_worker
 from minisgl.server.api_server import ServedModel, create_app
@@ -36,7 +35,7 @@ from minisgl.server.frontend import Frontend
 from minisgl.server.objects import now
 from minisgl.server.shell import run_shell
 from minisgl.tokenizer import tokenize_worker
-from minisgl.utils import detect_hardware, set_up_logging
+from minisgl.utils import set_up_logging
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue, private_folder
 from minisgl.utils.supervisor import Report, Supervisor
 
@@ -62,9 +61,8 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
 def _run(config: ServerConfig) -> int:
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
-    get_model_class(model_config.architecture)
     name = config.served_model_name or model_name(config.model)
-    config = replace(config, model=str(folder)).resolve(detect_hardware())
+    config = config.agree(folder)
     with _interruptible(), _listen(config) as listener, private_folder() as ipc:
         addresses = Addresses(ipc, config.num_tokenizer)
         with Supervisor(config.log_level) as supervisor:
