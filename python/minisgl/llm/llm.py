@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from minisgl.checkpoint import fetch_model
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
@@ -35,7 +36,6 @@ from minisgl.message import (
     UserReply,
     pack_ids,
 )
-from minisgl.models import fetch_model
 from minisgl.scheduler import Scheduler, SchedulerConfig, lead, scheduler_worker
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils import detect_hardware

@@ -22,11 +22,10 @@ from typing import Any
 
 import uvicorn
 
+from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
 from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
-from minisgl.models import ModelConfig, fetch_model
-from minisgl.models.fetch import model_name
 from minisgl.scheduler import scheduler_worker
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.args import ServerConfig, parse_args
