@@ -36,7 +36,7 @@ from minisgl.message import (
     UserReply,
     pack_ids,
 )
-from minisgl.scheduler import Scheduler, SchedulerConfig, lead, scheduler_worker
+from minisgl.scheduler import Scheduler, SchedulerConfig, lead
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, private_folder
@@ -122,7 +122,7 @@ class LLM:
             addresses = Addresses(stack.enter_context(private_folder()))
             supervisor = stack.enter_context(Supervisor("WARNING"))
             for rank in range(1, config.tp):
-                supervisor.start(f"scheduler-{rank}", scheduler_worker, config, rank, addresses)
+                supervisor.start(f"scheduler-{rank}", "minisgl.scheduler:scheduler_worker", config, rank, addresses)
             engine = Engine(config, DistributedInfo(0, config.tp), addresses.meeting)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)
