@@ -24,7 +24,8 @@ def detect_hardware() -> Hardware:
     import torch  # here: of those that import this file only schedulers need it
 
     if torch.cuda.is_available():
-        return Hardware("cuda", torch.cuda.is_bf16_supported(), torch.cuda.device_count())
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # which no rank tries on another's GPU
+        return Hardware("cuda", has_bf16, torch.cuda.device_count())
     return Hardware("cpu", _cpu_has_bf16(), 0)
 
 
