@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -57,3 +59,22 @@ def test_what_cannot_work_is_one_line_and_exit_code_1(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: ")
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        (
+            "minisgl.__main__, minisgl.server",
+            ["torch", "numpy", "transformers", "fastapi", "uvicorn", "prompt_toolkit"],
+        ),
+        ("minisgl.server.serve", ["torch", "transformers"]),
+        ("minisgl.tokenizer", ["torch", "fastapi"]),
+    ],
+)
+def test_what_stands_before_the_workers_and_in_light_ones_imports_nothing_heavy(
+    modules: str, without: list[str]
+) -> None:
+    script = f"import sys, {modules}; print(*sorted(set({without}) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
