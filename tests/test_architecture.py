@@ -17,8 +17,8 @@ import minisgl
 PACKAGE = Path(minisgl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TIERS = [
-    {"version", "core", "sampling_params", "errors", "utils"},
-    {"distributed", "message", "kernel"},
+    {"version", "core", "config", "sampling_params", "errors", "utils"},
+    {"checkpoint", "distributed", "message", "kernel"},
     {"layers", "attention", "kvcache", "moe"},
     {"models"},
     {"engine", "scheduler"},
@@ -27,6 +27,8 @@ TIERS = [
 WITHIN_A_TIER = {
     ("core", "errors"),
     ("core", "sampling_params"),
+    ("config", "errors"),
+    ("config", "utils"),
     ("sampling_params", "errors"),
     ("utils", "errors"),
     ("message", "core"),

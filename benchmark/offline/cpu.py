@@ -18,9 +18,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.checkpoint import fetch_model
+from minisgl.checkpoint.default_model import DEFAULT_MODEL
 from minisgl.llm import LLM, SamplingParams
-from minisgl.models import fetch_model, open_checkpoint
-from minisgl.models.default_model import DEFAULT_MODEL
+from minisgl.models import open_checkpoint
 
 Generate = Callable[[list[list[int]], int], None]
 NUM_DECODED = 32

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.checkpoint import model_name
 from minisgl.core import Grammar
 from minisgl.llm import LLM, SamplingParams
-from minisgl.models.fetch import model_name
 from minisgl.utils import detect_hardware
 
 PERSON = {

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from minisgl.sampling_params import Grammar, SamplingParams
 
-if TYPE_CHECKING:  # names for the type checker; at run time core imports nothing from above
+if TYPE_CHECKING:  # names for the type checker; at run time core imports nothing from above, and no torch
+    from torch import Tensor
+
     from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
     from minisgl.kvcache.base import BaseKVCachePool
     from minisgl.moe.base import BaseMoeBackend

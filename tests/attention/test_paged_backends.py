@@ -146,7 +146,7 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
     refuse("fa", r"--attn fa needs FlashAttention: pip install 'minisgl\[fa\]'")
     refuse("fi", r"--attn fi needs FlashInfer: pip install 'minisgl\[cuda\]'")
     refuse("torch,trtllm", r"--attn trtllm needs FlashInfer: pip install 'minisgl\[cuda\]'")
-    refuse("torch,none", "unknown attention backend 'none'")
+    refuse("torch,none", "--attn must be of .*, got 'none'")
     refuse("torch,torch,torch", "one backend, or one for prompts and one for decodes, got 'torch,torch,torch'")
 
 

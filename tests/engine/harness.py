@@ -30,7 +30,9 @@ def random_prompts(lengths: list[int], vocab_size: int, seed: int = 0) -> list[P
 def config_of(model: Path, **options: Any) -> SchedulerConfig:
     """A resolved config: float32 on the CPU, with room for a few hundred tokens unless `options` say otherwise."""
     small = {"dtype": "float32", "page_size": 4, "num_pages": 512, "max_running_requests": 32}
-    return SchedulerConfig(model=str(model), device="cpu", attn="torch", **{"overlap": False, **small, **options})
+    return SchedulerConfig(
+        model=str(model), device="cpu", attn="torch", **{"overlap": False, "seed": 0, **small, **options}
+    )
 
 
 class WatchedEngine(Engine):

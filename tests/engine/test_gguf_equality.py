@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minisgl.models import fetch_model
+from minisgl.checkpoint import fetch_model
+from tests.checkpoint.gguf_files import saved_weights, write_gguf
 from tests.checkpoints import VOCAB_SIZE, tiny_model
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.oracle import Oracle, assert_equals_oracle
-from tests.models.gguf_files import saved_weights, write_gguf
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe"])

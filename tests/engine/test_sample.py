@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.engine import BatchSamplingArgs, sample
 from minisgl.kernel import noise
-from minisgl.utils import Staging
+from minisgl.utils.staging import Staging
 
 CPU = torch.device("cpu")
 SMALL, LARGE = 50, 1500  # the sampler looks at 1024 candidates first

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.errors import CheckpointError, ConfigError
-from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight, open_checkpoint
+from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
 from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
 from tests.distributed.groups import Alone
 from tests.layers.sources import RandomSource

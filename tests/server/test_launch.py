@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
-from minisgl.server.dialect import Dialect
-from minisgl.server.dialect.reasoning import Thinking
-from minisgl.server.dialect.tool_formats import Hermes, Mistral
-from minisgl.server.launch import _accept_connections, _dialect, _listen, launch_server
-from minisgl.utils.supervisor import Report, Vocabulary
+from minisgl.server.launch import _accept_connections, _listen, launch_server
 
 
 def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
@@ -45,15 +43,6 @@ def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
         assert host == "", "the empty name means every address"
 
 
-def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_options() -> None:
-    reports = [Report(max_seq_len=8), Report(vocabulary=Vocabulary("<tool_call>", {"<tool_call>": 7})), Report()]
-    said = _dialect(reports, ServerConfig())
-    assert (type(said.calls), said.thoughts, said.markers) == (Hermes, None, {"<tool_call>": 7})
-    said = _dialect(reports, ServerConfig(tool_call_parser="mistral", reasoning_parser="deepseek_r1"))
-    assert (type(said.calls), said.thoughts) == (Mistral, Thinking(is_open=True))
-    assert _dialect([Report(vocabulary=Vocabulary(None, {}))], ServerConfig()) == Dialect()
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -70,3 +59,22 @@ def test_what_cannot_work_is_one_line_and_exit_code_1(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: ")
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        (
+            "minisgl.__main__, minisgl.server",
+            ["torch", "numpy", "transformers", "fastapi", "uvicorn", "prompt_toolkit"],
+        ),
+        ("minisgl.server.serve", ["torch", "transformers"]),
+        ("minisgl.tokenizer", ["torch", "fastapi"]),
+    ],
+)
+def test_what_stands_before_the_workers_and_in_light_ones_imports_nothing_heavy(
+    modules: str, without: list[str]
+) -> None:
+    script = f"import sys, {modules}; print(*sorted(set({without}) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

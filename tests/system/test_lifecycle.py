@@ -131,6 +131,25 @@ def test_a_port_in_use_is_one_line(server: Program, folder: Path) -> None:
     assert server.is_healthy()
 
 
+def unknown(folder: Path, copy: Path) -> Path:
+    shutil.copytree(folder, copy)
+    config = copy / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["BertModel"]}))
+    return copy
+
+
+def test_what_the_ranks_find_out_is_one_line(folder: Path, tmp_path: Path) -> None:
+    cases = [
+        (folder, ["--tp", "2", "--device", "cpu", "--attn", "fi"], "--attn fi needs a GPU"),
+        (unknown(folder, tmp_path / "unknown"), [], "unknown architecture 'BertModel'"),
+    ]
+    for model, options, reason in cases:
+        with Program(*small(model, *options)) as program:
+            assert program.wait() == 1
+            (line,) = program.stderr.splitlines()
+            assert line.startswith(f"minisgl: error: {reason}")
+
+
 def damaged(folder: Path, copy: Path) -> Path:
     shutil.copytree(folder, copy)
     weights = next(copy.glob("*.safetensors"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +46,20 @@ def test_a_chat_completion_is_what_transformers_says(server: Program) -> None:
             assert answer.choices[0].message.content == answer_to(prompt, 24)
             assert answer.choices[0].finish_reason == "length"
             assert answer.usage is not None and answer.usage.completion_tokens == 24
+
+
+def test_only_the_scheduler_has_torch(server: Program) -> None:
+    with server.client() as client:
+        client.chat.completions.create(messages=turn("the dog"), **GREEDY)
+    scheduler, *others = server.workers()
+    assert has_torch(scheduler.pid)
+    assert len(others) == 2
+    assert not any(map(has_torch, [server.process.pid, *(worker.pid for worker in others)]))
+    assert "PyTorch" not in server.stderr
+
+
+def has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(server: Program) -> None:

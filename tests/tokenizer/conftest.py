@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from minisgl.models import fetch_model
+from minisgl.checkpoint import fetch_model
 from minisgl.tokenizer import Tokenizer
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 

@@ -14,6 +14,7 @@ from minisgl.attention.flashinfer_backend import FlashInferBackend
 from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
+from minisgl.config import backend_names
 from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry
@@ -44,20 +45,6 @@ def create_attention_backend(
     return HybridBackend(prefill, *decode) if decode else prefill
 
 
-def backend_names(name: str) -> list[str]:
-    """The one or two names in a value of --attn.
-
-    Raises:
-        ConfigError: a name is not known, or there are more than two.
-    """
-    names = name.split(",")
-    if len(names) > 2:
-        raise ConfigError(f"--attn takes one backend, or one for prompts and one for decodes, got {name!r}")
-    for part in names:
-        ATTENTION_BACKENDS[part]
-    return names
-
-
 __all__ = [
     "ATTENTION_BACKENDS",
     "BaseAttnBackend",
@@ -67,6 +54,5 @@ __all__ = [
     "HybridBackend",
     "TensorRTLLMBackend",
     "TorchAttentionBackend",
-    "backend_names",
     "create_attention_backend",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
 from minisgl.core import Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
-from minisgl.utils import Staging
+from minisgl.utils.staging import Staging
 
 
 @dataclass(slots=True)

@@ -6,12 +6,11 @@
     prompts.py  log probabilities of a prompt, and its embedding
     output.py   what the host waits for
     memory.py   how many pages fit
-    config.py   its options
 
 Does not know which requests there are; that is the scheduler's. Read `engine.py`.
 """
 
-from minisgl.engine.config import EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine, EngineLimits
 from minisgl.engine.output import ForwardOutput
 from minisgl.engine.sample import BatchSamplingArgs, sample

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import create_attention_backend
+from minisgl.config import EngineConfig
 from minisgl.core import (
     Batch,
     BatchPlan,
@@ -34,7 +35,6 @@ from minisgl.core import (
     TokenMasks,
 )
 from minisgl.distributed import DistributedInfo, create_communicator
-from minisgl.engine.config import EngineConfig
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
@@ -48,8 +48,8 @@ from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
 from minisgl.moe import create_moe_backend
-from minisgl.utils import Staging
 from minisgl.utils.arch import keep_freed_memory
+from minisgl.utils.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class Engine:
     def __init__(self, config: EngineConfig, info: DistributedInfo, meeting: Path | None = None) -> None:
         assert config.model and config.device and config.dtype and config.attn and config.page_size
         started = time.monotonic()
+        self._model_config = ModelConfig.from_folder(Path(config.model))
+        model_class = get_model_class(self._model_config.architecture)
         self._device = torch.device(f"cuda:{info.rank}" if config.device == "cuda" else "cpu")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -102,11 +104,10 @@ class Engine:
         self._dtype = getattr(torch, config.dtype)
         for kernels in (kernels_for, cuda_kernels_for):  # built now, not in the first step
             kernels(torch.empty(0, dtype=self._dtype, device=self._device))
-        self._model_config = ModelConfig.from_folder(Path(config.model))
         self._comm = create_communicator(info, self._device, meeting)
         max_seq_len = _context_length(config, self._model_config)
         with out_of_memory_is_explained("loading the weights"):
-            self._model = self._load_model(config, max_seq_len)
+            self._model = self._load_model(model_class, config, max_seq_len)
         self._staging = Staging(self._device)
         with out_of_memory_is_explained("trying the largest step"):
             step_bytes = self._try_largest_step(config, max_seq_len) if self._device.type == "cuda" else 0
@@ -126,9 +127,8 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def _load_model(self, config: EngineConfig, max_seq_len: int) -> BaseLLMModel:
+    def _load_model(self, model_class: type[BaseLLMModel], config: EngineConfig, max_seq_len: int) -> BaseLLMModel:
         assert config.model
-        model_class = get_model_class(self._model_config.architecture)
         model = model_class(self._model_config, self._comm, max_seq_len, self._dtype)
         load_weight(model, Path(config.model), self._dtype, self._device, dummy=config.dummy_weight)
         set_rope_device(model, self._device)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from minisgl.attention import BaseAttnMetadata
 from minisgl.core import Batch, BatchPlan, Context, IntArray
 from minisgl.kernel import look_up
-from minisgl.utils import Staging
+from minisgl.utils.staging import Staging
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]
 _PROMPT_WORK = 2 * 10**13  # tokens times bytes of weights: beyond, the device takes longer than the host to launch

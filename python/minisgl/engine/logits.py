@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import ReqSlice, TokenLogprobs
-from minisgl.utils import Staging
+from minisgl.utils.staging import Staging
 
 _BAN = -1e9  # below all logits; a grammar's mask is lower still, so that an answer ends where it allows nothing else
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator
-from minisgl.engine.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.utils.arch import available_memory
 

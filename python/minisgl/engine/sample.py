@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.core import ReqSlice
 from minisgl.kernel import choose_tokens, lowest_kept
-from minisgl.utils import Staging
+from minisgl.utils.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ An op is built without weights, takes its own part of them from a `WeightSource`
 tensors, the `Batch`, and the `Context`. Read `base.py`, then `attention.py`.
 """
 
+from minisgl.checkpoint import RotaryConfig
 from minisgl.kernel import gelu_and_mul, silu_and_mul
 from minisgl.layers.attention import AttentionLayer
 from minisgl.layers.base import BaseOP, OPList, StateLessOP, WeightSource
@@ -15,7 +16,7 @@ from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, LinearRowParallel
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import RMSNorm, RMSNormFused
-from minisgl.layers.rotary import RotaryConfig, RotaryEmbedding, get_rope, set_rope_device
+from minisgl.layers.rotary import RotaryEmbedding, get_rope, set_rope_device
 
 __all__ = [
     "AttentionLayer",

@@ -13,31 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minisgl.checkpoint import RotaryConfig
 from minisgl.errors import CheckpointError
 from minisgl.kernel import Rotation
 from minisgl.layers.base import BaseOP, StateLessOP
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryConfig:
-    """How a model's positions turn.
-
-    Attributes:
-        kind: one of those above.
-        scaling: the checkpoint's further parameters, by their Hugging Face names.
-    """
-
-    head_dim: int
-    theta: float
-    max_position: int
-    kind: str = "default"
-    scaling: dict[str, Any] = field(default_factory=dict)
 
 
 class RotaryEmbedding(StateLessOP):

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from minisgl.checkpoint import fetch_model
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
@@ -35,8 +36,7 @@ from minisgl.message import (
     UserReply,
     pack_ids,
 )
-from minisgl.models import fetch_model
-from minisgl.scheduler import Scheduler, SchedulerConfig, lead, scheduler_worker
+from minisgl.scheduler import Scheduler, SchedulerConfig, lead
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, private_folder
@@ -113,7 +113,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
         config = SchedulerConfig(model=None if model is None else str(model), **options)
         folder = fetch_model(config.model, config.model_source)
-        config = replace(config, model=str(folder)).resolve(detect_hardware())
+        config = config.agree(folder).resolve(detect_hardware())
         self._mailbox = _Mailbox()
         self._uids = itertools.count()
         self._readers: dict[int, deque[DetokenizeMsg]] = {}
@@ -122,7 +122,7 @@ class LLM:
             addresses = Addresses(stack.enter_context(private_folder()))
             supervisor = stack.enter_context(Supervisor("WARNING"))
             for rank in range(1, config.tp):
-                supervisor.start(f"scheduler-{rank}", scheduler_worker, config, rank, addresses)
+                supervisor.start(f"scheduler-{rank}", "minisgl.scheduler:scheduler_worker", config, rank, addresses)
             engine = Engine(config, DistributedInfo(0, config.tp), addresses.meeting)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch, Context
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError
@@ -32,7 +33,6 @@ from minisgl.layers import (
     VocabParallelEmbedding,
     get_rope,
 )
-from minisgl.models.config import ModelConfig
 
 _ACTIVATIONS = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 

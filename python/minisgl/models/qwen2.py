@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.models.base import AttentionOptions, BaseLLMModel
-from minisgl.models.config import ModelConfig
 
 
 class Qwen2ForCausalLM(BaseLLMModel):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedCommunicator
 from minisgl.layers import MoELayer
 from minisgl.models.base import MLP, GatedMLP
-from minisgl.models.config import ModelConfig
 from minisgl.models.qwen3 import Qwen3ForCausalLM
 
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minisgl.checkpoint.gguf import GGUF_NAME, GGUFFile
 from minisgl.errors import CheckpointError
 from minisgl.layers import BaseOP
-from minisgl.models.gguf import GGUF_NAME, GGUFFile
 
 _INDEX = "model.safetensors.index.json"
 

@@ -11,8 +11,8 @@
 Read `scheduler.py` first.
 """
 
+from minisgl.config import SchedulerConfig
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.scheduler.prefill import PrefillManager

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs, TokenMasks
 from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
@@ -36,7 +37,6 @@ from minisgl.message import (
 )
 from minisgl.sampling_params import MAX_SEED
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.grammar import Grammars
 from minisgl.scheduler.io import Inbox, Outbox
@@ -76,6 +76,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+        assert config.seed is not None, "ranks would draw different ones"
         limits = executor.limits
         self.is_running = True
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.max_seq_len)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.message import BackendMsg, BatchBackendMsg, ShutdownMsg, decoder, encode
-from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.io import DiscardOutbox, FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, Report
 
@@ -15,8 +16,10 @@ from minisgl.utils.supervisor import Ready, Report
 def scheduler_worker(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
     """Body of a process: a scheduler and its engine, until an ExitMsg comes.
 
-    Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0.
+    Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0. All are on one machine, of which
+    they say the same: what is auto is resolved here, so that nobody else needs torch.
     """
+    config = config.resolve(detect_hardware())
     inbox, outbox = _queues(config, rank, addresses)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.meeting)
     scheduler = Scheduler(config, engine, inbox, outbox)

@@ -2,6 +2,7 @@
 
     args.py        the command line, made from the config's fields
     launch.py      `launch_server`: from options to a running server and back to nothing
+    serve.py       the event loop, between the two
     api_server.py  the routes
     frontend.py    open requests: from a prompt to a stream of replies
     protocol.py    requests: which fields are honoured, and the parameters and prompts that they become
@@ -15,12 +16,10 @@
     metrics.py     the numbers at /metrics
     shell.py       the chat
 
-Read `launch.py`, then `api_server.py`.
+What is imported here is light, for it stands before the start of the workers. Read `launch.py`, then `api_server.py`.
 """
 
-from minisgl.server.api_server import create_app
 from minisgl.server.args import ServerConfig, parse_args
-from minisgl.server.frontend import Frontend
 from minisgl.server.launch import launch_server
 
-__all__ = ["Frontend", "ServerConfig", "create_app", "launch_server", "parse_args"]
+__all__ = ["ServerConfig", "launch_server", "parse_args"]

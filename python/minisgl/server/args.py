@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from minisgl.engine.config import flag, option
+from minisgl.config import SchedulerConfig, flag, option
 from minisgl.errors import ConfigError
-from minisgl.scheduler import SchedulerConfig
-from minisgl.server.dialect.reasoning import PARSERS
-from minisgl.server.dialect.tool_formats import FORMATS
 from minisgl.utils import env
 from minisgl.version import __version__
 
+TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -34,10 +33,10 @@ class ServerConfig(SchedulerConfig):
         (), "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY", secret=True
     )
     tool_call_parser: str | None = option(
-        None, "how the model calls tools; auto: as its chat template says", tuple(FORMATS)
+        None, "how the model calls tools; auto: as its chat template says", TOOL_CALL_PARSERS
     )
     reasoning_parser: str | None = option(
-        None, "how the model marks its thoughts, to tell them from content; auto: not at all", tuple(PARSERS)
+        None, "how the model marks its thoughts, to tell them from content; auto: not at all", REASONING_PARSERS
     )
     cors_origins: tuple[str, ...] = option((), "origins whose pages may call this server, with commas; * is all")
     max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")

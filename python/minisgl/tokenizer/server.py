@@ -8,6 +8,7 @@ cannot overtake its request.
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 from minisgl.errors import RequestError
@@ -34,6 +35,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer.tokenize import Tokenizer
+from minisgl.utils.env import silence_transformers
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, Report, Vocabulary
 
@@ -112,9 +114,17 @@ def tokenize_worker(ready: Ready, folder: Path, max_seq_len: int, inbox: str, ad
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
+    _do_without_torch()
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg))
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
     worker = TokenizeWorker(folder, max_seq_len, backend, frontend)
     ready(Report(vocabulary=worker.vocabulary))
     worker.run(queue)
+
+
+def _do_without_torch() -> None:
+    """Hide torch from transformers, which would import it only to know that it is there: a second and 180 MB."""
+    assert "torch" not in sys.modules
+    silence_transformers()
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's word for "there is none"

@@ -8,8 +8,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -23,8 +21,11 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
+    import torch  # here: of those that import this file only schedulers need it
+
     if torch.cuda.is_available():
-        return Hardware("cuda", torch.cuda.is_bf16_supported(), torch.cuda.device_count())
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # which no rank tries on another's GPU
+        return Hardware("cuda", has_bf16, torch.cuda.device_count())
     return Hardware("cpu", _cpu_has_bf16(), 0)
 
 

@@ -1,4 +1,4 @@
-"""The environment, read in this one place."""
+"""The environment, read and written in this one place."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def nvcc() -> str:
     home = os.environ.get("CUDA_HOME")
     folders = [*([f"{home}/bin"] if home else []), os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     return shutil.which("nvcc", path=os.pathsep.join(folders)) or "nvcc"
+
+
+def silence_transformers() -> None:
+    """TRANSFORMERS_NO_ADVISORY_WARNINGS: it would advise to install torch where tokenizers do without."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

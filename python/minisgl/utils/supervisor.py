@@ -10,6 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import pkgutil
 import signal
 import time
 import traceback
@@ -61,8 +62,12 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, tuple[SpawnProcess, Connection]] = {}
 
-    def start(self, name: str, body: Callable[..., None], *args: Any) -> None:
-        """Run body(ready, *args) in a new process. It calls ready(Report) once it can work."""
+    def start(self, name: str, body: str, *args: Any) -> None:
+        """Run body(ready, *args) in a new process. It calls ready(Report) once it can work.
+
+        Args:
+            body: "module:function", which nobody but the new process imports.
+        """
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_run_worker,
@@ -159,7 +164,7 @@ def _run_worker(
     parent_pid: int,
     connection: Connection,
     log_level: str,
-    body: Callable[..., None],
+    body: str,
     *args: Any,
 ) -> None:
     """Entry of every child: tie it to its parent, run its body, and report what goes wrong before it is ready.
@@ -174,7 +179,7 @@ def _run_worker(
         connection.send_bytes(msgspec.json.encode(content))
 
     try:
-        body(report, *args)
+        pkgutil.resolve_name(body)(report, *args)
     except Exception as error:  # the border of the process: said once, then the supervisor acts
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())

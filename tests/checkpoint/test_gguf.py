@@ -14,13 +14,14 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint.gguf import GGUFFile, unpack
 from minisgl.errors import CheckpointError
-from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, open_checkpoint
-from minisgl.models.gguf import GGUFFile, unpack
+from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
 from minisgl.models.weight import GGUFCheckpoint
+from tests.checkpoint.gguf_files import Array, permuted, saved_weights, write_gguf
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, VOCAB_SIZE, tiny_checkpoint, tiny_model
 from tests.distributed.groups import Alone
-from tests.models.gguf_files import Array, permuted, saved_weights, write_gguf
 
 CPU = torch.device("cpu")
 TYPES = [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1]

