@@ -18,14 +18,14 @@ from minisgl.kernel import cuda_kernels_for, filters, lowest_kept, lowest_kept_r
 from minisgl.utils.env import nvcc
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SOURCE = Path(native.__file__).parent / "csrc" / "gpu.cu"
+SOURCE = Path(native.__file__).parent / "csrc" / "filters.cu"
 LIBRARIES = [f"-I{libinfo.find_include_path()}", f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
 SMALLEST, LARGEST = 2.0**-15, 4080.0  # of the magnitudes that the kernel tells apart
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The functions of gpu.cu."""
+    """The functions of filters.cu."""
     if DEVICE.type == "cuda":
         built = cuda_kernels_for(torch.empty(0, dtype=torch.bfloat16, device=DEVICE))
         return built or pytest.skip("there is no nvcc")

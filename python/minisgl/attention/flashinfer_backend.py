@@ -1,9 +1,10 @@
 """FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
 
-The decodes at the head of a plan go to its decode kernels, all other slices to its prefill kernels (FlashAttention 3 on
-Hopper, 2 elsewhere); prompts that start at their first token need no pages for that. How a step's work is split over
-the device is planned on the host, from lengths alone, so a plan can be made before the tokens of the step before are
-known. The lists of pages are made on the device from the page table.
+The decodes at the head of a plan go to our own kernels where those can take them, else to its decode kernels; all other
+slices to its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere); prompts that start at their first token need no
+pages for that. How the work of its kernels is split over the device is planned on the host, from lengths alone, so a
+plan can be made before the tokens of the step before are known. The lists of pages are made on the device from the page
+table.
 """
 
 # Dimension key: T tokens in the batch, B slices, G requests of a graph, N query heads, K kv heads, H head dim, P pages,
@@ -21,13 +22,12 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
 from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
 from minisgl.errors import ConfigError
-from minisgl.kernel import attend_decode, kernels_for
+from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
-_FEW_HEADS = 256  # requests times kv heads up to which our own kernel, which needs no plan, is faster
-_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster, but for
-_TENSOR_CORE_SIZES = range(64, 200)  # so many requests: there only the kernel with tensor cores divides long contexts
+_FEW_HEADS = 16  # requests times kv heads up to which programs that divide each context alike are faster
+_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster
 
 
 @dataclass(slots=True)
@@ -47,10 +47,17 @@ class _Group:
 
 @dataclass(slots=True)
 class FlashInferMetadata(BaseAttnMetadata):
-    """The wrappers that a step runs, each with its slices, in the order of the batch; none for few decodes."""
+    """What runs a step: wrappers, each with its slices, and for the decodes perhaps a kernel of our own.
 
-    num_decodes: int
+    Attributes:
+        num_own: decodes that it takes; 0 if they are in a group.
+        shared_1: tokens that they share, on the device.
+        divides_alike: each context in as many parts, instead of in parts of equal length.
+    """
+
     groups: list[_Group] = field(default_factory=list)
+    num_own: int = 0
+    divides_alike: bool = False
     shared_1: Tensor | None = None
 
 
@@ -74,6 +81,7 @@ class FlashInferBackend(BaseAttnBackend):
         _, num_kv_heads, head_dim = self._caches[0][0].shape
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._dtype = self._caches[0][0].dtype
+        self._own = BalancedDecode.of(page_table_RP, self._page_size, self._shape, self._dtype)
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9
@@ -90,9 +98,9 @@ class FlashInferBackend(BaseAttnBackend):
 
     def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
         num_decodes = plan.num_decodes
-        metadata = FlashInferMetadata(num_decodes)
+        metadata = FlashInferMetadata(num_own=num_decodes if self._own else 0)
         self._planned.synchronize()  # until then FlashInfer's pinned memory is read
-        if decodes := plan.slices[:num_decodes]:
+        if (decodes := plan.slices[:num_decodes]) and not self._own:
             self._plan_decode(self._decode, *_page_lists(_ends(decodes), self._page_size))
             metadata.groups.append(self._group(self._decode, slice(num_decodes), decodes))
         if prompts := plan.slices[num_decodes:]:
@@ -132,8 +140,9 @@ class FlashInferBackend(BaseAttnBackend):
 
     def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> FlashInferMetadata:
         num_requests, is_prompt = len(row_R), num_tokens > len(row_R)
-        if shared_1 is not None or (not is_prompt and num_requests * self._shape[1] <= _FEW_HEADS):
-            return FlashInferMetadata(num_requests, shared_1=shared_1)
+        is_few = num_requests * self._shape[1] <= _FEW_HEADS
+        if not is_prompt and (self._own or is_few or shared_1 is not None):
+            return FlashInferMetadata([], num_requests, is_few or shared_1 is not None, shared_1)
         indptr, query_indptr = torch.zeros(2, num_requests + 1, dtype=torch.int32, device=self._device).unbind()
         last_page_len = torch.ones(num_requests, dtype=torch.int32, device=self._device)
         if is_prompt:
@@ -148,11 +157,9 @@ class FlashInferBackend(BaseAttnBackend):
                 self._graph_pages_X,
                 last_page_len,
                 "NHD",
-                use_tensor_cores=self._use_tensor_cores or num_requests in _TENSOR_CORE_SIZES,
+                use_tensor_cores=self._use_tensor_cores,
             )
-        metadata = FlashInferMetadata(
-            0 if is_prompt else num_requests, [_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))]
-        )
+        metadata = FlashInferMetadata([_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))])
         start_R = np.zeros(num_requests, dtype=np.int32)
         end_R = np.array([num_tokens - 1, 1], dtype=np.int32) if is_prompt else start_R + 1
         self.prepare_replay(metadata, start_R, end_R)
@@ -164,17 +171,22 @@ class FlashInferBackend(BaseAttnBackend):
             return
         self._planned.synchronize()
         wrapper, lists = metadata.groups[0].wrapper, _page_lists(end_R, self._page_size)
-        if metadata.num_decodes:
+        if isinstance(wrapper, self._flashinfer.BatchDecodeWithPagedKVCacheWrapper):
             self._plan_decode(wrapper, *lists)
         else:
             self._plan_prompts(wrapper, end_R - start_R, *lists)
         self._planned.record()
 
     def begin(self, batch: Batch) -> None:
-        assert isinstance(batch.attn_metadata, FlashInferMetadata)
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, FlashInferMetadata)
         kernels = kernels_for(self._page_table_RP)
         assert kernels is not None
-        for group in batch.attn_metadata.groups:
+        if metadata.num_own and not metadata.divides_alike:
+            assert self._own
+            decodes = slice(metadata.num_own)
+            self._own.plan(batch.row_T[decodes], batch.position_T[decodes].int())
+        for group in metadata.groups:
             if group.lists:
                 row_B, indptr, pages_X = group.lists
                 kernels.list_pages(row_B, indptr, self._page_table_RP, pages_X)
@@ -183,11 +195,15 @@ class FlashInferBackend(BaseAttnBackend):
         metadata = batch.attn_metadata
         assert isinstance(metadata, FlashInferMetadata)
         o_TNH = q_TNH.new_empty(q_TNH.shape)
-        if not metadata.groups:
+        decodes = slice(metadata.num_own)
+        if metadata.divides_alike:
             attend_decode(
-                q_TNH, *self._caches[layer], self._page_table_RP, self._page_size,
-                self._token_B[: metadata.num_decodes], batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
+                q_TNH, *self._caches[layer], self._page_table_RP, self._page_size, self._token_B[decodes],
+                batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
             )  # fmt: skip
+        elif metadata.num_own:
+            assert self._own
+            self._own.attend(q_TNH[decodes], *self._caches[layer], o_TNH[decodes])
         for group in metadata.groups:
             rows = group.rows
             kv = (self._pages[layer],) if group.lists else (k_TKH[rows], v_TKH[rows])

@@ -1,12 +1,13 @@
 """Kernels: each a function with one contract, and a reference in plain torch to be compared with.
 
 A wrapper picks the implementation by device and dtype (`dispatch.py`): csrc/cpu.cpp on a CPU with a compiler, gpu/ on a
-GPU (csrc/gpu.cu for what Triton cannot say), else the reference.
+GPU (csrc/*.cu for what Triton cannot say), else the reference.
 Nothing here knows of requests, pages or models. Read `norm.py` for the pattern, then `rotary.py`.
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
 from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
+from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, one_token_linear
@@ -20,6 +21,7 @@ from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
+    "BalancedDecode",
     "CpuLinear",
     "HeadNorms",
     "Rotation",

@@ -26,7 +26,7 @@ def kernels_for(x: Tensor) -> Any | None:
 
 
 def cuda_kernels_for(x: Tensor) -> Any | None:
-    """The functions of csrc/gpu.cu; None where there are none, and the caller runs its reference."""
+    """The functions of csrc/*.cu; None where there are none, and the caller runs its reference."""
     if x.is_cuda and x.dtype == torch.bfloat16:
         return load_cuda_kernels(*torch.cuda.get_device_capability(x.device))
     return None

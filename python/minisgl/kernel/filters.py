@@ -1,6 +1,6 @@
 """What top_k, top_p and min_p leave of the vocabulary: all tokens from some logit on.
 
-Sorted logits say which (the reference); a GPU counts values instead (csrc/gpu.cu).
+Sorted logits say which (the reference); a GPU counts values instead (csrc/filters.cu).
 """
 
 # Dimension key: B requests, V vocab, C candidates.

@@ -50,7 +50,7 @@ struct Plan {
 __global__ void __launch_bounds__(kPlanThreads)
     plan_ranges(const int* position, const int* row, int num_requests, int least_tiles, Plan plan) {
   __shared__ int sum_of_warps[kPlanThreads / 32], before;
-  wait_for_inputs();
+  wait_for_inputs();  // and lets nobody start: `attend_ranges` reads this plan before it waits itself
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) before = 0;
   for (int first = 0; first < num_requests; first += kPlanThreads) {
@@ -97,7 +97,7 @@ struct Inputs {
   float scale;  // to powers of two
 };
 
-template <class T, int kWidth>
+template <int kWidth>
 struct Warp {
   static constexpr int kSteps = kWidth / 32;  // of 32 dimensions
 
@@ -126,10 +126,11 @@ struct Warp {
     auto v = in.v.data + head * in.v.stride_head + (slot + 2 * c) * in.v.stride_slot + 8 * g;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      for (int j = 0; j < kSteps; ++j) x.k[n][j] = load_now(k + 8 * n * in.k.stride_slot + 32 * j);
+      for (int j = 0; j < kSteps; ++j) x.k[n][j] = *reinterpret_cast<const uint4*>(k + 8 * n * in.k.stride_slot + 32 * j);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      for (int j = 0; j < kWidth / 64; ++j) x.v[n][j] = load_now(v + (n % 2 + n / 2 * 8) * in.v.stride_slot + 64 * j);
+      for (int j = 0; j < kWidth / 64; ++j)
+        x.v[n][j] = *reinterpret_cast<const uint4*>(v + (n % 2 + n / 2 * 8) * in.v.stride_slot + 64 * j);
   }
 
   // `num` of the tile's tokens count.
@@ -138,8 +139,8 @@ struct Warp {
 #pragma unroll
     for (int j = 0; j < kSteps; ++j)
       for (int n = 0; n < 2; ++n) {
-        multiply<T>(score[n], {q[j].x, 0, q[j].y, 0}, {x.k[n][j].x, x.k[n][j].y});
-        multiply<T>(score[n], {q[j].z, 0, q[j].w, 0}, {x.k[n][j].z, x.k[n][j].w});
+        multiply(score[n], {q[j].x, 0, q[j].y, 0}, {x.k[n][j].x, x.k[n][j].y});
+        multiply(score[n], {q[j].z, 0, q[j].w, 0}, {x.k[n][j].z, x.k[n][j].w});
       }
     if (num < kTile) {  // what lies behind the last token may be anything
 #pragma unroll
@@ -165,7 +166,7 @@ struct Warp {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       float a = exp2f(score[n][0] * in.scale - top), b = exp2f(score[n][1] * in.scale - top);
-      weight[n] = pack<T>(a, b);
+      weight[n] = pack(a, b);
       sum += a + b;
     }
 #pragma unroll
@@ -174,7 +175,7 @@ struct Warp {
       for (int p = 0; p < 4; ++p) {
         uint32_t low = __byte_perm(v0[p], v1[p], 0x5410), high = __byte_perm(v0[p], v1[p], 0x7632);
         uint32_t low_8 = __byte_perm(v2[p], v3[p], 0x5410), high_8 = __byte_perm(v2[p], v3[p], 0x7632);
-        multiply<T>(o[4 * j + p], {low, high, low_8, high_8}, {weight[0], weight[1]});
+        multiply(o[4 * j + p], {low, high, low_8, high_8}, {weight[0], weight[1]});
       }
     }
   }
@@ -195,7 +196,7 @@ struct Warp {
       auto row = in.o + b * in.stride_o + (head * in.group + 2 * c + side) * kWidth + 8 * g;
       for (int j = 0; j < kWidth / 64; ++j) {
         uint32_t word[4];
-        for (int p = 0; p < 4; ++p) word[p] = pack<T>(o[4 * j + p][side] * factor, o[4 * j + p][side + 2] * factor);
+        for (int p = 0; p < 4; ++p) word[p] = pack(o[4 * j + p][side] * factor, o[4 * j + p][side + 2] * factor);
         *reinterpret_cast<uint4*>(row + 64 * j) = {word[0], word[1], word[2], word[3]};
       }
     }
@@ -237,21 +238,22 @@ struct Warp {
     return num == num_parts;
   }
 
-  // The parts lie at `first`, then at each second place from `second` on. A thread has four dimensions of each head.
-  __device__ void join(int b, int num_parts, int first, int second) {
+  // The parts lie at `first`, then at each second place from `second` on. A thread has four dimensions of some rows.
+  __device__ void join(int b, int num_parts, int first, int second) const {
+    constexpr int kRowsAtOnce = 4;
     int d = 4 * threadIdx.x;
     if (d >= kWidth) return;
-    for (int begin = 0; begin < in.group; begin += 2) {
-      float most[2] = {kNone, kNone}, total[2] = {}, result[2][4] = {};
-      int rows = min(2, in.group - begin);
-#pragma unroll 8
+    for (int begin = 0; begin < in.group; begin += kRowsAtOnce) {
+      float most[kRowsAtOnce], total[kRowsAtOnce] = {}, result[kRowsAtOnce][4] = {};
+      for (float& x : most) x = kNone;
+#pragma unroll 4
       for (int i = 0; i < num_parts; ++i) {
         int place = i == 0 ? first : second + 2 * (i - 1);
-        const float *tops = top_of(place) + begin, *parts = part_of(place) + begin * kWidth + d;
-        for (int r = 0; r < 2; ++r) {
-          int row = r < rows ? r : 0;
-          float x_top = load_fresh(tops + row), x_sum = load_fresh(tops + kRows + row);
-          float4 x = load_fresh(reinterpret_cast<const float4*>(parts + row * kWidth));
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+          if (begin + r >= in.group) continue;
+          float x_top = load_fresh(top_of(place) + begin + r), x_sum = load_fresh(top_of(place) + kRows + begin + r);
+          float4 x = load_fresh(reinterpret_cast<const float4*>(part_of(place) + (begin + r) * kWidth + d));
           float new_most = fmaxf(most[r], x_top), shrink = exp2f(most[r] - new_most), weight = exp2f(x_top - new_most);
           most[r] = new_most;
           total[r] = total[r] * shrink + x_sum * weight;
@@ -261,24 +263,25 @@ struct Warp {
           result[r][3] = result[r][3] * shrink + x.w * weight;
         }
       }
-      for (int r = 0; r < rows; ++r) {
-        float factor = 1 / total[r];
-        uint2 words = {pack<T>(result[r][0] * factor, result[r][1] * factor),
-                       pack<T>(result[r][2] * factor, result[r][3] * factor)};
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        if (begin + r >= in.group) continue;
+        float factor = 1 / total[r], (&x)[4] = result[r];
+        uint2 words = {pack(x[0] * factor, x[1] * factor), pack(x[2] * factor, x[3] * factor)};
         *reinterpret_cast<uint2*>(in.o + b * in.stride_o + (head * in.group + begin + r) * kWidth + d) = words;
       }
     }
   }
 };
 
-template <class T, int kWidth>
+template <int kWidth>
 __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
   int range = blockIdx.x / in.num_kv_heads;
-  Warp<T, kWidth> warp(in, blockIdx.x % in.num_kv_heads);
-  typename Warp<T, kWidth>::Tile now, next;
+  Warp<kWidth> warp(in, blockIdx.x % in.num_kv_heads);
+  typename Warp<kWidth>::Tile now, next;
   auto [size, num_tiles] = load_fresh(in.plan.start_of(-1));
   int place = range * size, end_of_range = min(place + size, num_tiles);
-  if (place >= end_of_range) return wait_for_inputs();
+  if (place >= end_of_range) return;
   auto [b, begin] = load_fresh(in.plan.start_of(range));
   for (bool waits = true; place < end_of_range; ++b, begin = 0) {
     auto [first, num, length, row] = in.plan.fresh_request(b);
@@ -290,8 +293,11 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
     };
     bool is_old = begin + 1 < num;  // its last token is of this step
     if (is_old) warp.load(now, slot_of(begin));
-    if (waits) wait_for_inputs();
-    waits = false;
+    if (waits) {
+      wait_for_inputs();
+      let_next_start();
+      waits = false;
+    }
     if (!is_old) warp.load(now, slot_of(begin));
     warp.begin(b);
     int64_t slot = begin + 1 < end ? slot_of(begin + 1) : 0;
@@ -350,9 +356,7 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH, Tens
             data_of<float>(top_X), data_of<int>(num_done_X), q_BNH.stride(0), o_BNH.stride(0), num_kv_heads,
             static_cast<int>(q_BNH.size(1)) / num_kv_heads, static_cast<int>(page_size),
             static_cast<int>(page_table_RP.stride(0)), 1.44269504f / sqrtf(static_cast<float>(width))};
-  bool is_bf16 = q_BNH.dtype().code == kDLBfloat;
-  auto kernel = width == 128 ? (is_bf16 ? attend_ranges<Bfloat16, 128> : attend_ranges<Float16, 128>)
-                             : (is_bf16 ? attend_ranges<Bfloat16, 64> : attend_ranges<Float16, 64>);
+  auto kernel = width == 128 ? attend_ranges<128> : attend_ranges<64>;
   launch(q_BNH.device(), static_cast<int>(num_ranges) * num_kv_heads, 32, kernel, in);
 }
 
