@@ -238,22 +238,20 @@ struct Warp {
     return num == num_parts;
   }
 
-  // The parts lie at `first`, then at each second place from `second` on. A thread has four dimensions of some rows.
+  // The parts lie at `first`, then at each second place from `second` on. Two rows at a time, of which a thread has four
+  // dimensions; without conditions, so that the parts are asked for together.
   __device__ void join(int b, int num_parts, int first, int second) const {
-    constexpr int kRowsAtOnce = 4;
     int d = 4 * threadIdx.x;
     if (d >= kWidth) return;
-    for (int begin = 0; begin < in.group; begin += kRowsAtOnce) {
-      float most[kRowsAtOnce], total[kRowsAtOnce] = {}, result[kRowsAtOnce][4] = {};
-      for (float& x : most) x = kNone;
-#pragma unroll 4
+    for (int begin = 0; begin < in.group; begin += 2) {
+      int row[2] = {begin, min(begin + 1, in.group - 1)};
+      float most[2] = {kNone, kNone}, total[2] = {}, result[2][4] = {};
+#pragma unroll 8
       for (int i = 0; i < num_parts; ++i) {
         int place = i == 0 ? first : second + 2 * (i - 1);
-#pragma unroll
-        for (int r = 0; r < kRowsAtOnce; ++r) {
-          if (begin + r >= in.group) continue;
-          float x_top = load_fresh(top_of(place) + begin + r), x_sum = load_fresh(top_of(place) + kRows + begin + r);
-          float4 x = load_fresh(reinterpret_cast<const float4*>(part_of(place) + (begin + r) * kWidth + d));
+        for (int r = 0; r < 2; ++r) {
+          float x_top = load_fresh(top_of(place) + row[r]), x_sum = load_fresh(top_of(place) + kRows + row[r]);
+          float4 x = load_fresh(reinterpret_cast<const float4*>(part_of(place) + row[r] * kWidth + d));
           float new_most = fmaxf(most[r], x_top), shrink = exp2f(most[r] - new_most), weight = exp2f(x_top - new_most);
           most[r] = new_most;
           total[r] = total[r] * shrink + x_sum * weight;
@@ -263,12 +261,10 @@ struct Warp {
           result[r][3] = result[r][3] * shrink + x.w * weight;
         }
       }
-#pragma unroll
-      for (int r = 0; r < kRowsAtOnce; ++r) {
-        if (begin + r >= in.group) continue;
+      for (int r = 0; r < 2; ++r) {
         float factor = 1 / total[r], (&x)[4] = result[r];
         uint2 words = {pack(x[0] * factor, x[1] * factor), pack(x[2] * factor, x[3] * factor)};
-        *reinterpret_cast<uint2*>(in.o + b * in.stride_o + (head * in.group + begin + r) * kWidth + d) = words;
+        *reinterpret_cast<uint2*>(in.o + b * in.stride_o + (head * in.group + row[r]) * kWidth + d) = words;
       }
     }
   }
