@@ -16,6 +16,7 @@ from pathlib import Path
 
 import llguidance.numpy
 import numpy as np
+import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
@@ -37,14 +38,19 @@ class Grammars:
         folder: of the model, for its tokenizer, which is read when the first grammar comes.
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
-        has_idle_cores: whether masks may be made by many threads, which on a CPU would take the model's cores.
+        max_masks: of one step.
+        for_gpu: masks are made by many threads, which on a CPU would take the model's cores, and lie where they can be
+            sent from while the host goes on.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: frozenset[int], *, has_idle_cores: bool) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_ids: frozenset[int], max_masks: int, *, for_gpu: bool
+    ) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._executor = LLExecutor() if has_idle_cores else None
+        self._max_masks, self._for_gpu = max_masks, for_gpu
+        self._executor = LLExecutor() if for_gpu else None
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
         self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=_NUM_IDLE)
 
@@ -57,6 +63,13 @@ class Grammars:
         from transformers import AutoTokenizer
 
         return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), self._vocab_size, self._eos_ids or None)
+
+    @cached_property
+    def _masks(self) -> IntArray:
+        """Of one step after the other: the last ones were sent before their tokens came, and the next want those."""
+        shape = llguidance.numpy.get_bitmask_shape(self._max_masks, self._vocab_size)
+        masks: IntArray = torch.empty(shape, dtype=torch.int32, pin_memory=self._for_gpu).numpy()
+        return masks
 
     def open(self, uid: int, grammar: Grammar) -> None:
         """
@@ -74,8 +87,8 @@ class Grammars:
         except ValueError as error:
             raise _refusal(str(error)) from None
         _check(matcher)
-        bits_1W = self._no_bits(1)
-        llguidance.numpy.fill_next_token_bitmask(matcher, bits_1W)  # it is compiled as far as it is looked at
+        first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
+        llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)  # it is compiled as far as it is looked at
         if matcher.get_error().startswith("NoExtension"):
             raise _refusal("nothing matches it")
         _check(matcher)
@@ -86,11 +99,11 @@ class Grammars:
         return any(part.req.uid in self._matchers for part in parts)
 
     def masks(self, parts: list[ReqSlice]) -> TokenMasks | None:
-        """What may be sampled; all tokens before must have been accepted."""
+        """What may be sampled, valid until the next call; all tokens before must have been accepted."""
         index = [i for i, part in enumerate(parts) if part.req.uid in self._matchers]
         if not index:
             return None
-        bits_XW = self._no_bits(len(index))
+        bits_XW = self._masks[: len(index)]
         pairs = [(self._matchers[parts[i].req.uid][1], x) for x, i in enumerate(index)]
         if self._executor:
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
@@ -98,9 +111,6 @@ class Grammars:
             for matcher, x in pairs:
                 llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
         return TokenMasks(index, bits_XW)
-
-    def _no_bits(self, num_masks: int) -> IntArray:
-        return np.empty(llguidance.numpy.get_bitmask_shape(num_masks, self._vocab_size), dtype=np.int32)
 
     def accept(self, uid: int, token: int) -> bool:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.

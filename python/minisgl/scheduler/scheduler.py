@@ -84,10 +84,8 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table)
         self.decode = DecodeManager(self.cache)
-        has_idle_cores = config.device == "cuda"
-        self.grammars = Grammars(
-            Path(config.model or ""), limits.vocab_size, limits.eos_ids, has_idle_cores=has_idle_cores
-        )
+        folder, for_gpu = Path(config.model or ""), config.device == "cuda"
+        self.grammars = Grammars(folder, limits.vocab_size, limits.eos_ids, limits.num_rows, for_gpu=for_gpu)
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
