@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -39,8 +41,8 @@ class Grammars:
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
         max_masks: of one step.
-        for_gpu: masks are made by many threads, which on a CPU would take the model's cores, and lie where they can be
-            sent from while the host goes on.
+        for_gpu: masks are made while the host does other things, by many threads, which on a CPU would take the model's
+            cores; and they lie where they can be sent from.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Grammars:
         self._eos_ids = sorted(eos_ids)
         self._max_masks, self._for_gpu = max_masks, for_gpu
         self._executor = LLExecutor() if for_gpu else None
+        self._thread = ThreadPoolExecutor(1) if for_gpu else None  # which waits for those of the executor
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
         self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=_NUM_IDLE)
 
@@ -79,7 +82,8 @@ class Grammars:
         idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
         if idle:
             self._idle.remove(idle)
-        self._matchers[uid] = idle or (grammar, self._compile(grammar))
+        is_ready = idle is not None and idle[1].reset()
+        self._matchers[uid] = idle if idle and is_ready else (grammar, self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -98,38 +102,41 @@ class Grammars:
         """Whether a grammar has a say in what the slices sample."""
         return any(part.req.uid in self._matchers for part in parts)
 
-    def masks(self, parts: list[ReqSlice]) -> TokenMasks | None:
-        """What may be sampled, valid until the next call; all tokens before must have been accepted."""
-        index = [i for i, part in enumerate(parts) if part.req.uid in self._matchers]
+    def begin_masks(self, parts: list[ReqSlice]) -> Callable[[], TokenMasks] | None:
+        """Start to find out what may be sampled, once all tokens before were accepted; the result waits for it.
+
+        Until then requests may be closed, but not opened. What it gives is valid until the next call. None if nothing
+        is forbidden.
+        """
+        matchers = [self._matchers.get(part.req.uid, (None, None))[1] for part in parts]
+        index = [i for i, it in enumerate(matchers) if it and not it.is_stopped() and not it.is_error()]
         if not index:
             return None
-        bits_XW = self._masks[: len(index)]
-        pairs = [(self._matchers[parts[i].req.uid][1], x) for x, i in enumerate(index)]
-        if self._executor:
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
-        else:
-            for matcher, x in pairs:
-                llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
-        return TokenMasks(index, bits_XW)
+        masks, pairs = TokenMasks(index, self._masks[: len(index)]), [(matchers[i], x) for x, i in enumerate(index)]
 
-    def accept(self, uid: int, token: int) -> bool:
+        def fill() -> TokenMasks:
+            if self._executor:
+                llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, masks.bits_XW)
+            for matcher, x in [] if self._executor else pairs:
+                llguidance.numpy.fill_next_token_bitmask(matcher, masks.bits_XW, x)
+            return masks
+
+        return self._thread.submit(fill).result if self._thread else fill
+
+    def accept(self, uid: int, token: int) -> bool | InvalidRequest:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.
 
-        Raises:
-            InvalidRequest: the grammar turned out to be more than llguidance follows.
+        The result is an error if the grammar turned out to be more than llguidance follows.
         """
         if uid not in self._matchers:
             return False
         _, matcher = self._matchers[uid]
         matcher.consume_token(token)
-        _check(matcher)
-        return bool(matcher.is_stopped())
+        return _refusal(matcher.get_error()) if matcher.is_error() else bool(matcher.is_stopped())
 
     def close(self, uid: int) -> None:
         if uid in self._matchers:
-            grammar, matcher = self._matchers.pop(uid)
-            if matcher.reset():
-                self._idle.append((grammar, matcher))
+            self._idle.append(self._matchers.pop(uid))
 
 
 def _source(grammar: Grammar) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -65,6 +65,7 @@ class _Launched:
 
     plan: BatchPlan
     logits_BV: Tensor | None
+    masks: Callable[[], TokenMasks] | None = None  # waits for them
     output: ForwardOutput | None = None
 
 
@@ -114,13 +115,13 @@ class Scheduler:
         """Launch batch n, then finish batch n-1 (with overlap) or n (without).
 
         A grammar has to know the tokens of batch n-1 before those of n are chosen. Then n-1 is finished in between, and
-        masks are made, while the device computes the logits of n.
+        masks are made meanwhile, while the device computes the logits of n.
         """
         self._take_in(self._inbox.receive(block=self.is_idle))
         slices = self._plan()
         launched = self._launch(slices) if slices else None
         if launched and self.grammars.guides(launched.plan.sampling):
-            self._finish_in_flight()
+            self._finish_in_flight(launched)
         if launched:
             self._sample(launched)
         self._finish_in_flight()
@@ -212,9 +213,9 @@ class Scheduler:
         return launched
 
     def _sample(self, batch: _Launched) -> None:
-        masks = None if batch.logits_BV is None else self.grammars.masks(batch.plan.sampling)
+        masks = batch.masks() if batch.masks else None
         batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
-        batch.logits_BV = None
+        batch.logits_BV = batch.masks = None
 
     def _advance(self, part: ReqSlice) -> None:
         """Account for a launched slice. A prompt is shared now, before the next plan is made."""
@@ -227,46 +228,53 @@ class Scheduler:
                 self.cache.share(req)
                 self.decode.add(req)
 
-    def _finish_in_flight(self) -> None:
-        """Take the tokens of the batch in flight, if there is one; release what nobody needs any more."""
+    def _finish_in_flight(self, guided: _Launched | None = None) -> None:
+        """Take the tokens of the batch in flight, if there is one; release what nobody needs any more.
+
+        Args:
+            guided: the batch behind it, if that needs masks; they are begun as soon as the tokens are known.
+        """
         batch, self._in_flight = self._in_flight, None
+        tokens = batch.output.wait() if batch and batch.output else []
+        taken = list(zip(batch.plan.sampling, tokens, strict=True)) if batch else []
+        matches = [part.req.finish is None and self.grammars.accept(part.req.uid, token) for part, token in taken]
+        if guided and guided.logits_BV is not None:
+            guided.masks = self.grammars.begin_masks(guided.plan.sampling)
         if batch is None:
             return
         assert batch.output
-        tokens, logprobs = batch.output.wait(), batch.output.logprobs()
+        logprobs = batch.output.logprobs()
         for index, told in batch.output.prompt_logprobs().items():
             part = batch.plan.slices[index]
             part.req.prompt_logprobs[part.start :] = told
         for index, vector in batch.output.embeddings().items():
             batch.plan.slices[index].req.embedding = vector
-        for index, (part, token) in enumerate(zip(batch.plan.sampling, tokens, strict=True)):
+        for index, ((part, token), match) in enumerate(zip(taken, matches, strict=True)):
             if part.req.finish is None:
-                self._take_token(part.req, token, logprobs.get(index))
+                self._take_token(part.req, token, match, logprobs.get(index))
         for part in batch.plan.slices:
             part.req.num_in_flight -= 1
             if part.req.uid in self._retiring and part.req.num_in_flight == 0:
                 self._release(self._retiring.pop(part.req.uid))
 
-    def _take_token(self, req: Req, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _take_token(self, req: Req, token: int, match: bool | InvalidRequest, logprobs: TokenLogprobs | None) -> None:
         if req.max_length == req.num_prompt:
             self._tell(req, finish="length")
             self._end(req, "length")
             return
         req.append(token)
         finish: FinishReason | None = None
-        try:
-            is_match = self.grammars.accept(req.uid, token)
-        except RequestError as error:
-            self._tell(req, error=ReplyError.of(error))
+        if isinstance(match, InvalidRequest):
+            self._tell(req, error=ReplyError.of(match))
             self._end(req, "abort")
             return
-        may_go_on = req.params.ignore_eos and not is_match
+        may_go_on = req.params.ignore_eos and not match
         if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not may_go_on):
             finish = "stop"
-        elif req.num_known == req.max_length and not is_match:
+        elif req.num_known == req.max_length and not match:
             finish = "length"
         self._tell(req, token=token, finish=finish, logprobs=logprobs)
-        if is_match and not finish:  # the token belongs to the answer
+        if match and not finish:  # the token belongs to the answer
             finish = "stop"
             self._tell(req, finish=finish)
         if finish:
