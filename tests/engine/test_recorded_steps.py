@@ -40,10 +40,10 @@ class FixedStaging(Staging):
 
     def send(self, *arrays: Numbers) -> list[Tensor]:
         key = tuple([(len(array), array.dtype.char) for array in arrays])
-        layout = self._layouts.get(key) or self._lay_out(key)
-        for place, array in zip(layout.places, arrays, strict=True):
+        places, _, parts = self._layouts.get(key) or self._lay_out(key)
+        for place, array in zip(places, arrays, strict=True):
             self._device_X.numpy()[place] = array.view(np.int32)
-        return layout.parts
+        return parts
 
     def _grow(self, capacity: int) -> None:
         raise AssertionError("a graph's numbers would lie elsewhere")
@@ -63,15 +63,6 @@ class Repeated:
 
 def _tensors(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
-
-
-class FakeRecorder:
-    def __init__(self, log: Counter[str]) -> None:
-        self._log = log
-
-    def record(self, call: Callable[[], Any]) -> tuple[Repeated, Any]:
-        result = call()
-        return Repeated(call, result, self._log, "forward" if isinstance(result, tuple) else "choose"), result
 
 
 class RecordableAttention(TorchAttentionBackend):
@@ -101,26 +92,27 @@ Hosts = Callable[..., Any]
 @pytest.fixture
 def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Hosts:
     """Makes a host whose engine replays, and counts what."""
+    log = Counter[str]()
+
+    def record(call: Callable[[], Any], pool: None) -> tuple[Repeated, Any]:
+        result = call()
+        return Repeated(call, result, log, "forward" if isinstance(result, tuple) else "choose"), result
+
+    monkeypatch.setattr(graph_module, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(engine_module, "create_attention_backend", lambda _, *args: RecordableAttention(*args))
     monkeypatch.setattr(graph_module, "Staging", FixedStaging)
 
     def make(**options: Any) -> tuple[Host, Counter[str]]:
-        config, log = config_of(checkpoint(ARCH), **options), Counter[str]()
+        config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config)
 
         def forward(batch: Batch) -> tuple[Tensor, Tensor | None]:
             """The kernels of a CPU know 64-bit positions alone."""
             return engine._forward_to_logits(replace(batch, position_T=batch.position_T.long()))
 
-        engine._graphs = GraphRunner(
-            forward,
-            engine._chooser,
-            engine.context,
-            MAX_DECODES,
-            engine.limits.num_rows,
-            engine._weight_bytes,
-            recorder=FakeRecorder(log),  # type: ignore[arg-type]
-        )
+        parts = (forward, engine._chooser, engine.context)
+        engine._graphs = GraphRunner(*parts, MAX_DECODES, engine._weight_bytes)
         eagerly, back = engine._write_tables, engine._way_back.send
 
         def write(writes: TableWrites) -> None:
@@ -263,16 +255,8 @@ def test_a_trial_records_few_and_counts_the_rest(hosts: Hosts, monkeypatch: pyte
 
     monkeypatch.setattr(GraphRunner, "_record", record)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
-    graphs = GraphRunner(
-        engine._forward_to_logits,
-        engine._chooser,
-        engine.context,
-        256,
-        engine.limits.num_rows,
-        engine._weight_bytes,
-        recorder=FakeRecorder(Counter()),  # type: ignore[arg-type]
-        is_trial=True,
-    )
+    parts = (engine._forward_to_logits, engine._chooser, engine.context)
+    graphs = GraphRunner(*parts, 256, engine._weight_bytes, is_trial=True)
     num_all = sum(map(len, graph_module.sizes(256, 256).values()))
     assert recorded[:3] == [(Kind.DECODES, 256), (Kind.SHARING, 256), (Kind.PROMPT, 256)]
     assert len(recorded) == len(set(recorded)) == 4 + 3 + 4

@@ -34,15 +34,13 @@ class LogitsStep:
     Attributes:
         logits_BV: None on ranks that do not sample, and where nothing does.
         place_B: int32, flat, of the token pool: where the tokens go.
-        graph: does what `choose` does with these tensors; None if there is none.
-        token_B: what the graph leaves there.
+        recorded: a graph that does what `choose` does with these tensors, and where it leaves the tokens.
     """
 
     logits_BV: Tensor | None
     args: BatchSamplingArgs
     place_B: Tensor
-    graph: torch.cuda.CUDAGraph | None = None
-    token_B: Tensor | None = None
+    recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
 
 class TokenChooser:
@@ -99,16 +97,15 @@ class TokenChooser:
         if logits_BV is not None and masks:
             row_X, bits = self._staging.send(np.array(masks.index, dtype=np.int32), masks.bits_XW.reshape(-1))
             mask_logits(logits_BV, row_X, bits.view(len(row_X), -1))
-        token_B = self._replay(step) if step.graph and not changing else self.choose(step, changing)
+        if step.recorded and not changing:
+            graph, token_B = step.recorded
+            graph.replay()
+        else:
+            token_B = self.choose(step, changing)
         if asked_XV is None:
             return token_B[: len(parts)], None
         logprobs = LogprobsOutput(list(asked), asked_XV, token_B[self.index(asked)], list(asked.values()))
         return token_B[: len(parts)], logprobs
-
-    def _replay(self, step: LogitsStep) -> Tensor:
-        assert step.graph is not None and step.token_B is not None
-        step.graph.replay()
-        return step.token_B
 
     def index(self, rows: Iterable[int]) -> Tensor:
         """Of rows of a tensor on the device."""

@@ -189,15 +189,8 @@ class Engine:
         self._graphs: GraphRunner | None = None
         max_decodes = min(config.cuda_graph_max_bs, limits.num_rows)
         if self._device.type == "cuda" and max_decodes and self.context.attn_backend.records_graphs:
-            self._graphs = GraphRunner(
-                self._forward_to_logits,
-                self._chooser,
-                self.context,
-                max_decodes,
-                limits.num_rows,
-                self._weight_bytes,
-                is_trial=is_trial,
-            )
+            parts = (self._forward_to_logits, self._chooser, self.context)
+            self._graphs = GraphRunner(*parts, max_decodes, self._weight_bytes, is_trial=is_trial)
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
@@ -260,7 +253,6 @@ class Engine:
 
     def _prepare(self, plan: BatchPlan) -> tuple[Batch, BatchSamplingArgs, Tensor]:
         """All numbers of a step go over in one copy."""
-        parts = plan.sampling
         lengths = np.array([len(part) for part in plan.slices], dtype=np.int32)
         starts = np.array([part.start for part in plan.slices], dtype=np.int32)
         rows = np.array([part.row for part in plan.slices], dtype=np.int32)
@@ -270,19 +262,16 @@ class Engine:
         lasts = np.fromiter(chain.from_iterable(wanted), dtype=np.int32)
         samples = np.array([part.samples for part in plan.slices])
         end_B = (starts + lengths)[samples]
-        sampling = sampling_arrays(parts, end_B)
+        sampling = sampling_arrays(plan.sampling, end_B)
         metadata = self.context.attn_backend.prepare(plan)
+        positions, places = np.arange(ends[-1], dtype=np.int32) + offsets, rows[samples] * self.limits.max_seq_len
         row_T, position_T, last_B, place_B, *sent = self._staging.send(
-            np.repeat(rows, lengths),
-            np.arange(ends[-1], dtype=np.int32) + offsets,
-            lasts,
-            rows[samples] * np.int32(self.limits.max_seq_len) + end_B,
-            *sampling,
+            np.repeat(rows, lengths), positions, lasts, places + end_B, *sampling
         )
         tables = (self.context.token_pool_RL, self.context.page_table_RP)
         input_ids_T, slot_T = look_up(row_T, position_T, *tables, self.limits.page_size)
         batch = Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
-        return batch, BatchSamplingArgs.sent(sent, is_filtered=has_filters(sampling)), place_B
+        return batch, BatchSamplingArgs(has_filters(sampling), *sent), place_B
 
     def close(self) -> None:
         """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minisgl.attention import BaseAttnMetadata
 from minisgl.core import Batch, BatchPlan, Context, IntArray, TableWrites
 from minisgl.engine.choose import LogitsStep, TokenChooser
-from minisgl.engine.record import Recorder, unowned
+from minisgl.engine.record import record, unowned
 from minisgl.engine.sample import BatchSamplingArgs, has_filters, sampling_arrays
 from minisgl.kernel import cuda_kernels_for, look_up, scatter
 from minisgl.utils import Numbers, Staging
@@ -80,7 +80,7 @@ class GraphRunner:
 
     Args:
         forward: from a batch to the hidden states that are sampled from, and their logits.
-        idle_row: a row of the tables whose page belongs to nobody.
+        context: of which the last row of the tables, and the pages in it, belong to nobody.
         weight_bytes: that a step reads.
         is_trial: record few of each kind, to see how much memory all would take.
 
@@ -95,45 +95,44 @@ class GraphRunner:
         chooser: TokenChooser,
         context: Context,
         max_decodes: int,
-        idle_row: int,
         weight_bytes: int,
         *,
-        recorder: Recorder | None = None,
         is_trial: bool = False,
     ) -> None:
         self._forward = forward
         self._chooser = chooser
         self._context = context
-        self._idle_row = idle_row
-        self._idle_page = int(context.page_table_RP[idle_row, 0])
-        self._num_row_pages, self._num_row_tokens = context.page_table_RP.shape[1], context.token_pool_RL.shape[1]
+        num_rows, self._num_row_tokens = context.token_pool_RL.shape
+        self._idle_row, self._num_row_pages = num_rows - 1, context.page_table_RP.shape[1]
+        self._idle_page = int(context.page_table_RP[-1, 0])
         self._counts = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None  # else filters are not recorded
         max_prompt = min(_PROMPTS[-1], self._num_row_tokens, _PROMPT_WORK // weight_bytes)
         self._sizes = sizes(max_decodes, max_prompt)
         capacity = 16 * (max(max_decodes, max_prompt) + 4)  # it must not grow: more than `_send` ever sends
         self._staging = Staging(context.page_table_RP.device, capacity)
-        self._recorder = recorder or Recorder()
+        self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Fit, _Recorded] = {}
         self.missing_bytes = 0
         if is_trial:
             self._try()
         else:
-            self._record_all([(kind, size) for kind, sizes in self._sizes.items() for size in sizes[::-1]])
+            self._record_all(self._sizes)
 
-    def _record_all(self, wanted: list[Fit]) -> None:
+    def _record_all(self, sizes: dict[Kind, list[int]]) -> None:
+        """The largest of each kind first, which make the room that all share."""
+        wanted = [(kind, size) for kind, sizes in sizes.items() for size in sizes[::-1]]
         for kind, size in tqdm(wanted, desc="Recording CUDA graphs", unit="graph", leave=False):
             self._recorded[kind, size] = self._record(kind, size)
 
     def _try(self) -> None:
-        """The largest graphs first: they make the room that all share. The others take what a few of them do."""
+        """Beside what the largest take, the others are assumed to take as much as a few of them do."""
         num_graphs = sum(map(len, self._sizes.values()))
         self._sizes = {kind: few(sizes) for kind, sizes in self._sizes.items()}
-        self._record_all([(kind, sizes[-1]) for kind, sizes in self._sizes.items() if sizes])
-        free, _ = torch.cuda.mem_get_info()
-        others = [(kind, size) for kind, sizes in self._sizes.items() for size in sizes[-2::-1]]
-        self._record_all(others)
-        taken = max(0, free - torch.cuda.mem_get_info()[0])
-        self.missing_bytes = (num_graphs - len(self._recorded)) * taken // max(1, len(others))
+        self._record_all({kind: sizes[-1:] for kind, sizes in self._sizes.items()})
+        num_largest, (free, _) = len(self._recorded), torch.cuda.mem_get_info()
+        self._record_all({kind: sizes[:-1] for kind, sizes in self._sizes.items()})
+        taken, num_few = free - torch.cuda.mem_get_info()[0], len(self._recorded) - num_largest
+        self.missing_bytes = (num_graphs - len(self._recorded)) * max(0, taken) // max(1, num_few)
 
     def fit(self, plan: BatchPlan) -> Fit | None:
         """The graph for a plan, if there is one."""
@@ -152,7 +151,7 @@ class GraphRunner:
         recorded.graph.replay()
         step = recorded.step
         if not self._counts and has_filters(sampling):
-            step = replace(step, args=replace(step.args, is_filtered=True), graph=None)
+            step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
         return recorded.hidden_RD[: len(plan.slices)], step
 
     def _send(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> list[Tensor]:
@@ -203,11 +202,11 @@ class GraphRunner:
             input_ids_G, slot_G = look_up(row_G, position_G, *tables, context.kv_pool.page_size)
             return self._forward(Batch(row_G, position_G, input_ids_G, slot_G, last_1, metadata))
 
-        graph, (hidden_RD, logits_RV) = self._recorder.record(forward)
-        step = LogitsStep(logits_RV, BatchSamplingArgs.sent(sampling, is_filtered=self._counts), place_R)
-        choice, token_R = self._recorder.record(lambda: self._chooser.choose(step))
+        graph, (hidden_RD, logits_RV) = record(forward, self._pool)
+        step = LogitsStep(logits_RV, BatchSamplingArgs(self._counts, *sampling), place_R)
+        recorded = record(lambda: self._chooser.choose(step), self._pool)
         logits_RV = None if logits_RV is None else unowned(logits_RV)
-        return _Recorded(metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, graph=choice, token_B=token_R))
+        return _Recorded(metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, recorded=recorded))
 
 
 def has_room(writes: TableWrites, fit: Fit) -> bool:
@@ -234,7 +233,7 @@ def sizes(max_decodes: int, max_prompt: int) -> dict[Kind, list[int]]:
 def fit(plan: BatchPlan, recorded: dict[Kind, list[int]]) -> Fit | None:
     """The smallest recorded graph that takes a plan, if there is one."""
     num_tokens = len(plan.slices)
-    if all(len(part) == 1 and part.samples for part in plan.slices):
+    if all(part.samples and part.start + 1 == part.end for part in plan.slices):
         can_share = plan.num_shared >= _MIN_SHARED and num_tokens >= _MIN_SHARING
         kind = Kind.SHARING if can_share else Kind.DECODES
     elif len(plan.slices) == 1 and plan.slices[0].num_wanted <= 1:

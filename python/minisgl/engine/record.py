@@ -15,27 +15,24 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Recorder:
-    """Records calls that only launch work on the current stream, and find their inputs where they were."""
+def record(call: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Call once, then record what is launched. What is read must lie where it lies now.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    Args:
+        pool: of memory, from `torch.cuda.graph_pool_handle`.
 
-    def record(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Call once, then record.
-
-        Returns:
-            the graph, and the result, which each replay makes anew in the same place.
-        """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call()  # what is compiled or allocated once is not to be recorded
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's threads go on
-            result = call()
-        return graph, result
+    Returns:
+        the graph, and the result, which each replay makes anew in the same place.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # what is compiled or allocated once is not to be recorded
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's threads go on
+        result = call()
+    return graph, result
 
 
 class _Memory:

@@ -10,7 +10,6 @@ depend on nothing else than its own logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,36 +28,30 @@ class BatchSamplingArgs:
     """The sampling parameters of a batch, with values that keep everything where a request has no filter.
 
     Attributes:
+        is_filtered: whether to look at the filters.
         temperature_B: float32; 0 is greedy.
-        seed_B2: int32, the halves of a 64-bit seed.
+        seed_2B: int32, the halves of each 64-bit seed side by side.
         position_B: int32, of the tokens to be chosen.
         top_k_B, top_p_B, min_p_B: int32, float32, float32.
-        is_filtered: whether to look at these three.
     """
 
+    is_filtered: bool
     temperature_B: Tensor
-    seed_B2: Tensor
+    seed_2B: Tensor
     position_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
-    is_filtered: bool
 
     @classmethod
     def of(cls, parts: list[ReqSlice], staging: Staging) -> BatchSamplingArgs:
         """The arguments for slices that sample."""
         arrays = sampling_arrays(parts, np.array([part.end for part in parts], dtype=np.int32))
-        return cls.sent(staging.send(*arrays), is_filtered=has_filters(arrays))
-
-    @classmethod
-    def sent(cls, arrays: Sequence[Tensor], *, is_filtered: bool) -> BatchSamplingArgs:
-        """From `sampling_arrays` on the device."""
-        temperature_B, seed_X, position_B, top_k_B, top_p_B, min_p_B = arrays
-        return cls(temperature_B, seed_X.view(-1, 2), position_B, top_k_B, top_p_B, min_p_B, is_filtered)
+        return cls(has_filters(arrays), *staging.send(*arrays))
 
 
 def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
-    """The fields of `BatchSamplingArgs` on the host.
+    """The tensors of `BatchSamplingArgs`, on the host.
 
     Args:
         end_B: where the slices end; if it is longer, the rest is greedy.
@@ -80,4 +73,4 @@ def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
     lowest_B = None
     if args.is_filtered:
         lowest_B = lowest_kept(logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B)
-    return choose_tokens(logits_BV, lowest_B, args.temperature_B, args.seed_B2, args.position_B)
+    return choose_tokens(logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B)

@@ -8,9 +8,6 @@ step before are still on their way. On a CPU nothing moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,19 +15,13 @@ from torch import Tensor
 
 _NUM_PINNED = 16
 _ALIGNED = 4  # numbers: 16 bytes, so that kernels are compiled once, whatever the lengths
-_NUM_LAYOUTS = 256
+_NUM_LAYOUTS = 256  # that are kept, since a step mostly sends what the step before it sent
 _DTYPES = {"i": torch.int32, "f": torch.float32}
 
 Numbers = NDArray[np.int32] | NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where arrays of some lengths and dtypes lie; made once, since a step sends what the step before it sent."""
-
-    places: list[slice]
-    device_X: Tensor
-    parts: list[Tensor]
+Layout = tuple[list[slice], Tensor, list[Tensor]]  # where the arrays lie, on the device all of them, and each
 
 
 class Staging:
@@ -45,7 +36,7 @@ class Staging:
         self._device = device
         self._turn = 0
         self._pinned: list[tuple[Tensor, NDArray[np.int32], torch.cuda.Event]] = []
-        self._layouts: dict[Any, _Layout] = {}
+        self._layouts: dict[tuple[tuple[int, str], ...], Layout] = {}
         if device.type != "cpu":
             self._grow(capacity)
 
@@ -54,17 +45,17 @@ class Staging:
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         key = tuple([(len(array), array.dtype.char) for array in arrays])
-        layout = self._layouts.get(key) or self._lay_out(key)
+        places, device_X, parts = self._layouts.get(key) or self._lay_out(key)
         self._turn = (self._turn + 1) % _NUM_PINNED
         pinned_X, host_X, copied = self._pinned[self._turn]
         copied.synchronize()
-        for place, array in zip(layout.places, arrays, strict=True):
+        for place, array in zip(places, arrays, strict=True):
             host_X[place] = array.view(np.int32)
-        layout.device_X.copy_(pinned_X[: len(layout.device_X)], non_blocking=True)
+        device_X.copy_(pinned_X[: len(device_X)], non_blocking=True)
         copied.record()
-        return layout.parts
+        return parts
 
-    def _lay_out(self, key: tuple[tuple[int, str], ...]) -> _Layout:
+    def _lay_out(self, key: tuple[tuple[int, str], ...]) -> Layout:
         places, end = list[slice](), 0
         for length, _ in key:
             places.append(slice(end, end + length))
@@ -74,8 +65,8 @@ class Staging:
         if len(self._layouts) == _NUM_LAYOUTS:
             self._layouts.clear()
         parts = [self._device_X[place].view(_DTYPES[char]) for place, (_, char) in zip(places, key, strict=True)]
-        layout = self._layouts[key] = _Layout(places, self._device_X[:end], parts)
-        return layout
+        self._layouts[key] = places, self._device_X[:end], parts
+        return self._layouts[key]
 
     def _grow(self, capacity: int) -> None:
         torch.cuda.synchronize(self._device)
