@@ -253,21 +253,20 @@ class Engine:
 
     def _prepare(self, plan: BatchPlan) -> tuple[Batch, BatchSamplingArgs, Tensor]:
         """All numbers of a step go over in one copy."""
-        lengths = np.array([len(part) for part in plan.slices], dtype=np.int32)
-        starts = np.array([part.start for part in plan.slices], dtype=np.int32)
-        rows = np.array([part.row for part in plan.slices], dtype=np.int32)
+        numbers = [(part.row, part.start, part.end, part.samples) for part in plan.slices]
+        rows, starts, stops, samples = np.array(numbers, dtype=np.int32).T
+        lengths, is_sampled = stops - starts, samples > 0
         ends = np.cumsum(lengths, dtype=np.int32)
         offsets = np.repeat(starts - (ends - lengths), lengths)
         wanted = (range(end - part.num_wanted, end) for end, part in zip(ends.tolist(), plan.slices, strict=True))
         lasts = np.fromiter(chain.from_iterable(wanted), dtype=np.int32)
-        samples = np.array([part.samples for part in plan.slices])
-        end_B = (starts + lengths)[samples]
+        end_B = stops[is_sampled]
+        places = rows[is_sampled] * self.limits.max_seq_len + end_B
         sampling = sampling_arrays(plan.sampling, end_B)
         metadata = self.context.attn_backend.prepare(plan)
-        positions, places = np.arange(ends[-1], dtype=np.int32) + offsets, rows[samples] * self.limits.max_seq_len
-        row_T, position_T, last_B, place_B, *sent = self._staging.send(
-            np.repeat(rows, lengths), positions, lasts, places + end_B, *sampling
-        )
+        positions = np.arange(ends[-1], dtype=np.int32) + offsets
+        arrays = (np.repeat(rows, lengths), positions, lasts, places, *sampling)
+        row_T, position_T, last_B, place_B, *sent = self._staging.send(*arrays)
         tables = (self.context.token_pool_RL, self.context.page_table_RP)
         input_ids_T, slot_T = look_up(row_T, position_T, *tables, self.limits.page_size)
         batch = Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)

@@ -139,7 +139,7 @@ class GraphRunner:
         return fit(plan, self._sizes)
 
     def run(self, plan: BatchPlan, fit: Fit) -> tuple[Tensor, LogitsStep]:
-        """hidden_BD of a plan, and its logits; valid until the next run.
+        """hidden_RD of a plan and its padding, and its logits; valid until the next run.
 
         Args:
             plan: its writes have room (`has_room`).
@@ -152,7 +152,7 @@ class GraphRunner:
         step = recorded.step
         if not self._counts and has_filters(sampling):
             step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
-        return recorded.hidden_RD[: len(plan.slices)], step
+        return recorded.hidden_RD, step
 
     def _send(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> list[Tensor]:
         """All of a step in one copy. What pads it has a page and a token written to places that nobody reads."""

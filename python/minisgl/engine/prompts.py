@@ -25,7 +25,7 @@ class PromptsOutput:
     """What was asked of prompts, on its way to the host.
 
     Args:
-        x_WD: of all slices, one after the other.
+        x_WD: of all slices, one after the other; there may be more behind them.
         logits: the model's; rank 0 alone has them, but all ranks call it for the same rows.
     """
 
