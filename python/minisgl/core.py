@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.sampling_params import Grammar, SamplingParams
+from minisgl.sampling_params import MAX_COUNT, Grammar, SamplingParams
 
 if TYPE_CHECKING:  # names for the type checker; at run time core imports nothing from above, and no torch
     from torch import Tensor
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # names for the type checker; at run time core imports nothin
     from minisgl.moe.base import BaseMoeBackend
 
 __all__ = [
+    "SAMPLING",
     "Batch",
     "BatchPlan",
     "Context",
@@ -43,10 +44,20 @@ __all__ = [
     "TableWrites",
     "TokenLogprobs",
     "TokenMasks",
+    "sampling_numbers",
 ]
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
+SAMPLING = np.dtype(  # the numbers that say how a request's tokens are chosen
+    [("seed", "<i8"), ("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4")]
+)
+
+
+def sampling_numbers(params: SamplingParams, seed: int) -> bytes:
+    """One item of `SAMPLING`; without a top_k, its largest number."""
+    numbers = (seed, params.temperature, params.top_k or MAX_COUNT, params.top_p, params.min_p)
+    return np.array(numbers, dtype=SAMPLING).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,8 @@ class Req:
 
     Attributes:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
+        sampling: its `sampling_numbers`, made once because every step needs them.
+        is_plain: whether it asks nothing of its steps but tokens that are chosen by these numbers.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
         prompt_logprobs: as far as they have come; that of position i + 1 is at i.
         embedding: float32, little-endian; None before it has come, or where nobody asked.
@@ -82,6 +95,7 @@ class Req:
     __slots__ = (
         "embedding",
         "finish",
+        "is_plain",
         "num_cached",
         "num_computed",
         "num_in_flight",
@@ -91,6 +105,8 @@ class Req:
         "params",
         "prompt_logprobs",
         "row",
+        "sampling",
+        "seed",
         "seed",
         "tokens",
         "uid",
@@ -100,6 +116,10 @@ class Req:
         self.uid = uid
         self.params = params
         self.seed = seed
+        self.sampling = sampling_numbers(params, seed)
+        self.is_plain = not (
+            params.changes_logits or params.min_tokens or params.logprobs is not None or self.asks_of_prompt
+        )
         self.tokens: IntArray = np.empty(max_length, dtype=np.int32)
         self.tokens[: len(prompt)] = prompt
         self.num_prompt = self.num_known = self.num_tokens = len(prompt)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +25,16 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from minisgl.core import ReqSlice, TableWrites, TokenMasks
+from minisgl.engine.choose import LogitsStep
+from minisgl.engine.engine import Engine
+from minisgl.engine.logits import LogprobsOutput, wants_change
+from minisgl.engine.record import unowned
+from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.llm import LLM, SamplingParams
+from minisgl.utils.staging import Staging
+from tests.checkpoints import EOS_ID, tiny_tokenizer
+from tests.engine.test_recorded_steps import KINDS as ASKED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,3 +205,108 @@ def test_a_seeded_token_is_the_same_on_both_devices(models: Models, kind: str) -
         with LLM(folder, skip_tokenizer_init=True, device=device, dtype="float32", attn="torch", max_seq_len=64) as llm:
             answers.append([out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[0] == answers[1]
+
+
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Have every choice of tokens compared with one that is not recorded, of the same logits; count what happens."""
+    log, staging = Counter[str](), Staging(engine._device)
+    finish, write = engine._chooser.finish, engine._write_tables
+
+    def checked(
+        step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor, masks: TokenMasks | None
+    ) -> tuple[Tensor, LogprobsOutput | None]:
+        before_BV = logits_BV.clone()
+        token_B, logprobs = finish(step, parts, logits_BV, masks)
+        own, tokens = BatchSamplingArgs.of(parts, staging), token_B.tolist()
+        for field in fields(own)[1:]:
+            expected = getattr(own, field.name)
+            assert torch.equal(getattr(step.args, field.name)[: len(expected)], expected), field.name
+        plain = [i for i, part in enumerate(parts) if not wants_change(part)]
+        assert torch.equal(token_B[plain], sample(logits_BV, own)[plain])
+        written = [int(engine.context.token_pool_RL[part.row, part.end]) for part in parts]
+        assert written == tokens
+        for x, i in enumerate(masks.index if masks else []):
+            assert masks and masks.bits_XW[x][tokens[i] // 32] >> tokens[i] % 32 & 1
+        for i, told in (logprobs.read() if logprobs else {}).items():
+            assert told.own == pytest.approx(float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4)
+        log["steps"] += 1
+        log["replayed"] += step.recorded is not None and len(plain) == len(parts)
+        return token_B, logprobs
+
+    def counted(writes: TableWrites) -> None:
+        log["writes"] += len(writes.pages) + len(writes.tokens) > 0
+        write(writes)
+
+    monkeypatch.setattr(engine._chooser, "finish", checked)
+    monkeypatch.setattr(engine, "_write_tables", counted)
+    return log
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": False}, {"attn": "fa"}, {"dtype": "float16"}, {"num_pages": 100}, {"tp": 2}],
+    ids=str,
+)
+def test_recorded_steps_are_those_that_are_computed(
+    models: Models, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever is asked, by some or all; logits are judged by the greedy answers, beyond the first page of each."""
+    pytest.importorskip(LIBRARIES[options.get("attn", "fi")])
+    if torch.cuda.device_count() < options.get("tp", 1):
+        pytest.skip("needs more GPUs")
+    folder, model = models("qwen3", 4, 2)
+    guided = shutil.copytree(folder, tmp_path / "guided")
+    tiny_tokenizer().save_pretrained(guided)  # for grammars; it knows fewer tokens
+    for name in ("config.json", "generation_config.json"):
+        text = (guided / name).read_text()
+        (guided / name).write_text(text.replace(f'"eos_token_id": {VOCAB_SIZE - 1}', f'"eos_token_id": {EOS_ID}'))
+    source = random.Random(3)
+    prompts = [prompt(source.randint(1, 90), source) for _ in range(21)]
+    sizes = {"max_seq_len": 256, "page_size": 16, "max_running_requests": 24, "cache": "naive"}
+    with LLM(guided, skip_tokenizer_init=True, **{"dtype": "bfloat16", **sizes, **options}) as llm:
+        log = watch(llm._scheduler._executor, monkeypatch)
+        for kind, asked in ASKED.items():
+            log.clear()
+            each = [{"max_tokens": 60 + i, "seed": i, "ignore_eos": True, **asked[i % len(asked)]} for i in range(21)]
+            outs = llm.generate(prompts, [SamplingParams(**fields) for fields in each], use_tqdm=False)
+            greedy = {"max_tokens", "seed", "ignore_eos", "temperature", "logprobs"}
+            judged = [i for i, it in enumerate(each) if it.keys() <= greedy and it.get("temperature") == 0.0]
+            if judged:
+                answers = [outs[i].token_ids for i in judged]
+                assert_chosen(folder, model, [prompts[i] for i in judged], answers)
+            is_replayed = kind != "changed" and not (kind == "filtered" and "dtype" in options)
+            if kind != "all" and "num_pages" not in options:
+                assert log["steps"] > 60 and (log["replayed"] > 50) == is_replayed, (kind, log)
+                assert log["writes"] == 1, "pages are appended by graphs"
+            llm._scheduler.check_integrity()
+        assert llm._scheduler._num_retractions > 0 or "num_pages" not in options
+
+
+def test_memory_that_is_not_owned_serves_others() -> None:
+    x_BV = torch.randn(64, 1 << 16, dtype=torch.bfloat16, device="cuda")[:, 3:]
+    before = torch.cuda.memory_allocated()
+    view_BV = unowned(x_BV)
+    assert torch.equal(view_BV, x_BV) and (view_BV.data_ptr(), view_BV.stride()) == (x_BV.data_ptr(), x_BV.stride())
+    view_BV[5] = 7.0
+    assert (x_BV[5] == 7.0).all()
+    del x_BV
+    assert torch.cuda.memory_allocated() < before
+
+
+def test_what_is_sent_arrives_however_fast_and_much() -> None:
+    source = np.random.default_rng(0)
+    staging = Staging(torch.device("cuda"), capacity=64)
+    structured = np.zeros(9, dtype=[("a", "<f4"), ("b", "<i4")])
+    structured["a"], structured["b"] = source.random(9), np.arange(9)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for turn in range(400):
+        lengths = tuple(source.integers(0, 5 if turn < 200 else 500, size=3).tolist())
+        ints, floats = source.integers(0, 99, lengths[0]).astype(np.int32), source.random(lengths[1]).astype(np.float32)
+        sent = (ints, floats, structured["a"], structured["b"], np.arange(lengths[2], dtype=np.int32))
+        received = staging.send(*sent)
+        if turn < 200:  # before it grew
+            assert places.setdefault(lengths, [x.data_ptr() for x in received]) == [x.data_ptr() for x in received]
+        copies = [x.clone() for x in received]
+        staging.send(np.full(40, -1, dtype=np.int32))
+        for array, copy in zip(sent, copies, strict=True):
+            assert np.array_equal(copy.cpu().numpy(), array)

@@ -24,8 +24,8 @@ def part(params: SamplingParams, seed: int = 0, position: int = 1) -> ReqSlice:
     return ReqSlice(req, 0, position, samples=True)
 
 
-def args_of(parts: list[ReqSlice], vocab_size: int) -> BatchSamplingArgs:
-    return BatchSamplingArgs.of(parts, vocab_size, Staging(CPU))
+def args_of(parts: list[ReqSlice]) -> BatchSamplingArgs:
+    return BatchSamplingArgs.of(parts, Staging(CPU))
 
 
 def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:
@@ -37,7 +37,7 @@ def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPat
     size = len(logits_V)
     preference_VV = torch.eye(size) * 1e9
     monkeypatch.setattr(noise, "gumbel_noise", lambda *_: preference_VV)
-    chosen_V = sample(logits_V.repeat(size, 1), args_of([part(params)] * size, size))
+    chosen_V = sample(logits_V.repeat(size, 1), args_of([part(params)] * size))
     return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
 
 
@@ -146,7 +146,7 @@ def test_tokens_are_as_frequent_as_their_softmax_says(temperature: float, filter
     expected_C = torch.softmax(logits_V[kept_ids].double() / temperature, dim=0) * num_samples
 
     parts = [part(params, seed=n % 100, position=n) for n in range(num_samples)]
-    counts_V = sample(logits_V.repeat(num_samples, 1), args_of(parts, 16)).bincount(minlength=16)
+    counts_V = sample(logits_V.repeat(num_samples, 1), args_of(parts)).bincount(minlength=16)
 
     assert counts_V.sum() == counts_V[kept_ids].sum()
     freedom = len(kept_ids) - 1
@@ -156,8 +156,8 @@ def test_tokens_are_as_frequent_as_their_softmax_says(temperature: float, filter
 
 def test_greedy_requests_get_the_likeliest_token() -> None:
     logits_BV = torch.stack([random_logits(SMALL, 1.0, seed) for seed in range(8)])
-    args = args_of([part(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8, SMALL)
-    assert args.filters is None
+    args = args_of([part(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8)
+    assert not args.is_filtered
     assert torch.equal(sample(logits_BV, args), logits_BV.argmax(dim=1))
 
 
@@ -173,8 +173,8 @@ def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
     logits_BV = torch.stack([random_logits(LARGE, 1.0, seed) for seed in range(len(each))])
     parts = [part(params, seed=n, position=n + 1) for n, params in enumerate(each)]
 
-    together = sample(logits_BV, args_of(parts, LARGE)).tolist()
-    alone = [int(sample(logits_BV[n : n + 1], args_of(parts[n : n + 1], LARGE))) for n in range(len(each))]
+    together = sample(logits_BV, args_of(parts)).tolist()
+    alone = [int(sample(logits_BV[n : n + 1], args_of(parts[n : n + 1]))) for n in range(len(each))]
 
     assert together == alone
 
@@ -182,7 +182,7 @@ def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
 def test_logits_are_left_alone() -> None:
     logits_BV = random_logits(SMALL, 1.0).repeat(4, 1)
     before = logits_BV.clone()
-    sample(logits_BV, args_of([part(SamplingParams(top_k=3))] * 4, SMALL))
+    sample(logits_BV, args_of([part(SamplingParams(top_k=3))] * 4))
     assert torch.equal(logits_BV, before)
 
 
@@ -192,7 +192,7 @@ def test_a_temperature_near_zero_is_almost_greedy(temperature: float, filters: d
     for logits_V in (random_logits(SMALL, 4.0), random_logits(SMALL, 4.0) - 100, torch.tensor([0.0, -1.0, 2.0, 1.0])):
         params = SamplingParams(temperature=temperature, **filters)
         parts = [part(params, position=position) for position in range(20)]
-        chosen_B = sample(logits_V.repeat(20, 1), args_of(parts, len(logits_V)))
+        chosen_B = sample(logits_V.repeat(20, 1), args_of(parts))
         assert chosen_B.tolist() == [int(logits_V.argmax())] * 20
 
 
@@ -201,4 +201,4 @@ def test_noise_never_outweighs_a_certain_token() -> None:
     seed, position, token = 64, 7, 9096
     logits_BV = torch.zeros(1, token + 10)
     logits_BV[0, 3] = 100.0
-    assert sample(logits_BV, args_of([part(SamplingParams(), seed, position)], token + 10)).tolist() == [3]
+    assert sample(logits_BV, args_of([part(SamplingParams(), seed, position)])).tolist() == [3]

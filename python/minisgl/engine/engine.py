@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
 from minisgl.core import (
+    NO_WRITES,
     Batch,
     BatchPlan,
     Context,
@@ -35,14 +36,14 @@ from minisgl.core import (
     TokenMasks,
 )
 from minisgl.distributed import DistributedInfo, create_communicator
-from minisgl.engine.graph import GraphRunner
-from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
+from minisgl.engine.choose import LogitsStep, TokenChooser
+from minisgl.engine.graph import GraphRunner, has_room
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
-from minisgl.engine.output import ForwardOutput
+from minisgl.engine.output import ForwardOutput, WayBack
 from minisgl.engine.prompts import PromptsOutput
-from minisgl.engine.sample import BatchSamplingArgs, sample
+from minisgl.engine.sample import BatchSamplingArgs, has_filters, sampling_arrays
 from minisgl.errors import ConfigError
-from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, mask_logits, scatter
+from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
@@ -52,8 +53,6 @@ from minisgl.utils.arch import keep_freed_memory
 from minisgl.utils.staging import Staging
 
 logger = logging.getLogger(__name__)
-
-_ROWS = 32  # of logits that are changed at a time, which takes many copies of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,9 @@ class Engine:
         max_seq_len = _context_length(config, self._model_config)
         with out_of_memory_is_explained("loading the weights"):
             self._model = self._load_model(model_class, config, max_seq_len)
-        self._staging = Staging(self._device)
+        self._staging = Staging(self._device)  # for what a step sends in front of the model
+        self._extras = Staging(self._device)  # for what few steps send, at any time
+        self._way_back = WayBack(self._device, config.max_running_requests)
         with out_of_memory_is_explained("trying the largest step"):
             step_bytes = self._try_largest_step(config, max_seq_len) if self._device.type == "cuda" else 0
         with out_of_memory_is_explained("making the KV cache"):
@@ -155,16 +156,16 @@ class Engine:
             return 0
         return_memory()  # that an engine before this one in the process may have left
         free = free_bytes(self._device, config.tp)
-        self._make_context(config, max_seq_len, 1)
+        self._make_context(config, max_seq_len, 1, is_trial=True)
         plan = _largest_step(config, max_seq_len)
         self.sample(plan, self.forward(plan)).wait()
         torch.cuda.synchronize()
-        used = free - free_bytes(self._device, config.tp)
-        del self.context, self._graphs
+        used = free - free_bytes(self._device, config.tp) + (self._graphs.missing_bytes if self._graphs else 0)
+        del self.context, self._chooser, self._graphs
         return_memory()
         return used
 
-    def _make_context(self, config: EngineConfig, max_seq_len: int, pages: int) -> None:
+    def _make_context(self, config: EngineConfig, max_seq_len: int, pages: int, *, is_trial: bool = False) -> None:
         """What steps need besides weights: the tables, the pool, and what knows where they are."""
         model = self._model_config
         assert config.page_size and config.attn
@@ -183,11 +184,13 @@ class Engine:
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
             moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
-        self._prompts: PromptsOutput | None = None  # from `forward` to `sample`
+        self._chooser = TokenChooser(self._comm, self.context.token_pool_RL, limits.eos_ids, self._extras)
+        self._launched: tuple[LogitsStep, PromptsOutput | None] | None = None  # from `forward` to `sample`
         self._graphs: GraphRunner | None = None
-        max_batch_size = min(config.cuda_graph_max_bs, config.max_running_requests)
-        if self._device.type == "cuda" and max_batch_size and self.context.attn_backend.records_graphs:
-            self._graphs = GraphRunner(self._forward, self.context, max_batch_size, limits.num_rows, self._weight_bytes)
+        max_decodes = min(config.cuda_graph_max_bs, limits.num_rows)
+        if self._device.type == "cuda" and max_decodes and self.context.attn_backend.records_graphs:
+            parts = (self._forward_to_logits, self._chooser, self.context)
+            self._graphs = GraphRunner(*parts, max_decodes, self._weight_bytes, is_trial=is_trial)
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
@@ -197,12 +200,15 @@ class Engine:
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> Tensor | None:
         """Start computing a plan, up to the logits of its slices that sample; None if none does, or rank 0 has them."""
-        self._write_tables(plan.writes)
         fit = self._graphs.fit(plan) if self._graphs else None
-        x_WD = self._graphs.run(plan, fit) if self._graphs and fit else self._forward(self._prepare(plan))
-        self._prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
-        x_BD = x_WD if len(x_WD) == len(plan.sampling) or not plan.sampling else x_WD[self._index(_sampled(plan))]
-        return self._model.logits(x_BD) if plan.sampling else None
+        if not fit or not has_room(plan.writes, fit):
+            self._write_tables(plan.writes)
+            plan = replace(plan, writes=NO_WRITES)
+        x_WD, step = self._graphs.run(plan, fit) if self._graphs and fit else self._run(plan)
+        prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
+        self._launched = step, prompts
+        num_sampling = len(plan.sampling)
+        return step.logits_BV[:num_sampling] if step.logits_BV is not None and num_sampling else None
 
     @torch.inference_mode()
     def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None = None) -> ForwardOutput:
@@ -211,19 +217,17 @@ class Engine:
         Args:
             logits_BV: from `forward`, and changed here.
         """
-        prompts, self._prompts = self._prompts, None
-        if not plan.sampling:
-            empty = torch.empty(0, dtype=torch.int32, device=self._device if prompts else None)
-            return ForwardOutput(empty, None, prompts)
-        token_B, logprobs = self._choose(plan.sampling, logits_BV, masks)
-        places = [part.row * self.limits.max_seq_len + part.end for part in plan.sampling]
-        [index_B] = self._staging.send(np.array(places, dtype=np.int32))
-        scatter(self.context.token_pool_RL, index_B, token_B)
-        return ForwardOutput(token_B, logprobs, prompts)
+        assert self._launched is not None
+        (step, prompts), self._launched = self._launched, None
+        parts = plan.sampling
+        if not parts:
+            empty = torch.empty(0, dtype=torch.int32, device=self._device)
+            return self._way_back.send(empty, None, prompts)
+        return self._way_back.send(*self._chooser.finish(step, parts, logits_BV, masks), prompts)
 
     def _write_tables(self, writes: TableWrites) -> None:
         if len(writes.pages) + len(writes.tokens):
-            page_index, pages, token_index, tokens = self._staging.send(
+            page_index, pages, token_index, tokens = self._extras.send(
                 writes.page_index, writes.pages, writes.token_index, writes.tokens
             )
             scatter(self.context.page_table_RP, page_index, pages)
@@ -233,55 +237,44 @@ class Engine:
         self.context.attn_backend.begin(batch)
         return self._model.forward(batch, self.context)
 
-    def _choose(
-        self, parts: list[ReqSlice], logits_BV: Tensor | None, masks: TokenMasks | None
-    ) -> tuple[Tensor, LogprobsOutput | None]:
-        """Rank 0 samples; the others are told, so that all ranks go on with the same tokens."""
-        if logits_BV is None:
-            return self._comm.broadcast(torch.zeros(len(parts), dtype=torch.int32, device=self._device)), None
-        num_top = {i: n for i, part in enumerate(parts) if (n := part.req.params.logprobs) is not None}
-        asked_XV = logits_BV[self._index(list(num_top))] if num_top else None  # as they are before a mask
-        if masks:
-            row_X, bits = self._staging.send(np.array(masks.index, dtype=np.int32), masks.bits_XW.reshape(-1))
-            mask_logits(logits_BV, row_X, bits.view(len(row_X), -1))
-        vocab_size = logits_BV.shape[1]
-        token_B = sample(logits_BV, BatchSamplingArgs.of(parts, vocab_size, self._staging))
-        changing = [i for i, part in enumerate(parts) if wants_change(part)]
-        for begin in range(0, len(changing), _ROWS):
-            rows = changing[begin : begin + _ROWS]
-            own, index_X = [parts[i] for i in rows], self._index(rows)
-            logits_XV = logits_BV[index_X].float()
-            change_logits(logits_XV, own, self.context.token_pool_RL, self.limits.eos_ids, self._staging)
-            token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(own, vocab_size, self._staging))
-        if asked_XV is None:
-            return self._comm.broadcast(token_B), None
-        token_X = token_B[self._index(list(num_top))]
-        logprobs = LogprobsOutput(list(num_top), asked_XV, token_X, list(num_top.values()))
-        return self._comm.broadcast(token_B), logprobs
+    def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        x_BD = self._forward(batch)
+        return x_BD, self._model.logits(x_BD)
 
-    def _index(self, rows: list[int]) -> Tensor:
-        [index_X] = self._staging.send(np.array(rows, dtype=np.int32))
-        return index_X.long()
+    def _run(self, plan: BatchPlan) -> tuple[Tensor, LogitsStep]:
+        """Without a graph: the hidden states that are wanted, and the logits of the slices that sample."""
+        batch, args, place_B = self._prepare(plan)
+        x_WD = self._forward(batch)
+        num_sampling = len(place_B)
+        if num_sampling == 0:
+            return x_WD, LogitsStep(None, args, place_B)
+        x_BD = x_WD if len(x_WD) == num_sampling else x_WD[self._chooser.index(_sampled(plan))]
+        return x_WD, LogitsStep(self._model.logits(x_BD), args, place_B)
 
-    def _prepare(self, plan: BatchPlan) -> Batch:
-        lengths = np.array([len(part) for part in plan.slices], dtype=np.int32)
-        starts = np.array([part.start for part in plan.slices], dtype=np.int32)
-        rows = np.array([part.row for part in plan.slices], dtype=np.int32)
+    def _prepare(self, plan: BatchPlan) -> tuple[Batch, BatchSamplingArgs, Tensor]:
+        """All numbers of a step go over in one copy."""
+        numbers = [(part.row, part.start, part.end, part.samples) for part in plan.slices]
+        rows, starts, stops, samples = np.array(numbers, dtype=np.int32).T
+        lengths, is_sampled = stops - starts, samples > 0
         ends = np.cumsum(lengths, dtype=np.int32)
         offsets = np.repeat(starts - (ends - lengths), lengths)
         wanted = (range(end - part.num_wanted, end) for end, part in zip(ends.tolist(), plan.slices, strict=True))
         lasts = np.fromiter(chain.from_iterable(wanted), dtype=np.int32)
+        end_B = stops[is_sampled]
+        places = rows[is_sampled] * self.limits.max_seq_len + end_B
+        sampling = sampling_arrays(plan.sampling, end_B)
         metadata = self.context.attn_backend.prepare(plan)
-        row_T, position_T, last_B = self._staging.send(
-            np.repeat(rows, lengths), np.arange(ends[-1], dtype=np.int32) + offsets, lasts
-        )
+        positions = np.arange(ends[-1], dtype=np.int32) + offsets
+        arrays = (np.repeat(rows, lengths), positions, lasts, places, *sampling)
+        row_T, position_T, last_B, place_B, *sent = self._staging.send(*arrays)
         tables = (self.context.token_pool_RL, self.context.page_table_RP)
         input_ids_T, slot_T = look_up(row_T, position_T, *tables, self.limits.page_size)
-        return Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
+        batch = Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
+        return batch, BatchSamplingArgs(has_filters(sampling), *sent), place_B
 
     def close(self) -> None:
         """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""
-        self._graphs = None
+        self._graphs = self._launched = None
         self._comm.close()
 
 

@@ -1,17 +1,18 @@
 """Steps recorded as CUDA graphs: decodes, decodes that begin with the same pages, and one short prompt.
 
-A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A graph reads its rows and
-positions from fixed places that are filled before each replay; tokens, slots and page lists it looks up itself in the
+A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step is two graphs: from
+tokens to logits, and from logits to tokens; between them the host may change logits. They read their numbers from fixed
+places that are filled, by one copy, before each replay; tokens, slots and page lists they look up themselves in the
 device's tables. What is smaller than a recorded size is padded with tokens of a row and a page of nobody.
 """
 
-# Dimension key: G tokens of a graph, R requests of a graph, D model width.
+# Dimension key: G tokens of a graph, R requests of a graph, D model width, V vocab.
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -20,9 +21,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.attention import BaseAttnMetadata
-from minisgl.core import Batch, BatchPlan, Context, IntArray
-from minisgl.kernel import look_up
-from minisgl.utils.staging import Staging
+from minisgl.core import Batch, BatchPlan, Context, IntArray, TableWrites
+from minisgl.engine.choose import LogitsStep, TokenChooser
+from minisgl.engine.record import record, unowned
+from minisgl.engine.sample import BatchSamplingArgs, has_filters, sampling_arrays
+from minisgl.kernel import cuda_kernels_for, look_up, scatter
+from minisgl.utils.staging import Numbers, Staging
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]
 _PROMPT_WORK = 2 * 10**13  # tokens times bytes of weights: beyond, the device takes longer than the host to launch
@@ -38,113 +42,182 @@ class Kind(Enum):
     PROMPT = "a prompt"
 
 
+Fit = tuple[Kind, int]  # a graph's kind and its size in tokens
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    graph: torch.cuda.CUDAGraph
+    """A step: the graph up to its logits, and what is needed for the rest. Tensors are valid after their replay."""
+
     metadata: BaseAttnMetadata
-    hidden: Tensor
+    graph: torch.cuda.CUDAGraph
+    hidden_RD: Tensor
+    step: LogitsStep
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a graph is fed: the row and position of each token, and three numbers whose meaning is its kind's.
+    """What a graph is fed of its tokens and of its requests.
 
     Attributes:
+        row_G, position_G: where each token stands.
         extra_3: of a prompt, its row, the padding's row, and the last token's index; else the number of shared tokens.
+        row_R, end_R: of the requests that sample.
+        start_A, end_A: the slices that attention sees; of a prompt also its padding.
     """
 
     row_G: IntArray
     position_G: IntArray
     extra_3: IntArray
+    row_R: IntArray
+    end_R: IntArray
+    start_A: IntArray
+    end_A: IntArray
 
 
 class GraphRunner:
     """Records and replays.
 
     Args:
-        forward: from a batch to the hidden states that are sampled from.
-        idle_row: a row of the tables whose page belongs to nobody.
+        forward: from a batch to the hidden states that are sampled from, and their logits.
+        context: of which the last row of the tables, and the pages in it, belong to nobody.
         weight_bytes: that a step reads.
+        is_trial: record few of each kind, to see how much memory all would take.
+
+    Attributes:
+        missing_bytes: what those would take that a trial leaves out.
     """
 
     @torch.inference_mode()
     def __init__(
         self,
-        forward: Callable[[Batch], Tensor],
+        forward: Callable[[Batch], tuple[Tensor, Tensor | None]],
+        chooser: TokenChooser,
         context: Context,
         max_decodes: int,
-        idle_row: int,
         weight_bytes: int,
+        *,
+        is_trial: bool = False,
     ) -> None:
         self._forward = forward
+        self._chooser = chooser
         self._context = context
-        self._idle_row = idle_row
-        max_prompt = min(_PROMPTS[-1], context.token_pool_RL.shape[1], _PROMPT_WORK // weight_bytes)
+        num_rows, self._num_row_tokens = context.token_pool_RL.shape
+        self._idle_row, self._num_row_pages = num_rows - 1, context.page_table_RP.shape[1]
+        self._idle_page = int(context.page_table_RP[-1, 0])
+        self._counts = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None  # else filters are not recorded
+        max_prompt = min(_PROMPTS[-1], self._num_row_tokens, _PROMPT_WORK // weight_bytes)
         self._sizes = sizes(max_decodes, max_prompt)
-        self._staging = Staging(context.page_table_RP.device, capacity=2 * max(max_decodes, max_prompt) + 3)
+        capacity = 16 * (max(max_decodes, max_prompt) + 4)  # it must not grow: more than `_send` ever sends
+        self._staging = Staging(context.page_table_RP.device, capacity)
         self._pool = torch.cuda.graph_pool_handle()
-        wanted = [(kind, size) for kind, sizes in self._sizes.items() for size in sizes[::-1]]
-        self._recorded = {
-            (kind, size): self._record(kind, size)
-            for kind, size in tqdm(wanted, desc="Recording CUDA graphs", unit="graph", leave=False)
-        }
+        self._recorded: dict[Fit, _Recorded] = {}
+        self.missing_bytes = 0
+        if is_trial:
+            self._try()
+        else:
+            self._record_all(self._sizes)
 
-    def fit(self, plan: BatchPlan) -> tuple[Kind, int] | None:
+    def _record_all(self, sizes: dict[Kind, list[int]]) -> None:
+        """The largest of each kind first, which make the room that all share."""
+        wanted = [(kind, size) for kind, sizes in sizes.items() for size in sizes[::-1]]
+        for kind, size in tqdm(wanted, desc="Recording CUDA graphs", unit="graph", leave=False):
+            self._recorded[kind, size] = self._record(kind, size)
+
+    def _try(self) -> None:
+        """Beside what the largest take, the others are assumed to take as much as a few of them do."""
+        num_graphs = sum(map(len, self._sizes.values()))
+        self._sizes = {kind: few(sizes) for kind, sizes in self._sizes.items()}
+        self._record_all({kind: sizes[-1:] for kind, sizes in self._sizes.items()})
+        num_largest, (free, _) = len(self._recorded), torch.cuda.mem_get_info()
+        self._record_all({kind: sizes[:-1] for kind, sizes in self._sizes.items()})
+        taken, num_few = free - torch.cuda.mem_get_info()[0], len(self._recorded) - num_largest
+        self.missing_bytes = (num_graphs - len(self._recorded)) * max(0, taken) // max(1, num_few)
+
+    def fit(self, plan: BatchPlan) -> Fit | None:
         """The graph for a plan, if there is one."""
         return fit(plan, self._sizes)
 
-    def run(self, plan: BatchPlan, fit: tuple[Kind, int]) -> Tensor:
-        """hidden_BD of a plan; valid until the next run."""
-        kind, size = fit
-        recorded = self._recorded[fit]
-        if kind is Kind.PROMPT:
-            [part] = plan.slices
-            padding = size - len(part)
-            inputs = self._inputs(size, [part.row] * len(part), range(part.start, part.end))
-            inputs.position_G[len(part) :] = np.arange(padding)
-            inputs.extra_3[:] = part.row, self._idle_row, len(part) - 1
-            start_R, end_R = np.array([part.start, 0], dtype=np.int32), np.array([part.end, padding], dtype=np.int32)
-        else:
-            inputs = self._inputs(size, [part.row for part in plan.slices], [part.start for part in plan.slices])
-            inputs.extra_3[0] = plan.num_shared
-            start_R, end_R = inputs.position_G, inputs.position_G + 1
-        self._staging.send(inputs.row_G, inputs.position_G, inputs.extra_3)
-        self._context.attn_backend.prepare_replay(recorded.metadata, start_R, end_R)
-        recorded.graph.replay()
-        return recorded.hidden[: len(plan.slices)]
+    def run(self, plan: BatchPlan, fit: Fit) -> tuple[Tensor, LogitsStep]:
+        """hidden_RD of a plan and its padding, and its logits; valid until the next run.
 
-    def _inputs(self, size: int, rows: list[int], positions: list[int] | range) -> _Inputs:
-        inputs = _Inputs(
-            np.full(size, self._idle_row, dtype=np.int32), np.zeros(size, dtype=np.int32), np.zeros(3, dtype=np.int32)
-        )
-        inputs.row_G[: len(rows)], inputs.position_G[: len(rows)] = rows, positions
-        return inputs
+        Args:
+            plan: its writes have room (`has_room`).
+        """
+        recorded, inputs = self._recorded[fit], self._inputs(plan, fit)
+        sampling = sampling_arrays(plan.slices, inputs.end_R)
+        self._send(plan, inputs, sampling)
+        self._context.attn_backend.prepare_replay(recorded.metadata, inputs.start_A, inputs.end_A)
+        recorded.graph.replay()
+        step = recorded.step
+        if not self._counts and has_filters(sampling):
+            step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
+        return recorded.hidden_RD, step
+
+    def _send(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> list[Tensor]:
+        """All of a step in one copy. What pads it has a page and a token written to places that nobody reads."""
+        place_R = inputs.row_R * self._num_row_tokens + inputs.end_R
+        place_R[len(plan.slices) :] = (self._idle_row + 1) * self._num_row_tokens - 1
+        index_R = np.full(len(place_R), self._idle_row * self._num_row_pages, dtype=np.int32)
+        page_R = np.full(len(place_R), self._idle_page, dtype=np.int32)
+        num_writes = len(plan.writes.pages)
+        index_R[:num_writes], page_R[:num_writes] = plan.writes.page_index, plan.writes.pages
+        tokens = (inputs.row_G, inputs.position_G, inputs.extra_3)
+        return self._staging.send(*tokens, index_R, page_R, place_R, *sampling)
+
+    def _inputs(self, plan: BatchPlan, fit: Fit) -> _Inputs:
+        """Without slices, of padding alone."""
+        kind, size = fit
+        row_G, end_G = np.full(size, self._idle_row, dtype=np.int32), np.ones(size, dtype=np.int32)
+        extra_3 = np.zeros(3, dtype=np.int32)
+        if kind is not Kind.PROMPT:
+            num = len(plan.slices)
+            row_G[:num], end_G[:num] = [part.row for part in plan.slices], [part.end for part in plan.slices]
+            extra_3[0] = plan.num_shared
+            return _Inputs(row_G, end_G - 1, extra_3, row_G, end_G, end_G - 1, end_G)
+        row, start, end = next(((part.row, part.start, part.end) for part in plan.slices), (self._idle_row, 0, 1))
+        length = end - start
+        row_G[:length] = row
+        position_G = np.concatenate((np.arange(start, end), np.arange(size - length)), dtype=np.int32)
+        extra_3[:] = row, self._idle_row, length - 1
+        start_A, end_A = np.array([start, 0], dtype=np.int32), np.array([end, size - length], dtype=np.int32)
+        return _Inputs(row_G, position_G, extra_3, row_G[:1], end_A[:1], start_A, end_A)
 
     def _record(self, kind: Kind, size: int) -> _Recorded:
-        idle = self._inputs(size, [], [])
-        idle.extra_3[:2] = self._idle_row
-        row_G, position_G, extra_3 = self._staging.send(idle.row_G, idle.position_G, idle.extra_3)
-        backend = self._context.attn_backend
+        nothing = BatchPlan([])
+        inputs = self._inputs(nothing, (kind, size))
+        row_G, position_G, extra_3, index_R, page_R, place_R, *sampling = self._send(
+            nothing, inputs, sampling_arrays([], inputs.end_R)
+        )
+        context, backend = self._context, self._context.attn_backend
         if kind is Kind.PROMPT:
             metadata, last_1 = backend.prepare_capture(extra_3[:2], size), extra_3[2:]
         else:
             shared_1 = extra_3[:1] if kind is Kind.SHARING else None
             metadata, last_1 = backend.prepare_capture(row_G, size, shared_1), None
 
-        def run() -> Tensor:
-            tables = (self._context.token_pool_RL, self._context.page_table_RP)
-            input_ids_G, slot_G = look_up(row_G, position_G, *tables, self._context.kv_pool.page_size)
+        def forward() -> tuple[Tensor, Tensor | None]:
+            scatter(context.page_table_RP, index_R, page_R)
+            tables = (context.token_pool_RL, context.page_table_RP)
+            input_ids_G, slot_G = look_up(row_G, position_G, *tables, context.kv_pool.page_size)
             return self._forward(Batch(row_G, position_G, input_ids_G, slot_G, last_1, metadata))
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # what is compiled or allocated once is not to be recorded
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's threads go on
-            hidden = run()
-        return _Recorded(graph, metadata, hidden)
+        graph, (hidden_RD, logits_RV) = record(forward, self._pool)
+        step = LogitsStep(logits_RV, BatchSamplingArgs(self._counts, *sampling), place_R)
+        recorded = record(lambda: self._chooser.choose(step), self._pool)
+        logits_RV = None if logits_RV is None else unowned(logits_RV)
+        return _Recorded(metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, recorded=recorded))
+
+
+def has_room(writes: TableWrites, fit: Fit) -> bool:
+    """Whether a graph can do the writes of its step: no tokens, and at most one page a request."""
+    kind, size = fit
+    return len(writes.tokens) == 0 and len(writes.pages) <= (1 if kind is Kind.PROMPT else size)
+
+
+def few(sizes: list[int]) -> list[int]:
+    """The smallest, one in the middle, and the two largest."""
+    return [size for i, size in enumerate(sizes) if i in (0, len(sizes) // 2, len(sizes) - 2, len(sizes) - 1)]
 
 
 def sizes(max_decodes: int, max_prompt: int) -> dict[Kind, list[int]]:
@@ -157,10 +230,10 @@ def sizes(max_decodes: int, max_prompt: int) -> dict[Kind, list[int]]:
     }
 
 
-def fit(plan: BatchPlan, recorded: dict[Kind, list[int]]) -> tuple[Kind, int] | None:
+def fit(plan: BatchPlan, recorded: dict[Kind, list[int]]) -> Fit | None:
     """The smallest recorded graph that takes a plan, if there is one."""
     num_tokens = len(plan.slices)
-    if all(len(part) == 1 and part.samples for part in plan.slices):
+    if all(part.samples and part.start + 1 == part.end for part in plan.slices):
         can_share = plan.num_shared >= _MIN_SHARED and num_tokens >= _MIN_SHARING
         kind = Kind.SHARING if can_share else Kind.DECODES
     elif len(plan.slices) == 1 and plan.slices[0].num_wanted <= 1:

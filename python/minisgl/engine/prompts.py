@@ -25,7 +25,7 @@ class PromptsOutput:
     """What was asked of prompts, on its way to the host.
 
     Args:
-        x_WD: of all slices, one after the other.
+        x_WD: of all slices, one after the other; there may be more behind them.
         logits: the model's; rank 0 alone has them, but all ranks call it for the same rows.
     """
 
@@ -49,7 +49,7 @@ class PromptsOutput:
         cls, plan: BatchPlan, x_WD: Tensor, logits: Callable[[Tensor], Tensor | None], token_pool_RL: Tensor
     ) -> Self | None:
         """None if nobody asks."""
-        asks = any(part.req.asks_of_prompt for part in plan.slices)
+        asks = any(not part.req.is_plain and part.req.asks_of_prompt for part in plan.slices)
         return cls(plan, x_WD, logits, token_pool_RL) if asks else None
 
     def _score(self, part: ReqSlice, x_WD: Tensor, next_token_W: Tensor) -> list[LogprobsOutput]:

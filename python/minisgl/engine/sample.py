@@ -15,59 +15,62 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from minisgl.core import ReqSlice
+from minisgl.core import SAMPLING, IntArray, ReqSlice, SamplingParams, sampling_numbers
 from minisgl.kernel import choose_tokens, lowest_kept
-from minisgl.utils.staging import Staging
+from minisgl.sampling_params import MAX_COUNT
+from minisgl.utils.staging import Numbers, Staging
 
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """The filters of a batch, with values that keep everything where a request has none: int32, float32, float32."""
-
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
+_GREEDY = sampling_numbers(SamplingParams(temperature=0.0), seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSamplingArgs:
-    """The sampling parameters of a batch.
+    """The sampling parameters of a batch, with values that keep everything where a request has no filter.
 
     Attributes:
+        is_filtered: whether to look at the filters.
         temperature_B: float32; 0 is greedy.
-        seed_B2: int32, the halves of a 64-bit seed.
+        seed_2B: int32, the halves of each 64-bit seed side by side.
         position_B: int32, of the tokens to be chosen.
-        filters: None if no request has any.
+        top_k_B, top_p_B, min_p_B: int32, float32, float32.
     """
 
+    is_filtered: bool
     temperature_B: Tensor
-    seed_B2: Tensor
+    seed_2B: Tensor
     position_B: Tensor
-    filters: Filters | None
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
 
     @classmethod
-    def of(cls, parts: list[ReqSlice], vocab_size: int, staging: Staging) -> BatchSamplingArgs:
+    def of(cls, parts: list[ReqSlice], staging: Staging) -> BatchSamplingArgs:
         """The arguments for slices that sample."""
-        params = [part.req.params for part in parts]
-        temperature_B = np.array([p.temperature for p in params], dtype=np.float32)
-        seed_2B = np.array([part.req.seed for part in parts], dtype=np.int64).view(np.int32)
-        position_B = np.array([part.end for part in parts], dtype=np.int32)
-        top_k_B = np.array([min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int32)
-        top_p_B = np.array([p.top_p for p in params], dtype=np.float32)
-        min_p_B = np.array([p.min_p for p in params], dtype=np.float32)
-        is_filtered_B = (temperature_B > 0) & ((top_k_B < vocab_size) | (top_p_B < 1) | (min_p_B > 0))
-        if not is_filtered_B.any():
-            temperature, seed, position = staging.send(temperature_B, seed_2B, position_B)
-            return cls(temperature, seed.view(-1, 2), position, None)
-        temperature, seed, position, *filters = staging.send(
-            temperature_B, seed_2B, position_B, top_k_B, top_p_B, min_p_B
-        )
-        return cls(temperature, seed.view(-1, 2), position, Filters(*filters))
+        arrays = sampling_arrays(parts, np.array([part.end for part in parts], dtype=np.int32))
+        return cls(has_filters(arrays), *staging.send(*arrays))
+
+
+def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
+    """The tensors of `BatchSamplingArgs`, on the host.
+
+    Args:
+        end_B: where the slices end; if it is longer, the rest is greedy.
+    """
+    told = bytearray().join([part.req.sampling for part in parts]) + _GREEDY * (len(end_B) - len(parts))
+    of_B = np.frombuffer(told, dtype=SAMPLING)
+    filters = [of_B[name] for name in ("top_k", "top_p", "min_p")]
+    return [of_B["temperature"], of_B["seed"].copy().view(np.int32), end_B, *filters]
+
+
+def has_filters(arrays: list[Numbers]) -> bool:
+    """Whether some of the `sampling_arrays` have a filter and are not greedy."""
+    temperature_B, *_, top_k_B, top_p_B, min_p_B = arrays
+    return bool(((temperature_B > 0) & ((top_k_B < MAX_COUNT) | (top_p_B < 1) | (min_p_B > 0))).any())
 
 
 def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
     """Choose one token a request: int32 [B]."""
-    filters, lowest_B = args.filters, None
-    if filters is not None:
-        lowest_B = lowest_kept(logits_BV, args.temperature_B, filters.top_k_B, filters.top_p_B, filters.min_p_B)
-    return choose_tokens(logits_BV, lowest_B, args.temperature_B, args.seed_B2, args.position_B)
+    lowest_B = None
+    if args.is_filtered:
+        lowest_B = lowest_kept(logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B)
+    return choose_tokens(logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B)

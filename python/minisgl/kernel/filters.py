@@ -25,7 +25,7 @@ def lowest_kept(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p
     Args:
         logits_BV: stride(1) == 1.
         temperature_B, top_p_B, min_p_B: float32. Where the temperature is 0 the result means nothing.
-        top_k_B: int32. Without a filter: top_k = V, top_p = 1, min_p = 0.
+        top_k_B: int32. Without a filter: top_k >= V, top_p = 1, min_p = 0.
 
     Returns:
         float32 [B].

@@ -11,7 +11,7 @@ from minisgl.kernel.dispatch import kernels_for
 
 
 def scatter(table: Tensor, index_X: Tensor, value_X: Tensor) -> None:
-    """table.view(-1)[index] = value, all int32; an index stands there at most once."""
+    """table.view(-1)[index] = value, all int32; where an index is repeated, so is its value."""
     if table.is_cuda:
         kernels = kernels_for(table)
         assert kernels is not None

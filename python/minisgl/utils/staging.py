@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _NUM_PINNED = 16
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
+_ALIGNED = 4  # numbers: 16 bytes, so that kernels are compiled once, whatever the lengths
+_NUM_LAYOUTS = 256  # that are kept, since a step mostly sends what the step before it sent
+_DTYPES = {"i": torch.int32, "f": torch.float32}
+
+Numbers = NDArray[np.int32] | NDArray[np.float32]
+
+
+Layout = tuple[list[slice], Tensor, list[Tensor]]  # where the arrays lie, on the device all of them, and each
 
 
 class Staging:
@@ -22,35 +29,48 @@ class Staging:
 
     Args:
         capacity: numbers that fit without growing. What is sent lies at the same addresses each time, as long as the
-            arrays have the same lengths and fit.
+            arrays have the same lengths and fit, each rounded up to a multiple of 4.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
         self._device = device
         self._turn = 0
-        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._pinned: list[tuple[Tensor, NDArray[np.int32], torch.cuda.Event]] = []
+        self._layouts: dict[tuple[tuple[int, str], ...], Layout] = {}
         if device.type != "cpu":
             self._grow(capacity)
 
-    def send(self, *arrays: NDArray[np.int32] | NDArray[np.float32]) -> list[Tensor]:
+    def send(self, *arrays: Numbers) -> list[Tensor]:
         """The arrays as tensors on the device; on a GPU they are valid until the next `send`."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        total = sum(len(array) for array in arrays)
-        if total > len(self._device_X):
-            self._grow(2 * total)
+        key = tuple([(len(array), array.dtype.char) for array in arrays])
+        places, device_X, parts = self._layouts.get(key) or self._lay_out(key)
         self._turn = (self._turn + 1) % _NUM_PINNED
-        host_X, copied = self._pinned[self._turn]
+        pinned_X, host_X, copied = self._pinned[self._turn]
         copied.synchronize()
-        np.concatenate([array.view(np.int32) for array in arrays], out=host_X.numpy()[:total])
-        self._device_X[:total].copy_(host_X[:total], non_blocking=True)
+        for place, array in zip(places, arrays, strict=True):
+            host_X[place] = array.view(np.int32)
+        device_X.copy_(pinned_X[: len(device_X)], non_blocking=True)
         copied.record()
-        parts = self._device_X[:total].split([len(array) for array in arrays])
-        return [part.view(_DTYPES[array.dtype]) for part, array in zip(parts, arrays, strict=True)]
+        return parts
+
+    def _lay_out(self, key: tuple[tuple[int, str], ...]) -> Layout:
+        places, end = list[slice](), 0
+        for length, _ in key:
+            places.append(slice(end, end + length))
+            end += -(-length // _ALIGNED) * _ALIGNED
+        if end > len(self._device_X):
+            self._grow(2 * end)
+        if len(self._layouts) == _NUM_LAYOUTS:
+            self._layouts.clear()
+        parts = [self._device_X[place].view(_DTYPES[char]) for place, (_, char) in zip(places, key, strict=True)]
+        self._layouts[key] = places, self._device_X[:end], parts
+        return self._layouts[key]
 
     def _grow(self, capacity: int) -> None:
         torch.cuda.synchronize(self._device)
         self._device_X = torch.zeros(capacity, dtype=torch.int32, device=self._device)
-        self._pinned = [
-            (torch.empty(capacity, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(_NUM_PINNED)
-        ]
+        buffers = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PINNED)]
+        self._pinned = [(buffer_X, buffer_X.numpy(), torch.cuda.Event()) for buffer_X in buffers]
+        self._layouts.clear()

@@ -1,0 +1,265 @@
+"""Steps that are replayed give the tokens of steps that are computed; without a GPU, by graphs that call again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import BaseAttnMetadata
+from minisgl.attention.torch_backend import TorchAttentionBackend
+from minisgl.core import Batch, BatchPlan, Grammar, IntArray, Req, ReqSlice, SamplingParams, TableWrites
+from minisgl.engine import engine as engine_module
+from minisgl.engine import graph as graph_module
+from minisgl.engine.graph import GraphRunner, Kind, has_room
+from minisgl.kernel import attend_decode
+from minisgl.message import AbortBackendMsg
+from minisgl.utils.staging import Numbers, Staging
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
+
+ARCH = "qwen3"
+MAX_DECODES = 20
+
+
+class FixedStaging(Staging):
+    """A device of its own: what is sent lies where it lay before, and there is no more room than was asked for."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        super().__init__(device, capacity)
+        self._device_X = torch.zeros(capacity, dtype=torch.int32)
+
+    def send(self, *arrays: Numbers) -> list[Tensor]:
+        key = tuple([(len(array), array.dtype.char) for array in arrays])
+        places, _, parts = self._layouts.get(key) or self._lay_out(key)
+        for place, array in zip(places, arrays, strict=True):
+            self._device_X.numpy()[place] = array.view(np.int32)
+        return parts
+
+    def _grow(self, capacity: int) -> None:
+        raise AssertionError("a graph's numbers would lie elsewhere")
+
+
+class Repeated:
+    """In place of a graph: calls again, and puts the result where the first one was."""
+
+    def __init__(self, call: Callable[[], Any], result: Any, log: Counter[str], name: str) -> None:
+        self._call, self._result, self._log, self._name = call, result, log, name
+
+    def replay(self) -> None:
+        self._log[self._name] += 1
+        for old, new in zip(_tensors(self._result), _tensors(self._call()), strict=True):
+            old.copy_(new)
+
+
+def _tensors(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+class RecordableAttention(TorchAttentionBackend):
+    """Of a recorded step, each token is one query."""
+
+    records_graphs = True
+
+    def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> BaseAttnMetadata:
+        return BaseAttnMetadata()
+
+    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
+        assert len(start_R) == len(end_R) and (start_R < end_R).sum() > 0
+
+    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
+        if type(batch.attn_metadata) is not BaseAttnMetadata:
+            return super().forward(q_TNH, k_TKH, v_TKH, layer, batch)
+        o_TNH = q_TNH.new_empty(q_TNH.shape)
+        pool = (self._pool.k_cache(layer), self._pool.v_cache(layer))
+        places = (torch.arange(len(q_TNH)), batch.row_T.long(), batch.position_T.long())
+        attend_decode(q_TNH, *pool, self._page_table_RP, self._page_size, *places, o_TNH)
+        return o_TNH
+
+
+Hosts = Callable[..., Any]
+
+
+@pytest.fixture
+def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    """Makes a host whose engine replays, and counts what."""
+    log = Counter[str]()
+
+    def record(call: Callable[[], Any], pool: None) -> tuple[Repeated, Any]:
+        result = call()
+        return Repeated(call, result, log, "forward" if isinstance(result, tuple) else "choose"), result
+
+    monkeypatch.setattr(graph_module, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(engine_module, "create_attention_backend", lambda _, *args: RecordableAttention(*args))
+    monkeypatch.setattr(graph_module, "Staging", FixedStaging)
+
+    def make(**options: Any) -> tuple[Host, Counter[str]]:
+        config = config_of(checkpoint(ARCH), **options)
+        engine = WatchedEngine(config)
+
+        def forward(batch: Batch) -> tuple[Tensor, Tensor | None]:
+            """The kernels of a CPU know 64-bit positions alone."""
+            return engine._forward_to_logits(replace(batch, position_T=batch.position_T.long()))
+
+        parts = (forward, engine._chooser, engine.context)
+        engine._graphs = GraphRunner(*parts, MAX_DECODES, engine._weight_bytes)
+        eagerly, back = engine._write_tables, engine._way_back.send
+
+        def write(writes: TableWrites) -> None:
+            log["writes"] += len(writes.pages) + len(writes.tokens) > 0
+            eagerly(writes)
+
+        monkeypatch.setattr(engine, "_write_tables", write)
+        monkeypatch.setattr(engine._way_back, "send", lambda token_B, *others: back(token_B.clone(), *others))
+        return Host(engine, config), log
+
+    return make
+
+
+@contextmanager
+def without_graphs(host: Host) -> Iterator[None]:
+    engine = host._engine
+    graphs, engine._graphs = engine._graphs, None
+    yield
+    engine._graphs = graphs
+
+
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}],
+    "sampled": [{}, {"temperature": 0.5}],
+    "filtered": [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {}, {"temperature": 0.0, "top_k": 3}],
+    "changed": [{"presence_penalty": 1.5}, {}, {"logit_bias": {7: 4.0}}, {"min_tokens": 5, "ignore_eos": False}],
+    "told": [{"logprobs": 2}, {}, {"logprobs": 0, "temperature": 0.0}],
+    "guided": [{"grammar": Grammar("regex", "[a-z ]{20}")}, {}, {"grammar": Grammar("regex", "(yes|no)")}],
+}
+KINDS["all"] = [fields for each in KINDS.values() for fields in each] + [{"prompt_logprobs": 1}, {"embeds": True}]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_graphs(kind: str, overlap: bool, hosts: Hosts) -> None:
+    host, log = hosts(overlap=overlap, cache="naive")
+    prompts = random_prompts([3, 30, 1, 17, 40, 2] * 3, VOCAB_SIZE)
+    each = [
+        SamplingParams(**{"max_tokens": 20 + i, "seed": i, "ignore_eos": True, **KINDS[kind][i % len(KINDS[kind])]})
+        for i in range(len(prompts))
+    ]
+    with without_graphs(host):
+        expected = host.ask(prompts, each)
+    assert not log["forward"]
+    log.clear()
+    answers = host.ask(prompts, each)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert log["forward"] > 15
+    assert log["writes"] == 1, "pages are appended by graphs"
+    assert (log["choose"] == log["forward"]) == (kind in ("greedy", "sampled", "told", "guided"))
+
+
+def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
+    host, log = hosts(max_prefill_length=50)
+    prompts, params = random_prompts([30, 140], VOCAB_SIZE), SamplingParams(max_tokens=1, temperature=0.0)
+    with without_graphs(host):
+        expected = [host.ask([prompt], params)[0].tokens for prompt in prompts]
+    other, log = hosts(max_prefill_length=50)
+    assert [other.ask([prompt], params)[0].tokens for prompt in prompts] == expected
+    assert (log["forward"], log["choose"]) == (4, 2), "one step, and three of which the last samples"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> None:
+    source = random.Random(seed)
+    host, log = hosts(num_pages=40, overlap=True, max_prefill_length=60)
+    prompts = random_prompts([source.randint(1, 60) for _ in range(40)], VOCAB_SIZE, seed)
+    each = [
+        SamplingParams(**{"max_tokens": source.randint(5, 60), "seed": i, **source.choice(KINDS["all"][:-2])})
+        for i in range(len(prompts))
+    ]
+    with without_graphs(host):
+        expected = host.ask(prompts, each)
+    assert [answer.tokens for answer in host.ask(prompts, each)] == [answer.tokens for answer in expected]
+    assert host.scheduler._num_retractions > 0 and 0 < log["choose"] < log["forward"]
+
+
+def test_an_abort_between_replayed_steps_harms_nobody(hosts: Hosts) -> None:
+    host, _ = hosts(overlap=True)
+    prompts, params = random_prompts([9] * 6, VOCAB_SIZE), SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    expected = host.ask(prompts, params)
+    step, aborted = host.scheduler.step, host._num_asked + 2
+
+    def step_and_abort() -> None:
+        step()
+        if len(host.outbox.msgs) > 50 and host.scheduler._live.get(aborted):
+            host.inbox.msgs = [AbortBackendMsg(aborted)]
+
+    host.scheduler.step = step_and_abort  # type: ignore[method-assign]
+    answers = host.ask(prompts, params)
+    assert answers[2].finish == "abort" and len(answers[2].tokens) < 30
+    assert [a.tokens for i, a in enumerate(answers) if i != 2] == [a.tokens for i, a in enumerate(expected) if i != 2]
+
+
+def test_nothing_but_padding_is_written_to_what_pads(hosts: Hosts) -> None:
+    """The idle row keeps its pages, and but for its last token all that it is read for."""
+    host, _ = hosts()
+    context, limits = host._engine.context, host._engine.limits
+    host.ask(random_prompts([5] * 3, VOCAB_SIZE), SamplingParams(max_tokens=9, ignore_eos=True))
+    assert (context.page_table_RP[-1] == limits.num_pages).all()
+    assert not context.token_pool_RL[-1, :-1].any()
+
+
+def test_filters_are_chosen_by_a_call_where_they_are_not_recorded(hosts: Hosts) -> None:
+    """On a CPU nothing counts logits, so no graph knows filters; but greedy requests have none."""
+    host, log = hosts()
+    for temperature, expected in ((0.0, 9), (1.0, 0)):
+        log.clear()
+        host.ask([[1, 2]], SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True))
+        assert (log["forward"], log["choose"]) == (9, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_tokens", "fit", "expected"),
+    [
+        (0, 0, (Kind.DECODES, 1), True),
+        (8, 0, (Kind.DECODES, 8), True),
+        (9, 0, (Kind.SHARING, 8), False),
+        (0, 1, (Kind.DECODES, 8), False),
+        (1, 0, (Kind.PROMPT, 64), True),
+        (2, 0, (Kind.PROMPT, 64), False),
+    ],
+)
+def test_a_graph_has_room_for_a_page_a_request(
+    num_pages: int, num_tokens: int, fit: tuple[Kind, int], expected: bool
+) -> None:
+    pages, tokens = np.zeros(num_pages, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
+    assert has_room(TableWrites(pages, pages, tokens, tokens), fit) == expected
+
+
+def test_a_trial_records_few_and_counts_the_rest(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = hosts()
+    engine, free = host._engine, 1000
+    recorded: list[tuple[Kind, int]] = []
+
+    def record(self: GraphRunner, kind: Kind, size: int) -> None:
+        nonlocal free
+        recorded.append((kind, size))
+        free -= 7
+
+    monkeypatch.setattr(GraphRunner, "_record", record)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
+    parts = (engine._forward_to_logits, engine._chooser, engine.context)
+    graphs = GraphRunner(*parts, 256, engine._weight_bytes, is_trial=True)
+    num_all = sum(map(len, graph_module.sizes(256, 256).values()))
+    assert recorded[:3] == [(Kind.DECODES, 256), (Kind.SHARING, 256), (Kind.PROMPT, 256)]
+    assert len(recorded) == len(set(recorded)) == 4 + 3 + 4
+    assert graphs.missing_bytes == 7 * (num_all - 11)
+    req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
+    assert graphs.fit(BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)) == (Kind.DECODES, 120)
