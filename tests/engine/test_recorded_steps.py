@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnMetadata
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.core import Batch, BatchPlan, Grammar, IntArray, Req, ReqSlice, SamplingParams, TableWrites
+from minisgl.distributed import DistributedInfo
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph as graph_module
 from minisgl.engine.graph import GraphRunner, Kind, has_room
@@ -61,8 +63,8 @@ class Repeated:
             old.copy_(new)
 
 
-def _tensors(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+def _tensors(result: Tensor | tuple[Tensor, Tensor | None]) -> list[Tensor]:
+    return [x for x in result if x is not None] if isinstance(result, tuple) else [result]
 
 
 class RecordableAttention(TorchAttentionBackend):
@@ -103,9 +105,12 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine_module, "create_attention_backend", lambda _, *args: RecordableAttention(*args))
     monkeypatch.setattr(graph_module, "Staging", FixedStaging)
 
-    def make(**options: Any) -> tuple[Host, Counter[str]]:
+    def make(
+        info: DistributedInfo | None = None, meeting: Path | None = None, *, counts: bool = False, **options: Any
+    ) -> tuple[Host, Counter[str]]:
+        monkeypatch.setattr(graph_module, "cuda_kernels_for", lambda _: object() if counts else None)
         config = config_of(checkpoint(ARCH), **options)
-        engine = WatchedEngine(config)
+        engine = WatchedEngine(config, info, meeting)
 
         def forward(batch: Batch) -> tuple[Tensor, Tensor | None]:
             """The kernels of a CPU know 64-bit positions alone."""
@@ -145,10 +150,11 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 KINDS["all"] = [fields for each in KINDS.values() for fields in each] + [{"prompt_logprobs": 1}, {"embeds": True}]
 
 
+@pytest.mark.parametrize("counts", [False, True], ids=["", "filters are recorded"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_without_graphs(kind: str, overlap: bool, hosts: Hosts) -> None:
-    host, log = hosts(overlap=overlap, cache="naive")
+def test_tokens_are_those_without_graphs(kind: str, overlap: bool, counts: bool, hosts: Hosts) -> None:
+    host, log = hosts(overlap=overlap, counts=counts, cache="naive")
     prompts = random_prompts([3, 30, 1, 17, 40, 2] * 3, VOCAB_SIZE)
     each = [
         SamplingParams(**{"max_tokens": 20 + i, "seed": i, "ignore_eos": True, **KINDS[kind][i % len(KINDS[kind])]})
@@ -162,7 +168,7 @@ def test_tokens_are_those_without_graphs(kind: str, overlap: bool, hosts: Hosts)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     assert log["forward"] > 15
     assert log["writes"] == 1, "pages are appended by graphs"
-    assert (log["choose"] == log["forward"]) == (kind in ("greedy", "sampled", "told", "guided"))
+    assert (log["choose"] == log["forward"]) == (kind not in ("changed", "all") and (counts or kind != "filtered"))
 
 
 def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
@@ -173,6 +179,31 @@ def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
     other, log = hosts(max_prefill_length=50)
     assert [other.ask([prompt], params)[0].tokens for prompt in prompts] == expected
     assert (log["forward"], log["choose"]) == (4, 2), "one step, and three of which the last samples"
+
+
+@pytest.mark.parametrize("kind", ["told", "all"])
+def test_ranks_replay_and_call_alike(kind: str, hosts: Hosts, tmp_path: Path) -> None:
+    """Rank 0 alone has logits and chooses; two threads are the ranks."""
+
+    def run(rank: int) -> list[list[int]]:
+        host, log = hosts(DistributedInfo(rank, 2), tmp_path / "meeting", tp=2, overlap=True)
+        prompts = random_prompts([30, 3, 17, 9], VOCAB_SIZE)
+        asked = [{"top_k": 5}, *KINDS[kind]]
+        each = [
+            SamplingParams(**{"max_tokens": 20, "seed": i, "ignore_eos": True, **fields})
+            for i, fields in enumerate(asked)
+        ]
+        prompts = [prompts[i % 4] for i in range(len(each))]
+        with without_graphs(host):
+            expected = host.ask(prompts, each)
+        answers = host.ask(prompts, each)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+        assert log["forward"] > 15
+        return [answer.tokens for answer in answers]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -216,8 +247,7 @@ def test_nothing_but_padding_is_written_to_what_pads(hosts: Hosts) -> None:
     assert not context.token_pool_RL[-1, :-1].any()
 
 
-def test_filters_are_chosen_by_a_call_where_they_are_not_recorded(hosts: Hosts) -> None:
-    """On a CPU nothing counts logits, so no graph knows filters; but greedy requests have none."""
+def test_a_filter_that_is_not_recorded_does_not_concern_greedy_requests(hosts: Hosts) -> None:
     host, log = hosts()
     for temperature, expected in ((0.0, 9), (1.0, 0)):
         log.clear()
