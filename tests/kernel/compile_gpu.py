@@ -1,22 +1,27 @@
-"""Compiles every Triton kernel for a Hopper GPU, on any machine: run by test_gpu.py in a process of its own.
+"""Compiles every kernel for a Hopper GPU, on any machine: run by test_gpu.py in a process of its own.
 
-A driver without a device stands in for the GPU's; kernels are compiled as they would be for a launch, and not launched.
+A driver without a device stands in for the GPU's; Triton's kernels are compiled as they would be for a launch, and not
+launched. Those in CUDA are compiled where there is nvcc.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from tvm_ffi import libinfo
 
-from minisgl.kernel import gpu
+from minisgl.kernel import gpu, native
 from minisgl.kernel.gpu import launch
+from minisgl.utils.env import nvcc
 
 
 class NoDevice:
@@ -96,6 +101,33 @@ def experts() -> None:
             gpu.moe(x, gate_up, down, weight, expert, x)
 
 
+def cuda(source: Path) -> None:
+    """The kernels of a file in CUDA; those that may start before the one before them has ended have to wait for it."""
+    include = [f"-I{source.parent}", f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    may_start_early = "may_start_early()" in source.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernels.ptx", Path(folder) / "kernels.cubin"
+        output_of(nvcc(), *native._CUDA_FLAGS, "-arch=sm_90", *include, "--ptx", str(source), "-o", str(ptx))
+        usage = output_of(nvcc(), "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin))
+        size = cubin.stat().st_size
+        code = {kernel.partition("(")[0]: kernel for kernel in ptx.read_text().split(".entry ")[1:]}
+    for about in usage.split("Compiling entry function '")[1:]:
+        symbol = about.partition("'")[0]
+        name = re.search(r"::([\w<>]+)\(", output_of("c++filt", symbol))
+        registers, shared = (sum(map(int, re.findall(rf"(\d+) {what}", about))) for what in ("registers", "bytes smem"))
+        spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", about)))
+        waits = "waits" if "griddepcontrol.wait" in code[symbol] else "does not wait"
+        print(
+            f"{name[1] if name else symbol}: {size} bytes for all of {source.name}, {registers} registers, "
+            f"{shared} of shared memory, {spilled} spilled of torch.bfloat16, {waits if may_start_early else 'follows'}"
+        )
+
+
+def output_of(*command: str) -> str:
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.stdout
+
+
 if __name__ == "__main__":
     run = JITFunction.run
     JITFunction.run = compile_only
@@ -115,3 +147,5 @@ if __name__ == "__main__":
     ):
         module.pdl = launch._options
     main()
+    for source in sorted(native._SOURCES.glob("*.cu")) if shutil.which(nvcc()) else ():
+        cuda(source)

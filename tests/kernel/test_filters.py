@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from torch import Tensor
-from tvm_ffi import libinfo
 
 from minisgl.kernel import cuda_kernels_for, filters, lowest_kept, lowest_kept_reference, native
 from minisgl.utils.env import nvcc
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SOURCE = Path(native.__file__).parent / "csrc" / "filters.cu"
-LIBRARIES = [f"-I{libinfo.find_include_path()}", f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
 SMALLEST, LARGEST = 2.0**-15, 4080.0  # of the magnitudes that the kernel tells apart
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The functions of filters.cu."""
-    if DEVICE.type == "cuda":
-        built = cuda_kernels_for(torch.empty(0, dtype=torch.bfloat16, device=DEVICE))
-        return built or pytest.skip("there is no nvcc")
-    library = tmp_path_factory.mktemp("kernels") / "gpu.so"
-    options = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{Path(__file__).with_name('cuda_on_cpu')}", "-x", "c++"]
-    checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command = ["c++", *options, *checks, str(SOURCE), "-x", "none", *LIBRARIES, "-o", str(library)]
-    subprocess.run(command, check=True)
-    return tvm_ffi.load_module(str(library))
-
-
 @pytest.fixture
-def counted(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def counted(cuda_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`lowest_kept` by counting."""
-    monkeypatch.setattr(filters, "cuda_kernels_for", lambda x: kernels)
+    monkeypatch.setattr(filters, "cuda_kernels_for", lambda x: cuda_kernels)
     return lowest_kept
 
 

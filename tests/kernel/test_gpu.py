@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from minisgl.kernel import (
     rms_norm_reference,
     rotate_and_store,
 )
+from minisgl.utils.env import nvcc
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import dispatch, gpu
@@ -245,8 +247,11 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len({line.split(":")[0] for line in lines}) >= 18
+    names = {line.split(":")[0] for line in lines}
+    in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
+    assert len(names - in_cuda) >= 18
+    assert names >= in_cuda or not shutil.which(nvcc())
     for line in lines:
-        assert line.endswith(", waits"), line
+        assert line.endswith(", follows" if line.startswith("find_lowest") else ", waits"), line
         assert int(line.split(" of shared memory")[0].split()[-1]) < SHARED_MEMORY, line
         assert " 0 spilled" in line or "spilled of torch.float32" in line, line  # float32 is not there for speed

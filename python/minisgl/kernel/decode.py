@@ -25,12 +25,13 @@ _MAX_GROUP = 8
 class BalancedDecode:
     """Attention over one page table and pools of one shape, with room for the parts of divided contexts. See `of`."""
 
-    def __init__(self, kernels: Any, page_table_RP: Tensor, page_size: int, shape: tuple[int, int, int]) -> None:
+    def __init__(
+        self, kernels: Any, page_table_RP: Tensor, page_size: int, shape: tuple[int, int, int], num_ranges: int
+    ) -> None:
         num_heads, num_kv_heads, width = shape
         device, num_rows = page_table_RP.device, len(page_table_RP)
-        num_processors = torch.cuda.get_device_properties(device).multi_processor_count if page_table_RP.is_cuda else 1
         self._kernels, self._page_table_RP, self._page_size = kernels, page_table_RP, page_size
-        self._num_ranges = max(1, num_processors * _WARPS // num_kv_heads)
+        self._num_ranges = num_ranges
         self._plan = torch.zeros(4 * (self._num_ranges // 2 + 1 + num_rows), dtype=torch.int32, device=device)
         self._part = torch.zeros(2 * self._num_ranges * num_heads * width, device=device)
         self._part_top = torch.zeros(2 * self._num_ranges * num_kv_heads * 2 * _MAX_GROUP, device=device)
@@ -42,9 +43,13 @@ class BalancedDecode:
     ) -> BalancedDecode | None:
         """For queries and a pool of this shape (query heads, kv heads, width) and dtype; None if they do not fit."""
         num_heads, num_kv_heads, width = shape
-        kernels = cuda_kernels_for(torch.empty(0, dtype=dtype, device=page_table_RP.device))
+        device = page_table_RP.device
+        kernels = cuda_kernels_for(torch.empty(0, dtype=dtype, device=device))
         fits = width in _WIDTHS and num_heads <= _MAX_GROUP * num_kv_heads and page_size % _TILE == 0
-        return cls(kernels, page_table_RP, page_size, shape) if kernels and fits else None
+        if kernels is None or not fits:
+            return None
+        num_warps = torch.cuda.get_device_properties(device).multi_processor_count * _WARPS
+        return cls(kernels, page_table_RP, page_size, shape, max(1, num_warps // num_kv_heads))
 
     def plan(self, row_B: Tensor, position_B: Tensor) -> None:
         """Divide the contexts [0, position_B[b]] of table rows row_B; both int32, and read on the device."""

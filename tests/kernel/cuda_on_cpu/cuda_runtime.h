@@ -1,10 +1,13 @@
-// Stands in for CUDA's header of this name, so that a C++ compiler makes gpu.cu a program of a CPU.
+// Stands in for CUDA's header of this name, so that a C++ compiler makes csrc/*.cu a program of a CPU.
 //
-// The threads of a block run one after the other, each up to the next point where they meet. Who is first changes from
-// one such point to the next, and so does the direction, which shows a meeting that is missing.
+// One thread runs at a time, up to the next point where it meets others: its block, or, at the functions of warps, its
+// warp. Who is first changes from one turn to the next, and so does the direction, which shows a meeting that is missing.
+// A launch fails if threads that have to meet come to different points. Blocks run one after the other, or as
+// control.cpp is told.
 
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -12,18 +15,37 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
+#include <random>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks run one after the other, too
+#define __shared__ static  // blocks with such memory must not run together
 
 using std::max, std::min;
 
+struct alignas(8) int2 {
+  int x, y;
+};
+
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
+};
+
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
 
 struct dim3 {
@@ -36,61 +58,183 @@ inline dim3 blockIdx, threadIdx;
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int atomicAdd(int* x, int y) { return std::exchange(*x, *x + y); }
 inline int atomicMin(int* x, int y) { return std::exchange(*x, std::min(*x, y)); }
+inline void __threadfence() {}
+
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  uint64_t bytes = low | uint64_t(high) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 
 namespace cuda_on_cpu {
 
-inline ucontext_t scheduler;
-inline std::vector<ucontext_t> threads;
-inline std::vector<uint64_t> exchanged;
-inline std::vector<char> is_done;
+constexpr unsigned kWarp = 32;
+
+// Where a thread waits for others; it runs on from `nowhere`.
+enum class Point { nowhere, block, warp, shuffle, vote, product, end };
+
+struct Thread {
+  unsigned block, index;
+  Point at;
+  unsigned turns_behind;
+  bool has_begun;
+  ucontext_t beginning;
+  jmp_buf rest;
+  alignas(16) char offer[32];
+};
+
+inline std::vector<Thread> threads;
+inline Thread* current;
+inline jmp_buf scheduler;
 inline void (*body)(void*);
 inline void* body_argument;
 
+// How blocks run: so many of them at once; if there is a seed, in any order, and threads fall behind now and then.
+inline uint64_t seed = 0;
+inline size_t num_together = 1;
+inline std::mt19937_64 random;
+
+// Inputs that the kernel before still writes: they have their value once somebody of a block has waited for it.
+struct LateInput {
+  char* place;
+  std::vector<char> value, before;
+};
+
+inline std::vector<LateInput> late_inputs;
+
+inline void let_arrive(std::vector<char> LateInput::* bytes) {
+  for (LateInput& it : late_inputs) std::memcpy(it.place, (it.*bytes).data(), it.value.size());
+}
+
 inline void run_thread() {
   body(body_argument);
-  is_done[threadIdx.x] = true;
+  current->at = Point::end;
+  _longjmp(scheduler, 1);
 }
 
-inline void meet() {
-  unsigned mine = threadIdx.x;
-  swapcontext(&threads[mine], &scheduler);
+// Contexts are only begun as such: to change them takes a call of the operating system, a jump takes none.
+[[gnu::noinline]] inline void resume(Thread& thread) {
+  current = &thread;
+  blockIdx.x = thread.block;
+  threadIdx.x = thread.index;
+  if (_setjmp(scheduler)) return;
+  if (std::exchange(thread.has_begun, true)) _longjmp(thread.rest, 1);
+  setcontext(&thread.beginning);
 }
 
-inline void run_block(unsigned size) {
+[[gnu::noinline]] inline void meet(Point at) {
+  current->at = at;
+  if (!_setjmp(current->rest)) _longjmp(scheduler, 1);
+}
+
+// Lets a block or warp go on if all of it are at the same point.
+inline bool release(size_t first, size_t num) {
+  auto begin = threads.begin() + static_cast<std::ptrdiff_t>(first), end = begin + static_cast<std::ptrdiff_t>(num);
+  Point at = begin->at;
+  bool all_meet = at != Point::end && (num == kWarp || at == Point::block) &&
+                  std::all_of(begin, end, [&](const Thread& it) { return it.at == at; });
+  if (all_meet) std::for_each(begin, end, [](Thread& it) { it.at = Point::nowhere; });
+  if (all_meet && seed && random() % 4 == 0) threads[first + random() % num].turns_behind = random() % 200;
+  return all_meet;
+}
+
+inline bool release_some(size_t block_size) {
+  bool any = false;
+  for (size_t i = 0; i < threads.size(); i += kWarp)
+    if (threads[i].at != Point::block) any |= release(i, kWarp);
+  for (size_t i = 0; i < threads.size(); i += block_size)
+    if (threads[i].at == Point::block) any |= release(i, block_size);
+  return any;
+}
+
+inline void run_blocks(const unsigned* blocks, size_t num_blocks, unsigned block_size) {
   constexpr size_t kStack = 1 << 16;
   static std::vector<char> stacks;
-  stacks.resize(size * kStack);
-  threads.resize(size);
-  exchanged.resize(size);
-  is_done.assign(size, false);
-  for (unsigned i = 0; i < size; ++i) {
-    getcontext(&threads[i]);
-    threads[i].uc_stack.ss_sp = &stacks[i * kStack];
-    threads[i].uc_stack.ss_size = kStack;
-    threads[i].uc_link = &scheduler;
-    makecontext(&threads[i], run_thread, 0);
+  if (block_size % kWarp != 0) throw std::runtime_error("a block has to consist of whole warps");
+  threads.resize(num_blocks * block_size);
+  stacks.resize(std::max(stacks.size(), threads.size() * kStack));
+  for (size_t i = 0; i < threads.size(); ++i) {
+    Thread& thread = threads[i];
+    thread.block = blocks[i / block_size];
+    thread.index = static_cast<unsigned>(i % block_size);
+    thread.at = Point::nowhere;
+    thread.turns_behind = 0;
+    thread.has_begun = false;
+    getcontext(&thread.beginning);
+    thread.beginning.uc_stack.ss_sp = &stacks[i * kStack];
+    thread.beginning.uc_stack.ss_size = kStack;
+    makecontext(&thread.beginning, run_thread, 0);
   }
-  for (unsigned turn = 0; !std::all_of(is_done.begin(), is_done.end(), [](char x) { return x; }); ++turn) {
-    for (unsigned i = 0; i < size; ++i) {
-      unsigned now = threadIdx.x = ((turn % 2 ? i : size - 1 - i) + turn * 389) % size;
-      if (!is_done[now]) swapcontext(&scheduler, &threads[now]);
+  let_arrive(&LateInput::before);
+  bool any_runs = true;
+  for (size_t turn = 0, num = threads.size(); any_runs; ++turn) {
+    any_runs = false;
+    for (size_t i = 0; i < num; ++i) {
+      Thread& thread = threads[((turn % 2 ? i : num - 1 - i) + turn * 389) % num];
+      if (thread.at != Point::nowhere) continue;
+      any_runs = true;
+      if (thread.turns_behind == 0) resume(thread);
+      else --thread.turns_behind;
     }
+    any_runs |= release_some(block_size);
   }
+  for (const Thread& thread : threads)
+    if (thread.at != Point::end) throw std::runtime_error("threads that have to meet are at different points");
 }
+
+inline void run_grid(unsigned num_blocks, unsigned block_size) {
+  std::vector<unsigned> blocks(num_blocks);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  random.seed(seed);
+  if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
+  for (size_t i = 0; i < num_blocks; i += num_together)
+    run_blocks(&blocks[i], std::min(num_together, num_blocks - i), block_size);
+}
+
+// What `read` makes of the values of this thread's warp: it gets a function from a lane to that lane's value.
+template <class T, class Read>
+auto with_warp(Point at, const T& mine, Read read) {
+  static_assert(sizeof mine <= sizeof current->offer);
+  std::memcpy(current->offer, &mine, sizeof mine);
+  meet(at);
+  const Thread* warp = current - threadIdx.x % kWarp;
+  auto result = read([&](unsigned lane) -> const T& { return reinterpret_cast<const T&>(warp[lane].offer); });
+  meet(at);
+  return result;
+}
+
+inline unsigned lane() { return threadIdx.x % kWarp; }
 
 }  // namespace cuda_on_cpu
 
-inline void __syncthreads() { cuda_on_cpu::meet(); }
+inline void __syncthreads() { cuda_on_cpu::meet(cuda_on_cpu::Point::block); }
+inline void __syncwarp() { cuda_on_cpu::meet(cuda_on_cpu::Point::warp); }
 
 template <class T>
-T __shfl_up_sync(unsigned, T x, int step) {
-  unsigned mine = threadIdx.x;
-  std::memcpy(&cuda_on_cpu::exchanged[mine], &x, sizeof x);
-  cuda_on_cpu::meet();
-  T other;
-  std::memcpy(&other, &cuda_on_cpu::exchanged[mine % 32 >= unsigned(step) ? mine - step : mine], sizeof other);
-  cuda_on_cpu::meet();
-  return other;
+T __shfl_sync(unsigned, T x, int lane) {
+  auto read = [&](auto of_lane) { return of_lane(unsigned(lane) % cuda_on_cpu::kWarp); };
+  return cuda_on_cpu::with_warp(cuda_on_cpu::Point::shuffle, x, read);
+}
+
+template <class T>
+T __shfl_up_sync(unsigned mask, T x, int step) {
+  int lane = int(cuda_on_cpu::lane());
+  return __shfl_sync(mask, x, lane >= step ? lane - step : lane);
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int bits) {
+  return __shfl_sync(mask, x, int(cuda_on_cpu::lane()) ^ bits);
+}
+
+inline int __any_sync(unsigned, int x) {
+  auto read = [](auto of_lane) {
+    bool any = false;
+    for (unsigned i = 0; i < cuda_on_cpu::kWarp; ++i) any |= of_lane(i) != 0;
+    return int(any);
+  };
+  return cuda_on_cpu::with_warp(cuda_on_cpu::Point::vote, x, read);
 }
 
 using cudaError_t = int;
@@ -101,9 +245,13 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline const char* cudaGetErrorName(cudaError_t) { return ""; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
 
+struct cudaLaunchAttribute {};
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 template <class... Parameters, class... Arguments>
@@ -111,6 +259,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   auto call = [&] { kernel(arguments...); };
   cuda_on_cpu::body_argument = &call;
   cuda_on_cpu::body = [](void* x) { (*static_cast<decltype(call)*>(x))(); };
-  for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) cuda_on_cpu::run_block(config->blockDim.x);
+  cuda_on_cpu::run_grid(config->gridDim.x, config->blockDim.x);
   return cudaSuccess;
 }

@@ -1,0 +1,47 @@
+// Stands in for csrc/ptx.cuh: the same functions, as the PTX ISA describes the instructions.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+inline float of_bfloat16(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
+
+// To the nearest, of two equally near ones to the even.
+inline uint32_t to_bfloat16(float x) {
+  uint32_t bits = std::bit_cast<uint32_t>(x);
+  return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// The thread of row g = lane / 4 and column c = lane % 4 has of a the rows g and g + 8, of b the column g, and of both the
+// numbers 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of 16; of the sum it has the rows g and g + 8, and the columns 2 c and 2 c + 1.
+inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
+  struct Words {
+    uint32_t a[4], b[2];
+  };
+  auto read = [&](auto of_lane) {
+    unsigned g = cuda_on_cpu::lane() / 4, c = cuda_on_cpu::lane() % 4;
+    for (unsigned i = 0; i < 4; ++i) {
+      unsigned row = g + i / 2 * 8, column = 2 * c + i % 2;
+      for (unsigned k = 0; k < 16; ++k) {
+        uint32_t x = of_lane(row % 8 * 4 + k % 8 / 2).a[row / 8 + k / 8 * 2] >> k % 2 * 16;
+        uint32_t y = of_lane(column * 4 + k % 8 / 2).b[k / 8] >> k % 2 * 16;
+        sum[i] += of_bfloat16(x & 0xffff) * of_bfloat16(y & 0xffff);
+      }
+    }
+    return true;
+  };
+  cuda_on_cpu::with_warp(cuda_on_cpu::Point::product, Words{{a.x, a.y, a.z, a.w}, {b.x, b.y}}, read);
+}
+
+inline uint32_t pack(float low, float high) { return to_bfloat16(low) | to_bfloat16(high) << 16; }
+
+template <class T>
+T load_fresh(const T* place) {
+  return *place;
+}
+
+inline void wait_for_inputs() { cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value); }
+
+inline void let_next_start() {}
+
+inline cudaLaunchAttribute may_start_early() { return {}; }

@@ -1,0 +1,273 @@
+"""Decodes in ranges of equal length: the CUDA kernels on a GPU if there is one, else their source built for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minisgl.kernel import BalancedDecode, attend_decode_reference, decode
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_ROWS, NOBODY, UNTOUCHED = 48, 0, 77.0
+TILE, LEAST_TILES = 16, 2
+TOLERANCE = {"atol": 6e-3, "rtol": 6e-3}  # weights and results have 8 bits
+MIXED = [1, 15, 16, 17, 300, 31, 2, 33, 160, 32]
+LENGTHS = [[1], [16], [17], [700], [1] * 40, MIXED, [1, 600, 1, 1], [48] * 12, [33] * NUM_ROWS]
+NUM_RANGES = [1, 3, 132]
+
+
+class Step:
+    """Decodes of these lengths over a pool that is not a number wherever none of their contexts lies."""
+
+    def __init__(
+        self, lengths: list[int], *, group: int = 3, num_kv_heads: int = 2, width: int = 64, page_size: int = 16
+    ) -> None:
+        random = torch.Generator(DEVICE).manual_seed(len(lengths))
+        numbers = lambda *shape: torch.randn(shape, generator=random, device=DEVICE).bfloat16()  # noqa: E731
+        shuffled = lambda num: torch.randperm(num, generator=random, device=DEVICE).int()  # noqa: E731
+        num_heads, num_pages_B = group * num_kv_heads, [-(-length // page_size) for length in lengths]
+        self.page_size, self.shape = page_size, (num_heads, num_kv_heads, width)
+        self.row_B = shuffled(NUM_ROWS)[: len(lengths)]
+        self.position_B = torch.tensor(lengths, device=DEVICE).int() - 1
+        self.pages_RP = torch.full((NUM_ROWS, max(num_pages_B) + 1), NOBODY, dtype=torch.int32, device=DEVICE)
+        pages_X = 1 + shuffled(sum(num_pages_B) + 3)
+        size = (int(pages_X.max()) + 1) * page_size
+        self.k_SKH, self.v_SKH = torch.full((2, size, num_kv_heads, width), torch.nan, device=DEVICE).bfloat16()
+        self.slots_B = []
+        for row, length, pages in zip(self.row_B.tolist(), lengths, pages_X.split([*num_pages_B, 3]), strict=False):
+            self.pages_RP[row, : len(pages)] = pages
+            slots = pages.long()[:, None] * page_size + torch.arange(page_size, device=DEVICE)
+            self.slots_B.append(slots.flatten()[:length])
+        slot_X = torch.cat(self.slots_B)
+        self.k_SKH[slot_X], self.v_SKH[slot_X] = numbers(2, len(slot_X), num_kv_heads, width)
+        self.qkv_BNH = 3 * numbers(len(lengths), num_heads + 2 * num_kv_heads, width)
+        self.q_BNH = self.qkv_BNH[:, :num_heads]
+
+    def decode(self, kernels: Any, num_ranges: int) -> BalancedDecode:
+        """Planned."""
+        own = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
+        own.plan(self.row_B, self.position_B)
+        return own
+
+    def attend(self, own: BalancedDecode) -> Tensor:
+        """In the middle of a tensor of which nothing else is written."""
+        num_heads, _, width = self.shape
+        o_BNH = torch.full((len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE).bfloat16()
+        own.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1])
+        assert (o_BNH[-1] == UNTOUCHED).all() and (o_BNH[:, -1] == UNTOUCHED).all()
+        assert not own._num_done.any()
+        return o_BNH[:-1, :-1]
+
+    def reference(self) -> Tensor:
+        o_BNH, token_B = torch.empty(self.q_BNH.shape, device=DEVICE), torch.arange(len(self.row_B), device=DEVICE)
+        where = self.pages_RP, self.page_size, token_B, self.row_B, self.position_B
+        attend_decode_reference(self.q_BNH, self.k_SKH, self.v_SKH, *where, o_BNH)
+        return o_BNH
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.float(), expected, **TOLERANCE)
+
+
+@pytest.fixture
+def blocks(cuda_kernels: Any) -> Iterator[Any]:
+    """Say in which order blocks run, and how many at once."""
+    if DEVICE.type == "cuda":
+        pytest.skip("a GPU chooses itself")
+    yield cuda_kernels.set_blocks
+    cuda_kernels.set_blocks(0, 1)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 64, 48])
+def test_every_shape(cuda_kernels: Any, page_size: int, width: int, group: int) -> None:
+    step = Step([1, 17, 100, 16, 49], group=group, width=width, page_size=page_size)
+    same(step.attend(step.decode(cuda_kernels, 4)), step.reference())
+
+
+@pytest.mark.parametrize("num_ranges", NUM_RANGES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} up to {max(lengths)}")
+def test_contexts_are_cut_anywhere(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
+    step = Step(lengths)
+    own = step.decode(cuda_kernels, num_ranges)
+    o_BNH = step.attend(own)
+    same(o_BNH, step.reference())
+    assert torch.equal(step.attend(own), o_BNH)
+
+
+def test_a_plan_takes_the_place_of_the_one_before(cuda_kernels: Any) -> None:
+    step = Step(MIXED)
+    own = step.decode(cuda_kernels, 5)
+    o_BNH = step.attend(own)
+    own.plan(step.row_B[:1], step.position_B[:1])
+    step.attend(own)
+    own.plan(step.row_B, step.position_B)
+    assert torch.equal(step.attend(own), o_BNH)
+
+
+def test_heads_may_lie_apart(cuda_kernels: Any) -> None:
+    step = Step(MIXED)
+    step.k_SKH, step.v_SKH = (x_SKH.transpose(0, 1).contiguous().transpose(0, 1) for x_SKH in (step.k_SKH, step.v_SKH))
+    same(step.attend(step.decode(cuda_kernels, 5)), step.reference())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_may_be_large(cuda_kernels: Any, sign: int) -> None:
+    """All of one sign, and growing or shrinking along the contexts: the weights of earlier tokens nearly vanish."""
+    step = Step([500, 40])
+    step.q_BNH.abs_()
+    for slots in step.slots_B:
+        growth = torch.arange(1, 1 + len(slots), device=DEVICE)[:, None, None] / 10
+        step.k_SKH[slots] = (sign * step.k_SKH[slots].abs() * growth).bfloat16()
+    same(step.attend(step.decode(cuda_kernels, 7)), step.reference())
+
+
+lengths_and_ranges = {
+    "lengths": st.lists(st.integers(1, 130), min_size=1, max_size=12),
+    "num_ranges": st.integers(1, 20),
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(**lengths_and_ranges)
+def test_each_token_counts_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
+    """Queries of zero weigh all alike, and a value says by its dimension which tile it lies in."""
+    step = Step(lengths, num_kv_heads=1, group=2)
+    step.q_BNH.zero_()
+    expected_BNH = torch.zeros(step.q_BNH.shape, device=DEVICE)
+    for b, (length, slots) in enumerate(zip(lengths, step.slots_B, strict=True)):
+        tile_L = torch.arange(length, device=DEVICE) // TILE
+        step.v_SKH[slots] = torch.nn.functional.one_hot(tile_L, 64)[:, None].bfloat16()
+        expected_BNH[b] = torch.bincount(tile_L, minlength=64) / length
+    same(step.attend(step.decode(cuda_kernels, num_ranges)), expected_BNH)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=NUM_ROWS),
+    num_ranges=st.integers(1, 300),
+)
+def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
+    row_B = torch.randperm(NUM_ROWS)[: len(lengths)].int()
+    own = BalancedDecode(cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges)
+    own.plan(row_B.to(DEVICE), torch.tensor(lengths, device=DEVICE).int() - 1)
+
+    plan = own._plan.cpu()
+    size, num_tiles = plan[:2].tolist()
+    starts = plan[2 : 2 * (num_ranges + 1)].view(-1, 2).tolist()
+    requests = plan[4 * (num_ranges // 2 + 1) :].view(-1, 4)[: len(lengths)].tolist()
+    tiles_B = [-(-length // TILE) for length in lengths]
+    assert num_tiles == sum(tiles_B)
+    assert size == max(-(-num_tiles // num_ranges), LEAST_TILES)
+    assert [request[1:] for request in requests] == torch.tensor([tiles_B, lengths, row_B.tolist()]).T.tolist()
+    line = [(b, tile) for b, num in enumerate(tiles_B) for tile in range(num)]
+    assert [line[request[0]] for request in requests] == [(b, 0) for b in range(len(lengths))]
+    assert [tuple(start) for start in starts[: -(-num_tiles // size)]] == line[::size]
+
+
+def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
+    num_requests = 2500
+    tiles_B = torch.arange(num_requests) % 7 + 1
+    own = BalancedDecode(cuda_kernels, torch.zeros(num_requests, 1, device=DEVICE).int(), 16, (1, 1, 64), 33)
+    own.plan(torch.arange(num_requests, device=DEVICE).int(), (tiles_B * TILE - 1).to(DEVICE).int())
+    plan, first_B = own._plan.cpu(), tiles_B.cumsum(0) - tiles_B
+    size, num_tiles = plan[:2].tolist()
+    assert num_tiles == tiles_B.sum()
+    assert torch.equal(plan[4 * 17 :].view(-1, 4)[:, 0], first_B.int())
+    for i, (b, begin) in enumerate(plan[2 : 2 * 34].view(-1, 2).tolist()):
+        assert first_B[b] + begin == i * size
+        assert begin < tiles_B[b]
+
+
+@pytest.mark.parametrize("num_together", [1, 100])
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_any_block_may_be_the_last(cuda_kernels: Any, blocks: Any, seed: int, num_together: int) -> None:
+    step = Step([100, 5, 90, 161, 40])
+    own = step.decode(cuda_kernels, 11)
+    o_BNH = step.attend(own)
+    same(o_BNH, step.reference())
+    for parts in (own._part, own._part_top):
+        parts.fill_(torch.nan)  # else those of the first time would do
+    blocks(seed, num_together)
+    assert torch.equal(step.attend(own), o_BNH)
+
+
+@pytest.mark.parametrize("num_ranges", [1, 4, 50])
+def test_queries_and_last_tokens_may_come_late(cuda_kernels: Any, blocks: Any, num_ranges: int) -> None:
+    """The kernel before may still be writing them when this one starts."""
+    step = Step(MIXED)
+    expected_BNH, own = step.reference(), step.decode(cuda_kernels, num_ranges)
+    late = [step.qkv_BNH, *(x_SKH[slots[-1]] for slots in step.slots_B for x_SKH in (step.k_SKH, step.v_SKH))]
+    try:
+        for place in late:
+            value = place.clone()
+            cuda_kernels.arrives_late(place.fill_(torch.nan), value)
+        same(step.attend(own), expected_BNH)
+    finally:
+        cuda_kernels.forget_late()
+
+
+PROCESSORS = SimpleNamespace(multi_processor_count=132)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size", "fits"),
+    [
+        ((16, 8, 128), 64, True),
+        ((8, 1, 64), 16, True),
+        ((1, 1, 64), 48, True),
+        ((9, 1, 64), 16, False),
+        ((24, 2, 128), 16, False),
+        ((16, 8, 80), 16, False),
+        ((16, 8, 256), 16, False),
+        ((16, 8, 128), 8, False),
+        ((16, 8, 128), 24, False),
+        ((16, 8, 128), 1, False),
+    ],
+)
+def test_only_what_fits_is_taken(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], page_size: int, fits: bool
+) -> None:
+    monkeypatch.setattr(decode, "cuda_kernels_for", lambda x: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROCESSORS)
+    own = BalancedDecode.of(torch.zeros(2, 3, dtype=torch.int32), page_size, shape, torch.bfloat16)
+    assert (own is not None) == fits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_not_taken(dtype: torch.dtype) -> None:
+    table_RP = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    assert BalancedDecode.of(table_RP, 16, (16, 8, 128), dtype) is None
+
+
+def test_a_cpu_has_none() -> None:
+    assert BalancedDecode.of(torch.zeros(2, 3, dtype=torch.int32), 16, (16, 8, 128), torch.bfloat16) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
+    """As many ranges as the device has room for; plans and layers replayed, while contexts grow."""
+    step = Step([137 * i % 925 + 140 for i in range(NUM_ROWS)], num_kv_heads=8, group=2, width=width, page_size=64)
+    own = BalancedDecode.of(step.pages_RP, 64, step.shape, torch.bfloat16)
+    assert own
+    end_B, o_2BNH = step.position_B.clone(), torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own.plan(step.row_B, step.position_B)
+        for o_BNH in o_2BNH:
+            own.attend(step.q_BNH, step.k_SKH, step.v_SKH, o_BNH)
+    for missing in (139, 60, 1, 0):
+        step.position_B.copy_(end_B - missing)
+        graph.replay()
+        same(o_2BNH[0], step.reference())
+        assert torch.equal(o_2BNH[0], o_2BNH[1])
