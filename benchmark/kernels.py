@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minisgl import kernel
 from minisgl.benchmark.perf import Figure, append_figures, median_of
@@ -30,6 +31,7 @@ from minisgl.kernel import HeadNorms, Rotation, dispatch
 # E experts of width X in a model of width W, A experts a token.
 D, MLP, N, K, H, V, P = 1024, 3072, 16, 8, 128, 151936, 64
 E, A, W, X = 128, 8, 2048, 768
+SHORTEST, LONGEST = 140, 1064  # contexts of a step of the throughput workload
 CALLS, REPEAT = 20, 7
 Call = Callable[[], Any]
 
@@ -74,9 +76,13 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
     turns, norms = Rotation(*numbers(2, context, H), last), HeadNorms(*numbers(2, H), 1e-6)
     turn = lambda: kernel.rotate_and_store(qkv, norms, turns, slot, pool[0], pool[1])
     yield Case("rotate_and_store", f"{T} x {N + 2 * K} x {H}", turn, 4 * T * H * (N + 2 * K))
-    q, o = numbers(2, T, N, H)
-    attend = lambda: kernel.attend_decode(q, pool[0], pool[1], pages, P, row, row, last, o)
-    yield Case("attend_decode", f"{T} x {N}/{K} x {H} of {context}", attend, 4 * num_slots * K * H, waits=True)
+    q = numbers(T, N, H)
+    yield from decodes(f"{T} x {N}/{K} x {H} of {context}", q, pool, pages, last)
+    if on_gpu:
+        most, lengths = -(-LONGEST // P), ints(SHORTEST, LONGEST + 1, T)
+        mixed_pool, mixed_pages = numbers(2, T * most * P, K, H), shuffled(T * most).int().view(T, -1)
+        shape = f"{T} x {N}/{K} x {H} of {SHORTEST} to {LONGEST}"
+        yield from decodes(shape, q, mixed_pool, mixed_pages, lengths.long() - 1)
 
     ids, row_32, last_32 = ints(0, V, T, context), row.int(), last.int()
     look_up = lambda: kernel.look_up(row_32, last_32, ids, pages, P)
@@ -108,6 +114,18 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
     routes = kernel.route(scores, A, True)
     read, mix = 6 * X * W * len(routes[1].unique()), lambda: kernel.moe(wide, *experts, *routes)
     yield Case("moe", f"{T} x {A} of {E} x {W} x {X}", mix, read, is_own=on_gpu, waits=True)
+
+
+def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) -> Iterator[Case]:
+    """Attention of each query to its context, up to the last position; divided alike, and evenly over the device."""
+    row, o = torch.arange(len(q), device=q.device), torch.empty_like(q)
+    k, v = pool
+    num_bytes = 4 * K * H * int((last + 1).sum())
+    attend = lambda: kernel.attend_decode(q, k, v, pages, P, row, row, last, o)
+    yield Case("attend_decode", shape, attend, num_bytes, waits=True)
+    if own := kernel.BalancedDecode.of(pages, P, (N, K, H), q.dtype):
+        own.plan(row.int(), last.int())
+        yield Case("BalancedDecode", shape, lambda: own.attend(q, k, v, o), num_bytes, attend, waits=True)
 
 
 def microseconds(call: Call, device: str, *, graph: bool) -> list[float]:
@@ -144,7 +162,7 @@ def microseconds(call: Call, device: str, *, graph: bool) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="in a step; default: 1 256 on a GPU, 1 16 on a CPU")
-    parser.add_argument("--context", type=int, default=1024, help=f"of each in attention, a multiple of {P}")
+    parser.add_argument("--context", type=int, default=1024, help=f"in attention to equal lengths, a multiple of {P}")
     parser.add_argument("--only", default="", help="kernels whose names have this in them")
     parser.add_argument("--out", type=Path, help="append figures to this file")
     args = parser.parse_args()

@@ -260,6 +260,8 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
     step = Step([137 * i % 925 + 140 for i in range(NUM_ROWS)], num_kv_heads=8, group=2, width=width, page_size=64)
     own = BalancedDecode.of(step.pages_RP, 64, step.shape, torch.bfloat16)
     assert own
+    own.plan(step.row_B, step.position_B)
+    same(step.attend(own), step.reference())
     end_B, o_2BNH = step.position_B.clone(), torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -130,13 +130,14 @@ inline void run_thread() {
 
 // Lets a block or warp go on if all of it are at the same point.
 inline bool release(size_t first, size_t num) {
-  auto begin = threads.begin() + static_cast<std::ptrdiff_t>(first), end = begin + static_cast<std::ptrdiff_t>(num);
-  Point at = begin->at;
-  bool all_meet = at != Point::end && (num == kWarp || at == Point::block) &&
-                  std::all_of(begin, end, [&](const Thread& it) { return it.at == at; });
-  if (all_meet) std::for_each(begin, end, [](Thread& it) { it.at = Point::nowhere; });
-  if (all_meet && seed && random() % 4 == 0) threads[first + random() % num].turns_behind = random() % 200;
-  return all_meet;
+  Thread* warp_or_block = &threads[first];
+  Point at = warp_or_block->at;
+  if (at == Point::end) return false;
+  for (size_t i = 0; i < num; ++i)
+    if (warp_or_block[i].at != at) return false;
+  for (size_t i = 0; i < num; ++i) warp_or_block[i].at = Point::nowhere;
+  if (seed && random() % 4 == 0) warp_or_block[random() % num].turns_behind = random() % 200;
+  return true;
 }
 
 inline bool release_some(size_t block_size) {
