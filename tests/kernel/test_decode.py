@@ -189,9 +189,12 @@ def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
 
 @pytest.mark.parametrize("num_together", [1, 100])
 @pytest.mark.parametrize("seed", range(1, 13))
-def test_any_block_may_be_the_last(cuda_kernels: Any, blocks: Any, seed: int, num_together: int) -> None:
-    step = Step([100, 5, 90, 161, 40])
-    own = step.decode(cuda_kernels, 11)
+@pytest.mark.parametrize("lengths", [[100, 5, 90, 161, 40], [64] * 12], ids=["cut anywhere", "cut into halves"])
+def test_any_block_may_be_the_last(
+    cuda_kernels: Any, blocks: Any, lengths: list[int], seed: int, num_together: int
+) -> None:
+    step = Step(lengths, num_kv_heads=4)
+    own = step.decode(cuda_kernels, 24)
     o_BNH = step.attend(own)
     same(o_BNH, step.reference())
     for parts in (own._part, own._part_top):

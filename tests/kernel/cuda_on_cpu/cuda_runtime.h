@@ -136,7 +136,7 @@ inline bool release(size_t first, size_t num) {
   for (size_t i = 0; i < num; ++i)
     if (warp_or_block[i].at != at) return false;
   for (size_t i = 0; i < num; ++i) warp_or_block[i].at = Point::nowhere;
-  if (seed && random() % 4 == 0) warp_or_block[random() % num].turns_behind = random() % 200;
+  if (seed && random() % 8 == 0) warp_or_block[random() % num].turns_behind = random() % 1000;
   return true;
 }
 
@@ -150,7 +150,7 @@ inline bool release_some(size_t block_size) {
 }
 
 inline void run_blocks(const unsigned* blocks, size_t num_blocks, unsigned block_size) {
-  constexpr size_t kStack = 1 << 16;
+  constexpr size_t kStack = 1 << 15;
   static std::vector<char> stacks;
   if (block_size % kWarp != 0) throw std::runtime_error("a block has to consist of whole warps");
   threads.resize(num_blocks * block_size);
