@@ -95,8 +95,9 @@ class TokenChooser:
         asked = {i: n for i, part in special if (n := part.req.params.logprobs) is not None}
         asked_XV = None if logits_BV is None or not asked else logits_BV[self.index(asked)]  # as they are before a mask
         if logits_BV is not None and masks:
-            row_X, bits = self._staging.send(np.array(masks.index, dtype=np.int32), masks.bits_XW.reshape(-1))
-            mask_logits(logits_BV, row_X, bits.view(len(row_X), -1))
+            [row_X] = self._staging.send(np.array(masks.index, dtype=np.int32))
+            bits_XW = torch.from_numpy(masks.bits_XW).to(logits_BV.device, non_blocking=True)  # out of pinned memory
+            mask_logits(logits_BV, row_X, bits_XW)
         if step.recorded and not changing:
             graph, token_B = step.recorded
             graph.replay()

@@ -330,7 +330,7 @@ void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Par
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
   config.attrs = &early;
-  config.numAttrs = 1;
+  config.numAttrs = can_start_early(device.device_id);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 

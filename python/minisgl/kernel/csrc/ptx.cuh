@@ -40,6 +40,11 @@ __device__ inline void let_next_start() {
 #endif
 }
 
+inline bool can_start_early(int device) {
+  int major = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
 inline cudaLaunchAttribute may_start_early() {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
