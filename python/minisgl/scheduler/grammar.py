@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -25,7 +23,6 @@ from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import JSON_OPTIONS
 
-_NUM_IDLE = 64  # matchers that are kept for the next request
 _MAX_REASON = 400  # characters
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| ")  # of the grammar, which may be around what the request sent
 
@@ -41,8 +38,8 @@ class Grammars:
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
         max_masks: of one step.
-        for_gpu: masks are made while the host does other things, by many threads, which on a CPU would take the model's
-            cores; and they lie where they can be sent from.
+        for_gpu: masks are made by many threads, which on a CPU would take the model's cores, and lie where they can be
+            sent from while the host goes on.
     """
 
     def __init__(
@@ -53,9 +50,8 @@ class Grammars:
         self._eos_ids = sorted(eos_ids)
         self._max_masks, self._for_gpu = max_masks, for_gpu
         self._executor = LLExecutor() if for_gpu else None
-        self._thread = ThreadPoolExecutor(1) if for_gpu else None  # which waits for those of the executor
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
-        self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=_NUM_IDLE)
+        self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=max_masks)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -102,26 +98,20 @@ class Grammars:
         """Whether a grammar has a say in what the slices sample."""
         return any(part.req.uid in self._matchers for part in parts)
 
-    def begin_masks(self, parts: list[ReqSlice]) -> Callable[[], TokenMasks] | None:
-        """Start to find out what may be sampled, once all tokens before were accepted; the result waits for it.
-
-        Until then requests may be closed, but not opened. What it gives is valid until the next call. None if nothing
-        is forbidden.
-        """
+    def masks(self, parts: list[ReqSlice]) -> TokenMasks | None:
+        """What may be sampled, once all tokens before were accepted; valid until the next call. None: anything."""
         matchers = [self._matchers.get(part.req.uid, (None, None))[1] for part in parts]
         index = [i for i, it in enumerate(matchers) if it and not it.is_stopped() and not it.is_error()]
         if not index:
             return None
-        masks, pairs = TokenMasks(index, self._masks[: len(index)]), [(matchers[i], x) for x, i in enumerate(index)]
-
-        def fill() -> TokenMasks:
-            if self._executor:
-                llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, masks.bits_XW)
-            for matcher, x in [] if self._executor else pairs:
-                llguidance.numpy.fill_next_token_bitmask(matcher, masks.bits_XW, x)
-            return masks
-
-        return self._thread.submit(fill).result if self._thread else fill
+        bits_XW = self._masks[: len(index)]
+        if self._executor:
+            pairs = [(matchers[i], x) for x, i in enumerate(index)]
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
+        else:
+            for x, i in enumerate(index):
+                llguidance.numpy.fill_next_token_bitmask(matchers[i], bits_XW, x)
+        return TokenMasks(index, bits_XW)
 
     def accept(self, uid: int, token: int) -> bool | InvalidRequest:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,12 +61,17 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class _Launched:
-    """A batch that is being computed; its output is there when its tokens are being chosen."""
+    """A batch that is being computed.
+
+    Attributes:
+        output: from when on its tokens are being chosen.
+        tokens: from when on they are known, each with what its request's grammar says to it.
+    """
 
     plan: BatchPlan
     logits_BV: Tensor | None
-    masks: Callable[[], TokenMasks] | None = None  # waits for them
     output: ForwardOutput | None = None
+    tokens: list[tuple[int, bool | InvalidRequest]] | None = None
 
 
 class Scheduler:
@@ -114,14 +119,12 @@ class Scheduler:
     def step(self) -> None:
         """Launch batch n, then finish batch n-1 (with overlap) or n (without).
 
-        A grammar has to know the tokens of batch n-1 before those of n are chosen. Then n-1 is finished in between, and
-        masks are made meanwhile, while the device computes the logits of n.
+        A grammar has to know the tokens of batch n-1 before those of n are chosen. Then they are read in between, and
+        masks are made, while the device computes the logits of n.
         """
         self._take_in(self._inbox.receive(block=self.is_idle))
         slices = self._plan()
         launched = self._launch(slices) if slices else None
-        if launched and self.grammars.guides(launched.plan.sampling):
-            self._finish_in_flight(launched)
         if launched:
             self._sample(launched)
         self._finish_in_flight()
@@ -213,9 +216,12 @@ class Scheduler:
         return launched
 
     def _sample(self, batch: _Launched) -> None:
-        masks = batch.masks() if batch.masks else None
+        masks = None
+        if self.grammars.guides(batch.plan.sampling):
+            self._read_tokens()
+            masks = None if batch.logits_BV is None else self.grammars.masks(batch.plan.sampling)
         batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
-        batch.logits_BV = batch.masks = None
+        batch.logits_BV = None
 
     def _advance(self, part: ReqSlice) -> None:
         """Account for a launched slice. A prompt is shared now, before the next plan is made."""
@@ -228,28 +234,30 @@ class Scheduler:
                 self.cache.share(req)
                 self.decode.add(req)
 
-    def _finish_in_flight(self, guided: _Launched | None = None) -> None:
-        """Take the tokens of the batch in flight, if there is one; release what nobody needs any more.
+    def _read_tokens(self) -> None:
+        """Wait for the tokens of the batch in flight, if there is one, and let grammars go on by them; once."""
+        batch = self._in_flight
+        if batch and batch.output and batch.tokens is None:
+            reqs = [part.req for part in batch.plan.sampling]
+            tokens = zip(reqs, batch.output.wait(), strict=True)
+            batch.tokens = [
+                (token, req.finish is None and self.grammars.accept(req.uid, token)) for req, token in tokens
+            ]
 
-        Args:
-            guided: the batch behind it, if that needs masks; they are begun as soon as the tokens are known.
-        """
+    def _finish_in_flight(self) -> None:
+        """Take the tokens of the batch in flight, if there is one; release what nobody needs any more."""
+        self._read_tokens()
         batch, self._in_flight = self._in_flight, None
-        tokens = batch.output.wait() if batch and batch.output else []
-        taken = list(zip(batch.plan.sampling, tokens, strict=True)) if batch else []
-        matches = [part.req.finish is None and self.grammars.accept(part.req.uid, token) for part, token in taken]
-        if guided and guided.logits_BV is not None:
-            guided.masks = self.grammars.begin_masks(guided.plan.sampling)
         if batch is None:
             return
-        assert batch.output
+        assert batch.output and batch.tokens is not None
         logprobs = batch.output.logprobs()
         for index, told in batch.output.prompt_logprobs().items():
             part = batch.plan.slices[index]
             part.req.prompt_logprobs[part.start :] = told
         for index, vector in batch.output.embeddings().items():
             batch.plan.slices[index].req.embedding = vector
-        for index, ((part, token), match) in enumerate(zip(taken, matches, strict=True)):
+        for index, (part, (token, match)) in enumerate(zip(batch.plan.sampling, batch.tokens, strict=True)):
             if part.req.finish is None:
                 self._take_token(part.req, token, match, logprobs.get(index))
         for part in batch.plan.slices:
