@@ -107,7 +107,6 @@ class Req:
         "row",
         "sampling",
         "seed",
-        "seed",
         "tokens",
         "uid",
     )

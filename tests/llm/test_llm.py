@@ -336,6 +336,19 @@ def test_a_rank_that_dies_is_an_error_and_closing_still_works(folder: Path) -> N
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])
+def test_after_a_step_that_broke_nothing_is_taken_any_more(
+    folder: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(folder) as llm:
+        with monkeypatch.context() as broken:
+            broken.setattr(llm._scheduler, "_sample", lambda _: (_ for _ in ()).throw(error))
+            with pytest.raises(error):
+                llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+        with pytest.raises(EngineFailed, match="broken off"):
+            llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+
+
 def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> None:
     with make(folder, skip_tokenizer_init=True) as bare:
         [expected], [answer] = (each.generate([ids_of("the dog")], greedy(5), use_tqdm=False) for each in (llm, bare))

@@ -191,3 +191,11 @@ def test_what_can_be_no_token_id_is_refused_at_once(fields: dict[str, Any]) -> N
     with pytest.raises(InvalidRequest, match=r"a token id of .* must be in \[0, 2147483647\]") as refusal:
         params(**fields)
     assert refusal.value.param in fields
+
+
+@pytest.mark.parametrize("token", [VOCAB_SIZE, 2_000_000_000])
+def test_a_token_to_stop_at_that_there_is_not_is_refused(llm: LLM, token: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=1, stop_token_ids=(token,))
+    with pytest.raises(RequestError, match=rf"token id {token} is outside \[0, {VOCAB_SIZE}\)") as caught:
+        llm.generate(PROMPT, params, use_tqdm=False)
+    assert caught.value.param == "stop_token_ids"

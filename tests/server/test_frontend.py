@@ -19,6 +19,8 @@ from minisgl.message import (
     UserReply,
     pack_ids,
 )
+from minisgl.sampling_params import MAX_SEED
+from minisgl.server.frontend import _seed_after
 from tests.server.harness import office, run, spell, until
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
@@ -275,3 +277,9 @@ def test_a_question_is_refused_by_the_tokenizer_or_by_an_engine_that_is_gone() -
             assert frontend.num_open == 0
 
     run(scene())
+
+
+def test_the_smallest_seed_follows_the_largest() -> None:
+    assert [_seed_after(MAX_SEED - 1, i) for i in range(3)] == [MAX_SEED - 1, MAX_SEED, -MAX_SEED]
+    assert [_seed_after(-3, i) for i in range(2)] == [-3, -2]
+    assert _seed_after(None, 1) is None

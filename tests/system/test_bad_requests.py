@@ -79,6 +79,7 @@ BAD: dict[str, tuple[str, str, bytes]] = {
     "no choice": ("POST", CHAT, chat(n=0)),
     "more choices than there may be": ("POST", CHAT, chat(n=129)),
     "an empty stop": ("POST", CHAT, chat(stop=[""])),
+    "a token to stop at that there is not": ("POST", CHAT, chat(min_tokens=1, stop_token_ids=[2_000_000_000])),
     "tools": ("POST", CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}])),
     "an unknown field": ("POST", CHAT, chat(frobnicate=True)),
     "stream in words": ("POST", CHAT, chat(stream="yes")),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minisgl.core import SamplingParams
 from minisgl.message import (
@@ -31,7 +33,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer import Tokenizer
-from minisgl.tokenizer.server import TokenizeWorker
+from minisgl.tokenizer.server import TokenizeWorker, _do_without_torch
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -150,3 +152,8 @@ def test_only_one_tokenizer_tells_the_scheduler_to_end(folder: Path, pass_on: bo
     to_backend, to_frontend = run(folder, ShutdownMsg(pass_on=pass_on))
     assert to_backend == ([ExitMsg()] if pass_on else [])
     assert to_frontend == []
+
+
+def test_a_main_module_may_have_imported_torch_before() -> None:
+    _do_without_torch()
+    assert sys.modules["torch"] is torch

@@ -134,7 +134,8 @@ class Engine:
         load_weight(model, Path(config.model), self._dtype, self._device, dummy=config.dummy_weight)
         set_rope_device(model, self._device)
         linears = [op for op in model.walk() if isinstance(op, LinearBase)]
-        self._weight_bytes = sum(linear.num_bytes for linear in linears)
+        num_bytes = sum(linear.num_bytes for linear in linears)  # ranks may differ, but not in what they record
+        self._weight_bytes = -int(self._comm.all_reduce_min(torch.tensor([-num_bytes], device=self._device)))
         pack = may_pack(config, self._weight_bytes, self._device)
         for linear in linears:
             linear.prepare(pack=pack)

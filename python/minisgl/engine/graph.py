@@ -105,7 +105,7 @@ class GraphRunner:
         num_rows, self._num_row_tokens = context.token_pool_RL.shape
         self._idle_row, self._num_row_pages = num_rows - 1, context.page_table_RP.shape[1]
         self._idle_page = int(context.page_table_RP[-1, 0])
-        self._counts = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None  # else filters are not recorded
+        self._records_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
         max_prompt = min(_PROMPTS[-1], self._num_row_tokens, _PROMPT_WORK // weight_bytes)
         self._sizes = sizes(max_decodes, max_prompt)
         capacity = 16 * (max(max_decodes, max_prompt) + 4)  # it must not grow: more than `_send` ever sends
@@ -150,7 +150,7 @@ class GraphRunner:
         self._context.attn_backend.prepare_replay(recorded.metadata, inputs.start_A, inputs.end_A)
         recorded.graph.replay()
         step = recorded.step
-        if not self._counts and has_filters(sampling):
+        if not self._records_filters and has_filters(sampling):
             step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
         return recorded.hidden_RD, step
 
@@ -203,7 +203,7 @@ class GraphRunner:
             return self._forward(Batch(row_G, position_G, input_ids_G, slot_G, last_1, metadata))
 
         graph, (hidden_RD, logits_RV) = record(forward, self._pool)
-        step = LogitsStep(logits_RV, BatchSamplingArgs(self._counts, *sampling), place_R)
+        step = LogitsStep(logits_RV, BatchSamplingArgs(self._records_filters, *sampling), place_R)
         recorded = record(lambda: self._chooser.choose(step), self._pool)
         logits_RV = None if logits_RV is None else unowned(logits_RV)
         return _Recorded(metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, recorded=recorded))

@@ -263,8 +263,8 @@ class LLM:
 
     def _submit(self, prompts: list[Prompt], each: Sequence[SamplingParams], mail: deque[DetokenizeMsg]) -> int:
         """Post the prompts under consecutive uids, whose news go to `mail`; returns the first."""
-        if not self._scheduler.is_running:
-            raise EngineFailed("this LLM is closed")
+        if self._has_failed or not self._scheduler.is_running:
+            raise EngineFailed("a step of this LLM was broken off" if self._has_failed else "this LLM is closed")
         ids = [pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
         for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
@@ -276,8 +276,10 @@ class LLM:
         """One step; its news go to those who wait for them."""
         try:
             self._scheduler.step()
-        except RuntimeError as error:  # a collective whose peer has died, or a device that failed
+        except BaseException as error:  # what the step had begun is lost, whatever has ended it
             self._has_failed = True
+            if not isinstance(error, RuntimeError):  # a collective whose peer has died, or a device that failed
+                raise
             raise EngineFailed(f"the engine failed: {error}") from error
         for news in self._mailbox.take():
             is_last = news.finish is not None or news.error is not None

@@ -99,7 +99,11 @@ class Grammars:
         return any(part.req.uid in self._matchers for part in parts)
 
     def masks(self, parts: list[ReqSlice]) -> TokenMasks | None:
-        """What may be sampled, once all tokens before were accepted; valid until the next call. None: anything."""
+        """What may be sampled, once all tokens before were accepted; valid until the next call. None: anything.
+
+        Where llguidance gives up, the mask has the end of the sequence alone, and that token ends the request on all
+        ranks.
+        """
         matchers = [self._matchers.get(part.req.uid, (None, None))[1] for part in parts]
         index = [i for i, it in enumerate(matchers) if it and not it.is_stopped() and not it.is_error()]
         if not index:

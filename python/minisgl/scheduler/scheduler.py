@@ -169,7 +169,8 @@ class Scheduler:
         prompt, params = unpack_ids(msg.input_ids), msg.sampling
         drawn = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
         try:
-            self._check_ids("logit_bias", np.fromiter(params.logit_bias, dtype=np.int64))
+            for name in ("logit_bias", "stop_token_ids"):
+                self._check_ids(name, np.fromiter(getattr(params, name), dtype=np.int64))
             max_length = self._max_length(prompt, params.max_tokens)
             if params.grammar:
                 self.grammars.open(msg.uid, params.grammar)
@@ -236,13 +237,10 @@ class Scheduler:
 
     def _read_tokens(self) -> None:
         """Wait for the tokens of the batch in flight, if there is one, and let grammars go on by them; once."""
-        batch = self._in_flight
+        batch, accept = self._in_flight, self.grammars.accept
         if batch and batch.output and batch.tokens is None:
-            reqs = [part.req for part in batch.plan.sampling]
-            tokens = zip(reqs, batch.output.wait(), strict=True)
-            batch.tokens = [
-                (token, req.finish is None and self.grammars.accept(req.uid, token)) for req, token in tokens
-            ]
+            pairs = zip([part.req for part in batch.plan.sampling], batch.output.wait(), strict=True)
+            batch.tokens = [(token, req.finish is None and accept(req.uid, token)) for req, token in pairs]
 
     def _finish_in_flight(self) -> None:
         """Take the tokens of the batch in flight, if there is one; release what nobody needs any more."""

@@ -32,6 +32,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.sampling_params import MAX_SEED
 from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.utils.mp import AsyncPullQueue, PushQueue
 
@@ -136,7 +137,7 @@ class Frontend:
                 param=None if n == 1 else "n",
             )
         self._make_sure_of_room(n * len(prompts))
-        seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
+        seeds = [_seed_after(sampling.seed, i) for i in range(n)]
         each = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
         uids = [next(self._uids) for _ in each]
         generation = Generation(self, uids)
@@ -243,6 +244,11 @@ class Frontend:
 
     def _tokenizer_of(self, uid: int) -> PushQueue[TokenizerMsg]:
         return self._tokenizers[uid % len(self._tokenizers)]
+
+
+def _seed_after(seed: int | None, i: int) -> int | None:
+    """The i-th after a seed; the smallest follows the largest."""
+    return None if seed is None else (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
 
 
 def _request_error(error: ReplyError) -> RequestError:

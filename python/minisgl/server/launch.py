@@ -4,7 +4,8 @@
                                                                                │ signal, dead child, shell's end
     folder removed, exit code ◀─ children ended ◀─ told to end ◀─ open requests told ◀─┘
 
-The parent process is the API server. Its exit code is 0 after a signal or the shell's end, 1 if anything failed.
+The parent process is the API server. Its exit code is 0 after the shell's end or a signal while it serves, 130
+after a signal before that, 1 if anything failed.
 
 A scheduler takes longest to start, for torch alone takes seconds to import. So it is started first, by a process that
 has imported little: not torch, which it never needs, nor yet what `serve.py` does.

@@ -124,7 +124,10 @@ def tokenize_worker(ready: Ready, folder: Path, max_seq_len: int, inbox: str, ad
 
 
 def _do_without_torch() -> None:
-    """Hide torch from transformers, which would import it only to know that it is there: a second and 180 MB."""
-    assert "torch" not in sys.modules
-    silence_transformers()
-    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's word for "there is none"
+    """Hide torch from transformers, which would import it only to know that it is there: a second and 180 MB.
+
+    A main module that imports torch has done so in this process, too.
+    """
+    if "torch" not in sys.modules:
+        silence_transformers()
+        sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's word for "there is none"

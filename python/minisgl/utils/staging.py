@@ -1,7 +1,7 @@
 """The way of a step's numbers from the host to the device: one copy, out of pinned memory.
 
-The pinned buffers are used in turn, enough of them that the numbers of a step can be written while all those of the
-step before are still on their way. On a CPU nothing moves.
+The pinned buffers are used in turn, enough of them that the numbers of a step can be written while those of the step
+before are still on their way; with many sends in a step, the last wait for its first. On a CPU nothing moves.
 """
 
 # Dimension key: X numbers.

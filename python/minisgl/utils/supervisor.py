@@ -96,16 +96,16 @@ class Supervisor:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 reports.append(self._read_report(waiting.pop(connection), connection))
+            if failed := [report for report in reports if report.failure is not None]:
+                cause = max(failed, key=lambda report: report.is_users_fault)  # others may fail in consequence
+                raise (ConfigError if cause.is_users_fault else EngineFailed)(cause.failure)
         return reports
 
     def _read_report(self, name: str, connection: Connection) -> Report:
         try:
-            report = msgspec.json.decode(connection.recv_bytes(), type=Report)
+            return msgspec.json.decode(connection.recv_bytes(), type=Report)
         except EOFError:
-            raise EngineFailed(self._obituary(name)) from None
-        if report.failure is not None:
-            raise (ConfigError if report.is_users_fault else EngineFailed)(report.failure)
-        return report
+            return Report(failure=self._obituary(name))
 
     async def watch(self) -> str:
         """Return when the first child is dead; says which and how."""
