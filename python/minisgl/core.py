@@ -106,7 +106,6 @@ class Req:
         "prompt_logprobs",
         "row",
         "sampling",
-        "seed",
         "tokens",
         "uid",
     )
@@ -114,7 +113,6 @@ class Req:
     def __init__(self, uid: int, prompt: IntArray, params: SamplingParams, max_length: int, seed: int) -> None:
         self.uid = uid
         self.params = params
-        self.seed = seed
         self.sampling = sampling_numbers(params, seed)
         self.is_plain = not (
             params.changes_logits or params.min_tokens or params.logprobs is not None or self.asks_of_prompt

@@ -87,8 +87,8 @@ class Rank:
         config = SchedulerConfig(overlap=True, seed=5, max_prefill_length=16)
         self.scheduler = Scheduler(config, self.executor, inbox, self.book)
 
-    def seeds(self) -> dict[int, int]:
-        return {uid: req.seed for uid, req in self.scheduler._live.items()}
+    def sampling(self) -> dict[int, bytes]:
+        return {uid: req.sampling for uid, req in self.scheduler._live.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,7 +113,7 @@ def test_leader_and_followers_make_the_same_plans(connect: Connect, seed: int) -
         assert follower.executor.plans == leader.executor.plans
         assert np.array_equal(follower.executor.page_table_RP, leader.executor.page_table_RP)
         assert follower.book.answers == leader.book.answers
-        assert follower.seeds() == leader.seeds()
+        assert follower.sampling() == leader.sampling()
 
 
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
