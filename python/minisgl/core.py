@@ -232,12 +232,14 @@ class TokenMasks:
     """What some of the slices that sample may choose from.
 
     Attributes:
-        index: of these slices, among those that sample.
         bits_XW: int32, a row each; bit v % 32 of word v // 32 says whether token v is allowed.
+        index_X: int32, of these slices, among those that sample.
+        whole: the two, one behind the other in memory.
     """
 
-    index: list[int]
     bits_XW: IntArray
+    index_X: IntArray
+    whole: IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert torch.equal(token_B[plain], sample(logits_BV, own)[plain])
         written = [int(engine.context.token_pool_RL[part.row, part.end]) for part in parts]
         assert written == tokens
-        for x, i in enumerate(masks.index if masks else []):
+        for x, i in enumerate(masks.index_X.tolist() if masks else []):
             assert masks and masks.bits_XW[x][tokens[i] // 32] >> tokens[i] % 32 & 1
         for i, told in (logprobs.read() if logprobs else {}).items():
             assert told.own == pytest.approx(float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4)

@@ -43,6 +43,28 @@ class LogitsStep:
     recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
 
+class _MaskWay:
+    """Takes masks to a GPU on a stream of their own, so that they are there when the logits are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type != "cpu":
+            self._stream, self._sent = torch.cuda.Stream(device), torch.cuda.Event()
+
+    def send(self, masks: TokenMasks) -> tuple[Tensor, Tensor]:
+        """The rows of logits that they are for, and their bits."""
+        whole = torch.from_numpy(masks.whole)
+        if self._device.type != "cpu":
+            current = torch.cuda.current_stream(self._device)
+            with torch.cuda.stream(self._stream):
+                whole = whole.to(self._device, non_blocking=True)  # out of pinned memory
+                self._sent.record()
+            whole.record_stream(current)
+            current.wait_event(self._sent)
+        num = len(masks.index_X)
+        return whole[-num:], whole[:-num].view(num, -1)
+
+
 class TokenChooser:
     """Chooses on rank 0 and tells the others.
 
@@ -57,6 +79,7 @@ class TokenChooser:
         self._token_pool_RL = token_pool_RL
         self._eos_ids = eos_ids
         self._staging = staging
+        self._mask_way = _MaskWay(token_pool_RL.device)
 
     def choose(self, step: LogitsStep, changing: Sequence[tuple[int, ReqSlice]] = ()) -> Tensor:
         """Tokens, int32 [B], also in the token pool.
@@ -95,9 +118,7 @@ class TokenChooser:
         asked = {i: n for i, part in special if (n := part.req.params.logprobs) is not None}
         asked_XV = None if logits_BV is None or not asked else logits_BV[self.index(asked)]  # as they are before a mask
         if logits_BV is not None and masks:
-            [row_X] = self._staging.send(np.array(masks.index, dtype=np.int32))
-            bits_XW = torch.from_numpy(masks.bits_XW).to(logits_BV.device, non_blocking=True)  # out of pinned memory
-            mask_logits(logits_BV, row_X, bits_XW)
+            mask_logits(logits_BV, *self._mask_way.send(masks))
         if step.recorded and not changing:
             graph, token_B = step.recorded
             graph.replay()

@@ -47,6 +47,7 @@ class Grammars:
     ) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
+        _, self._num_words = llguidance.numpy.get_bitmask_shape(1, vocab_size)
         self._eos_ids = sorted(eos_ids)
         self._max_masks, self._for_gpu = max_masks, for_gpu
         self._executor = LLExecutor() if for_gpu else None
@@ -64,11 +65,11 @@ class Grammars:
         return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), self._vocab_size, self._eos_ids or None)
 
     @cached_property
-    def _masks(self) -> IntArray:
-        """Of one step after the other: the last ones were sent before their tokens came, and the next want those."""
-        shape = llguidance.numpy.get_bitmask_shape(self._max_masks, self._vocab_size)
-        masks: IntArray = torch.empty(shape, dtype=torch.int32, pin_memory=self._for_gpu).numpy()
-        return masks
+    def _room(self) -> IntArray:
+        """Of one step's masks after the other: the last were used before their tokens came, and the next want those."""
+        num_words = self._max_masks * (self._num_words + 1)
+        room: IntArray = torch.empty(num_words, dtype=torch.int32, pin_memory=self._for_gpu).numpy()
+        return room
 
     def open(self, uid: int, grammar: Grammar) -> None:
         """
@@ -87,7 +88,7 @@ class Grammars:
         except ValueError as error:
             raise _refusal(str(error)) from None
         _check(matcher)
-        first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
+        first_1W = np.empty((1, self._num_words), dtype=np.int32)
         llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)  # it is compiled as far as it is looked at
         if matcher.get_error().startswith("NoExtension"):
             raise _refusal("nothing matches it")
@@ -104,18 +105,21 @@ class Grammars:
         Where llguidance gives up, the mask has the end of the sequence alone, and that token ends the request on all
         ranks.
         """
-        matchers = [self._matchers.get(part.req.uid, (None, None))[1] for part in parts]
-        index = [i for i, it in enumerate(matchers) if it and not it.is_stopped() and not it.is_error()]
-        if not index:
+        held = [(i, self._matchers[part.req.uid][1]) for i, part in enumerate(parts) if part.req.uid in self._matchers]
+        going_on = [(i, matcher) for i, matcher in held if not matcher.is_stopped()]  # nor in error
+        if not going_on:
             return None
-        bits_XW = self._masks[: len(index)]
+        num = len(going_on)
+        whole = self._room[: num * (self._num_words + 1)]
+        bits_XW, index_X = whole[:-num].reshape(num, self._num_words), whole[-num:]
+        index_X[:] = [i for i, _ in going_on]
         if self._executor:
-            pairs = [(matchers[i], x) for x, i in enumerate(index)]
+            pairs = [(matcher, x) for x, (_, matcher) in enumerate(going_on)]
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
         else:
-            for x, i in enumerate(index):
-                llguidance.numpy.fill_next_token_bitmask(matchers[i], bits_XW, x)
-        return TokenMasks(index, bits_XW)
+            for x, (_, matcher) in enumerate(going_on):
+                llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
+        return TokenMasks(bits_XW, index_X, whole)
 
     def accept(self, uid: int, token: int) -> bool | InvalidRequest:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.
@@ -126,7 +130,9 @@ class Grammars:
             return False
         _, matcher = self._matchers[uid]
         matcher.consume_token(token)
-        return _refusal(matcher.get_error()) if matcher.is_error() else bool(matcher.is_stopped())
+        if not matcher.is_stopped():
+            return False
+        return _refusal(matcher.get_error()) if matcher.is_error() else True
 
     def close(self, uid: int) -> None:
         if uid in self._matchers:

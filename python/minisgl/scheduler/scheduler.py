@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs, TokenMasks
+from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, TokenLogprobs, TokenMasks
 from minisgl.engine import EngineLimits, ForwardOutput
-from minisgl.errors import InvalidRequest, PromptTooLong, RequestError
+from minisgl.errors import InvalidRequest, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
@@ -36,6 +34,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
+from minisgl.scheduler.admission import longest
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.grammar import Grammars
@@ -169,9 +168,7 @@ class Scheduler:
         prompt, params = unpack_ids(msg.input_ids), msg.sampling
         drawn = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
         try:
-            for name in ("logit_bias", "stop_token_ids"):
-                self._check_ids(name, np.fromiter(getattr(params, name), dtype=np.int64))
-            max_length = self._max_length(prompt, params.max_tokens)
+            max_length = longest(prompt, params, self._limits)
             if params.grammar:
                 self.grammars.open(msg.uid, params.grammar)
         except RequestError as error:
@@ -180,21 +177,6 @@ class Scheduler:
         req = Req(msg.uid, prompt, params, max_length, drawn if params.seed is None else params.seed)
         self._live[req.uid] = req
         self.prefill.add(req)
-
-    def _max_length(self, prompt: IntArray, max_tokens: int | None) -> int:
-        limit = self._limits.max_seq_len
-        if len(prompt) == 0:
-            raise InvalidRequest("the prompt is empty: it must have at least 1 token")
-        self._check_ids(None, prompt)
-        if len(prompt) + (max_tokens or 1) > limit:
-            raise PromptTooLong(len(prompt), max_tokens or 1, limit)
-        return limit if max_tokens is None else len(prompt) + max_tokens
-
-    def _check_ids(self, param: str | None, ids: NDArray[np.integer]) -> None:
-        vocab_size = self._limits.vocab_size
-        is_bad = (ids < 0) | (ids >= vocab_size)
-        if is_bad.any():
-            raise InvalidRequest(f"token id {ids[is_bad][0]} is outside [0, {vocab_size})", param=param)
 
     def _plan(self) -> list[ReqSlice]:
         """All decodes that have pages, and beside them prompts up to the prefill budget."""

@@ -1,4 +1,4 @@
-"""Ban tokens by bit masks: a program a part of a row, which only writes."""
+"""Ban tokens by bit masks: a program a part of a row."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
-_BLOCK = 4096
+_BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row"])
 def _mask_logits(
     logits, row, bits, stride_logits, stride_bits, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     x = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
-    word = tl.load(bits + x.to(tl.int64) * stride_bits + v // 32, mask=v < vocab_size, other=-1)
-    is_banned = ((word >> (v % 32)) & 1) == 0
+    is_token = v < vocab_size
     start = logits + tl.load(row + x).to(tl.int64) * stride_logits
-    tl.store(start + v, float("-inf"), mask=is_banned & (v < vocab_size))
+    logit = tl.load(start + v, mask=is_token).to(
+        tl.float32
+    )  # all are written, since whole words are faster than bytes of them
+    word = tl.load(bits + x.to(tl.int64) * stride_bits + v // 32, mask=is_token)
+    tl.store(start + v, tl.where((word >> (v % 32)) & 1 != 0, logit, float("-inf")), mask=is_token)
 
 
 def mask_logits(logits_BV: Tensor, row_X: Tensor, bits_XW: Tensor) -> None:

@@ -1,0 +1,33 @@
+"""Whether a request can be served at all, and how long it may become."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.core import IntArray, SamplingParams
+from minisgl.engine import EngineLimits
+from minisgl.errors import InvalidRequest, PromptTooLong
+
+
+def longest(prompt: IntArray, params: SamplingParams, limits: EngineLimits) -> int:
+    """Tokens of a prompt and its answer together.
+
+    Raises:
+        RequestError: it can never be served.
+    """
+    for name in ("logit_bias", "stop_token_ids"):
+        _check_ids(name, np.fromiter(getattr(params, name), dtype=np.int64), limits.vocab_size)
+    if len(prompt) == 0:
+        raise InvalidRequest("the prompt is empty: it must have at least 1 token")
+    _check_ids(None, prompt, limits.vocab_size)
+    limit, num_least = limits.max_seq_len, params.max_tokens or 1
+    if len(prompt) + num_least > limit:
+        raise PromptTooLong(len(prompt), num_least, limit)
+    return limit if params.max_tokens is None else len(prompt) + params.max_tokens
+
+
+def _check_ids(param: str | None, ids: NDArray[np.integer], vocab_size: int) -> None:
+    is_bad = (ids < 0) | (ids >= vocab_size)
+    if is_bad.any():
+        raise InvalidRequest(f"token id {ids[is_bad][0]} is outside [0, {vocab_size})", param=param)
