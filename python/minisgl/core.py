@@ -43,20 +43,20 @@ __all__ = [
     "SamplingParams",
     "TableWrites",
     "TokenLogprobs",
-    "TokenMasks",
     "sampling_numbers",
 ]
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
 SAMPLING = np.dtype(  # the numbers that say how a request's tokens are chosen
-    [("seed", "<i8"), ("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4")]
+    [("seed", "i8"), ("temperature", "f4"), ("is_masked", "i4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")]
 )
 
 
 def sampling_numbers(params: SamplingParams, seed: int) -> bytes:
     """One item of `SAMPLING`; without a top_k, its largest number."""
-    numbers = (seed, params.temperature, params.top_k or MAX_COUNT, params.top_p, params.min_p)
+    filters = (params.top_k or MAX_COUNT, params.top_p, params.min_p)
+    numbers = (seed, params.temperature, params.grammar is not None, *filters)
     return np.array(numbers, dtype=SAMPLING).tobytes()
 
 
@@ -225,21 +225,6 @@ class BatchPlan:
     @property
     def sampling(self) -> list[ReqSlice]:
         return [s for s in self.slices if s.samples]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenMasks:
-    """What some of the slices that sample may choose from.
-
-    Attributes:
-        bits_XW: int32, a row each; bit v % 32 of word v // 32 says whether token v is allowed.
-        index_X: int32, of these slices, among those that sample.
-        whole: the two, one behind the other in memory.
-    """
-
-    bits_XW: IntArray
-    index_X: IntArray
-    whole: IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from minisgl.core import ReqSlice, TableWrites, TokenMasks
+from minisgl.core import IntArray, ReqSlice, TableWrites
 from minisgl.engine.choose import LogitsStep
 from minisgl.engine.engine import Engine
 from minisgl.engine.logits import LogprobsOutput, wants_change
@@ -213,7 +213,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     finish, write = engine._chooser.finish, engine._write_tables
 
     def checked(
-        step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor, masks: TokenMasks | None
+        step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor, masks: IntArray | None
     ) -> tuple[Tensor, LogprobsOutput | None]:
         before_BV = logits_BV.clone()
         token_B, logprobs = finish(step, parts, logits_BV, masks)
@@ -225,8 +225,10 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert torch.equal(token_B[plain], sample(logits_BV, own)[plain])
         written = [int(engine.context.token_pool_RL[part.row, part.end]) for part in parts]
         assert written == tokens
-        for x, i in enumerate(masks.index_X.tolist() if masks else []):
-            assert masks and masks.bits_XW[x][tokens[i] // 32] >> tokens[i] % 32 & 1
+        for i, part in enumerate(parts):
+            if part.req.params.grammar and part.req.finish is None:
+                assert masks is not None
+                assert masks[int(own.mask_B[i])][tokens[i] // 32] >> tokens[i] % 32 & 1
         for i, told in (logprobs.read() if logprobs else {}).items():
             assert told.own == pytest.approx(float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4)
         log["steps"] += 1

@@ -79,7 +79,7 @@ def main() -> None:
     logits = torch.empty(4, 1000, dtype=bf16)
     for lowest in (None, torch.empty(4)):
         gpu.choose_tokens(logits, lowest, torch.empty(4), ints[:8].view(4, 2), ints[:4])
-    gpu.mask_logits(logits, ints[:2], ints.view(2, 32))
+    gpu.mask_logits(logits, ints[:4], ints.view(2, 32))
     gpu.one_token_linear(x[:1], x, None)
     gpu.one_token_linear(x[:1], x, x[0])
     for shared in (None, ints[:1]):

@@ -111,13 +111,13 @@ def test_banned_tokens_and_no_others_lose_their_logits(
     random: torch.Generator, vocab_size: int, dtype: torch.dtype
 ) -> None:
     logits_BV = numbers(random, 5, vocab_size, dtype=dtype)
-    row_X = torch.tensor([4, 1], dtype=torch.int32, device=DEVICE)
+    mask_B = torch.tensor([-1, 1, -1, -1, 0], dtype=torch.int32, device=DEVICE)
     may_XV = torch.rand(2, -(-vocab_size // 32) * 32, generator=random, device=DEVICE) < 0.5
     weights = 2 ** torch.arange(32, dtype=torch.int64, device=DEVICE)
     bits_XW = (may_XV.view(2, -1, 32) * weights).sum(dim=2).to(torch.uint32).view(torch.int32)
     for mask_logits, device in ((gpu.mask_logits, DEVICE), (mask_logits_reference, "cpu")):
         masked_BV = logits_BV.to(device, copy=True)
-        mask_logits(masked_BV, row_X.to(device), bits_XW.to(device))
+        mask_logits(masked_BV, mask_B.to(device), bits_XW.to(device))
         masked_BV = masked_BV.to(DEVICE)
         assert torch.equal(masked_BV[[0, 2, 3]], logits_BV[[0, 2, 3]])
         expected_XV = logits_BV[[4, 1]].masked_fill(~may_XV[:, :vocab_size], -torch.inf)

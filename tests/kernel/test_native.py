@@ -67,7 +67,7 @@ def test_masks(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, vocab_s
 
     def masked() -> Tensor:
         result_BV = logits_BV.clone()
-        mask_logits(result_BV, torch.tensor([3, 0], dtype=torch.int32), bits_XW)
+        mask_logits(result_BV, torch.tensor([1, -1, -1, 0], dtype=torch.int32), bits_XW)
         return result_BV
 
     compiled, reference = both(monkeypatch, masked)

@@ -211,7 +211,10 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
 def test_masks_are_made_while_the_device_computes(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are under way before the host looks at the tokens before; without a grammar so is the choice."""
+    """Logits are under way before the host looks at the tokens before; without a grammar so is the choice.
+
+    With one, the tokens before are told, and the next step is planned, while the masks are made.
+    """
     with make(checkpoint(ARCH), overlap=True) as llm:
         engine, events = llm._scheduler._executor, list[str]()
 
@@ -229,5 +232,13 @@ def test_masks_are_made_while_the_device_computes(
         llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert events == ["forward", "sample", "forward", "sample", "wait", "forward", "sample", "wait", "wait"]
         events.clear()
+        scheduler = llm._scheduler
+        for owner, name in (
+            (scheduler.grammars, "start_masks"),
+            (scheduler._outbox, "send"),
+            (scheduler.decode, "plan"),
+        ):
+            watch(owner, name)
         llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)
-        assert events[:8] == ["forward", "sample", "forward", "wait", "sample", "forward", "wait", "sample"]
+        step = ["plan", "sample", "forward", "wait", "start_masks", "send"]
+        assert events[:16] == ["plan", "forward", "start_masks", "send", *step, *step]

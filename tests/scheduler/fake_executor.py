@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs, TokenMasks
+from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -144,7 +144,7 @@ class FakeExecutor:
         if not self._asynchronous:
             self._newest.compute()
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None) -> FakeOutput:
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None) -> FakeOutput:
         assert self._newest and [it.part for it in self._newest.launched] == plan.slices
         assert logits_BV is None and masks is None
         return self._newest

@@ -1,7 +1,7 @@
 """From the logits of a step to tokens in the token pool, the same on all ranks.
 
-What all requests want is one function, `TokenChooser.choose`, which graphs record. Around it are masks before, and log
-probabilities after. Where a request wants other logits than the model's, the function is called and not replayed: it
+What all requests want is one function, `TokenChooser.choose`, which graphs record. Around it masks come before, and log
+probabilities go after. Where a request wants other logits than the model's, the function is called and not replayed: it
 chooses for those requests again, from changed copies of their logits.
 """
 
@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import ReqSlice, TokenMasks
+from minisgl.core import IntArray, ReqSlice
 from minisgl.distributed import DistributedCommunicator
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.sample import BatchSamplingArgs, sample
 from minisgl.kernel import mask_logits, scatter
+from minisgl.models import ModelConfig
 from minisgl.utils.staging import Staging
 
 _ROWS = 32  # of logits that are changed at a time, which takes many copies of them
@@ -43,26 +44,26 @@ class LogitsStep:
     recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
 
-class _MaskWay:
-    """Takes masks to a GPU on a stream of their own, so that they are there when the logits are."""
+class _Masks:
+    """The masks of a step, at a place that graphs know.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    They come on a stream of their own, so that they are there when the logits are.
+    """
+
+    def __init__(self, device: torch.device, max_masks: int, vocab_size: int) -> None:
+        self.bits_XW = torch.full((max_masks, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
         if device.type != "cpu":
             self._stream, self._sent = torch.cuda.Stream(device), torch.cuda.Event()
 
-    def send(self, masks: TokenMasks) -> tuple[Tensor, Tensor]:
-        """The rows of logits that they are for, and their bits."""
-        whole = torch.from_numpy(masks.whole)
-        if self._device.type != "cpu":
-            current = torch.cuda.current_stream(self._device)
-            with torch.cuda.stream(self._stream):
-                whole = whole.to(self._device, non_blocking=True)  # out of pinned memory
-                self._sent.record()
-            whole.record_stream(current)
-            current.wait_event(self._sent)
-        num = len(masks.index_X)
-        return whole[-num:], whole[:-num].view(num, -1)
+    def put(self, bits_XW: IntArray) -> None:
+        """In the place of those before, which were used: their tokens are known."""
+        if not self.bits_XW.is_cuda:
+            self.bits_XW[: len(bits_XW)] = torch.from_numpy(bits_XW)
+            return
+        with torch.cuda.stream(self._stream):
+            self.bits_XW[: len(bits_XW)].copy_(torch.from_numpy(bits_XW), non_blocking=True)  # out of pinned memory
+            self._sent.record()
+        self._sent.wait()
 
 
 class TokenChooser:
@@ -73,13 +74,13 @@ class TokenChooser:
     """
 
     def __init__(
-        self, comm: DistributedCommunicator, token_pool_RL: Tensor, eos_ids: frozenset[int], staging: Staging
+        self, comm: DistributedCommunicator, token_pool_RL: Tensor, model: ModelConfig, staging: Staging
     ) -> None:
         self._comm = comm
         self._token_pool_RL = token_pool_RL
-        self._eos_ids = eos_ids
+        self._eos_ids = model.eos_ids
         self._staging = staging
-        self._mask_way = _MaskWay(token_pool_RL.device)
+        self._masks = _Masks(token_pool_RL.device, len(token_pool_RL), model.vocab_size)
 
     def choose(self, step: LogitsStep, changing: Sequence[tuple[int, ReqSlice]] = ()) -> Tensor:
         """Tokens, int32 [B], also in the token pool.
@@ -90,6 +91,7 @@ class TokenChooser:
         if step.logits_BV is None:
             token_B = torch.empty_like(step.place_B)
         else:
+            mask_logits(step.logits_BV, step.args.mask_B, self._masks.bits_XW)
             token_B = sample(step.logits_BV, step.args)
             for begin in range(0, len(changing), _ROWS):
                 self._choose_again(token_B, step.logits_BV, changing[begin : begin + _ROWS])
@@ -104,7 +106,7 @@ class TokenChooser:
         token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(parts, self._staging))
 
     def finish(
-        self, step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor | None, masks: TokenMasks | None
+        self, step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor | None, masks: IntArray | None
     ) -> tuple[Tensor, LogprobsOutput | None]:
         """The tokens of a step's slices that sample, and what some want to know of them.
 
@@ -112,13 +114,14 @@ class TokenChooser:
 
         Args:
             logits_BV: those of the step without padding, in the same memory; masked here.
+            masks: int32 [X, W], as `mask_logits` takes them, of the slices whose requests have a grammar.
         """
         special = [(i, part) for i, part in enumerate(parts) if not part.req.is_plain]
         changing = [(i, part) for i, part in special if wants_change(part)]
         asked = {i: n for i, part in special if (n := part.req.params.logprobs) is not None}
         asked_XV = None if logits_BV is None or not asked else logits_BV[self.index(asked)]  # as they are before a mask
-        if logits_BV is not None and masks:
-            mask_logits(logits_BV, *self._mask_way.send(masks))
+        if masks is not None:
+            self._masks.put(masks)
         if step.recorded and not changing:
             graph, token_B = step.recorded
             graph.replay()

@@ -29,11 +29,11 @@ from minisgl.core import (
     Batch,
     BatchPlan,
     Context,
+    IntArray,
     Req,
     ReqSlice,
     SamplingParams,
     TableWrites,
-    TokenMasks,
 )
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.choose import LogitsStep, TokenChooser
@@ -185,7 +185,7 @@ class Engine:
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
             moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
-        self._chooser = TokenChooser(self._comm, self.context.token_pool_RL, limits.eos_ids, self._extras)
+        self._chooser = TokenChooser(self._comm, self.context.token_pool_RL, model, self._extras)
         self._launched: tuple[LogitsStep, PromptsOutput | None] | None = None  # from `forward` to `sample`
         self._graphs: GraphRunner | None = None
         max_decodes = min(config.cuda_graph_max_bs, limits.num_rows)
@@ -212,11 +212,12 @@ class Engine:
         return step.logits_BV[:num_sampling] if step.logits_BV is not None and num_sampling else None
 
     @torch.inference_mode()
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None = None) -> ForwardOutput:
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None = None) -> ForwardOutput:
         """Start choosing the tokens of a plan, the last to be forwarded. They are in the token pool for those after it.
 
         Args:
             logits_BV: from `forward`, and changed here.
+            masks: int32 [X, ceil(V / 32)], a bit for each token that may be, of the slices that have a grammar.
         """
         assert self._launched is not None
         (step, prompts), self._launched = self._launched, None

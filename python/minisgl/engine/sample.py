@@ -32,6 +32,7 @@ class BatchSamplingArgs:
         temperature_B: float32; 0 is greedy.
         seed_2B: int32, the halves of each 64-bit seed side by side.
         position_B: int32, of the tokens to be chosen.
+        mask_B: int32, which of the step's masks applies, counted over the requests that have a grammar; -1: none.
         top_k_B, top_p_B, min_p_B: int32, float32, float32.
     """
 
@@ -39,6 +40,7 @@ class BatchSamplingArgs:
     temperature_B: Tensor
     seed_2B: Tensor
     position_B: Tensor
+    mask_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
@@ -58,8 +60,10 @@ def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
     """
     told = bytearray().join([part.req.sampling for part in parts]) + _GREEDY * (len(end_B) - len(parts))
     of_B = np.frombuffer(told, dtype=SAMPLING)
+    is_masked_B = of_B["is_masked"]
+    mask_B = is_masked_B.cumsum(dtype=np.int32) * is_masked_B - 1
     filters = [of_B[name] for name in ("top_k", "top_p", "min_p")]
-    return [of_B["temperature"], of_B["seed"].copy().view(np.int32), end_B, *filters]
+    return [of_B["temperature"], of_B["seed"].copy().view(np.int32), end_B, mask_B, *filters]
 
 
 def has_filters(arrays: list[Numbers]) -> bool:
@@ -69,7 +73,7 @@ def has_filters(arrays: list[Numbers]) -> bool:
 
 
 def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
-    """Choose one token a request: int32 [B]."""
+    """Choose one token a request, of logits that are masked: int32 [B]."""
     lowest_B = None
     if args.is_filtered:
         lowest_B = lowest_kept(logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B)

@@ -10,7 +10,9 @@ here is on the device.
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from minisgl.core import Grammar, IntArray, ReqSlice, TokenMasks
+from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import JSON_OPTIONS
 
@@ -47,10 +49,11 @@ class Grammars:
     ) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
-        _, self._num_words = llguidance.numpy.get_bitmask_shape(1, vocab_size)
         self._eos_ids = sorted(eos_ids)
         self._max_masks, self._for_gpu = max_masks, for_gpu
-        self._executor = LLExecutor() if for_gpu else None
+        self._executor = LLExecutor(None if for_gpu else 1)
+        self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._filling: list[Future[IntArray]] = []
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
         self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=max_masks)
 
@@ -65,17 +68,18 @@ class Grammars:
         return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), self._vocab_size, self._eos_ids or None)
 
     @cached_property
-    def _room(self) -> IntArray:
-        """Of one step's masks after the other: the last were used before their tokens came, and the next want those."""
-        num_words = self._max_masks * (self._num_words + 1)
-        room: IntArray = torch.empty(num_words, dtype=torch.int32, pin_memory=self._for_gpu).numpy()
-        return room
+    def _bits(self) -> IntArray:
+        """Of one step after the other: the last ones were used before their tokens came, and the next want those."""
+        shape = llguidance.numpy.get_bitmask_shape(self._max_masks, self._vocab_size)
+        bits_XW: IntArray = torch.empty(shape, dtype=torch.int32, pin_memory=self._for_gpu).numpy()
+        return bits_XW
 
     def open(self, uid: int, grammar: Grammar) -> None:
         """
         Raises:
             InvalidRequest: the grammar has a mistake, no match, or something in it that is not supported.
         """
+        wait(self._filling)  # with idle matchers, too, if their requests have just ended
         idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
         if idle:
             self._idle.remove(idle)
@@ -88,7 +92,7 @@ class Grammars:
         except ValueError as error:
             raise _refusal(str(error)) from None
         _check(matcher)
-        first_1W = np.empty((1, self._num_words), dtype=np.int32)
+        first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
         llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)  # it is compiled as far as it is looked at
         if matcher.get_error().startswith("NoExtension"):
             raise _refusal("nothing matches it")
@@ -99,27 +103,25 @@ class Grammars:
         """Whether a grammar has a say in what the slices sample."""
         return any(part.req.uid in self._matchers for part in parts)
 
-    def masks(self, parts: list[ReqSlice]) -> TokenMasks | None:
-        """What may be sampled, once all tokens before were accepted; valid until the next call. None: anything.
+    def start_masks(self, parts: list[ReqSlice]) -> Future[IntArray]:
+        """What the slices may sample that have a grammar, once all tokens before were accepted.
 
-        Where llguidance gives up, the mask has the end of the sequence alone, and that token ends the request on all
-        ranks.
+        The result is int32 [X, W], as `mask_logits` takes it, and valid until the next call; the mask of a request that
+        has ended may be anything. Where llguidance gives up, a mask has the end of the sequence alone, and that token
+        ends the request on all ranks.
         """
-        held = [(i, self._matchers[part.req.uid][1]) for i, part in enumerate(parts) if part.req.uid in self._matchers]
-        going_on = [(i, matcher) for i, matcher in held if not matcher.is_stopped()]  # nor in error
-        if not going_on:
-            return None
-        num = len(going_on)
-        whole = self._room[: num * (self._num_words + 1)]
-        bits_XW, index_X = whole[:-num].reshape(num, self._num_words), whole[-num:]
-        index_X[:] = [i for i, _ in going_on]
-        if self._executor:
-            pairs = [(matcher, x) for x, (_, matcher) in enumerate(going_on)]
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)
-        else:
-            for x, (_, matcher) in enumerate(going_on):
-                llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
-        return TokenMasks(bits_XW, index_X, whole)
+        asking = [part.req.uid for part in parts if part.req.params.grammar]
+        pairs = [(self._matchers[uid][1], x) for x, uid in enumerate(asking) if uid in self._matchers]
+        bits_XW, has_begun = self._bits[: len(asking)], threading.Event()
+
+        def fill() -> IntArray:
+            has_begun.set()
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)  # without Python's lock
+            return bits_XW
+
+        self._filling = [self._filler.submit(fill)]
+        has_begun.wait()  # else the caller would keep the lock until it waits for the masks, and they begin then
+        return self._filling[0]
 
     def accept(self, uid: int, token: int) -> bool | InvalidRequest:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, TokenLogprobs, TokenMasks
+from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
 from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.kvcache import create_prefix_cache
@@ -54,7 +55,7 @@ class Executor(Protocol):
     def forward(self, plan: BatchPlan) -> Tensor | None:
         """Start computing logits; None where nothing samples, or another rank does."""
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: TokenMasks | None) -> ForwardOutput:
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None) -> ForwardOutput:
         """Start choosing tokens; those of one plan are in the token pool for the plans after it."""
 
 
@@ -63,12 +64,14 @@ class _Launched:
     """A batch that is being computed.
 
     Attributes:
+        masks: being made, where a grammar has a say.
         output: from when on its tokens are being chosen.
         tokens: from when on they are known, each with what its request's grammar says to it.
     """
 
     plan: BatchPlan
     logits_BV: Tensor | None
+    masks: Future[IntArray] | None = None
     output: ForwardOutput | None = None
     tokens: list[tuple[int, bool | InvalidRequest]] | None = None
 
@@ -118,13 +121,16 @@ class Scheduler:
     def step(self) -> None:
         """Launch batch n, then finish batch n-1 (with overlap) or n (without).
 
-        A grammar has to know the tokens of batch n-1 before those of n are chosen. Then they are read in between, and
-        masks are made, while the device computes the logits of n.
+        A grammar has to know the tokens of n-1 before those of n are chosen. Then those are chosen at the last moment,
+        before n+1 is launched: masks are made while n-1 is finished and n+1 planned, and the device computes logits.
         """
         self._take_in(self._inbox.receive(block=self.is_idle))
-        slices = self._plan()
+        slices = self._plan() if self.is_running else []
+        self._sample(self._in_flight)
         launched = self._launch(slices) if slices else None
-        if launched:
+        if launched and self.grammars.guides(launched.plan.sampling):
+            self._start_masks(launched)
+        else:
             self._sample(launched)
         self._finish_in_flight()
         self._in_flight = launched
@@ -198,13 +204,17 @@ class Scheduler:
             self._advance(part)
         return launched
 
-    def _sample(self, batch: _Launched) -> None:
-        masks = None
-        if self.grammars.guides(batch.plan.sampling):
-            self._read_tokens()
-            masks = None if batch.logits_BV is None else self.grammars.masks(batch.plan.sampling)
-        batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
-        batch.logits_BV = None
+    def _start_masks(self, batch: _Launched) -> None:
+        self._read_tokens()
+        if batch.logits_BV is not None:
+            batch.masks = self.grammars.start_masks(batch.plan.sampling)
+
+    def _sample(self, batch: _Launched | None) -> None:
+        """Start choosing the tokens of a batch, if there is one and they are not being chosen."""
+        if batch and batch.output is None:
+            masks = batch.masks.result() if batch.masks else None
+            batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
+            batch.logits_BV = batch.masks = None
 
     def _advance(self, part: ReqSlice) -> None:
         """Account for a launched slice. A prompt is shared now, before the next plan is made."""
@@ -220,6 +230,7 @@ class Scheduler:
     def _read_tokens(self) -> None:
         """Wait for the tokens of the batch in flight, if there is one, and let grammars go on by them; once."""
         batch, accept = self._in_flight, self.grammars.accept
+        self._sample(batch)
         if batch and batch.output and batch.tokens is None:
             pairs = zip([part.req for part in batch.plan.sampling], batch.output.wait(), strict=True)
             batch.tokens = [(token, req.finish is None and accept(req.uid, token)) for req, token in pairs]

@@ -238,15 +238,16 @@ void causal_softmax(TensorView score_KXL, int64_t start, int64_t length, double 
   });
 }
 
-void mask_logits(TensorView logits_BV, TensorView row_X, TensorView bits_XW) {
+void mask_logits(TensorView logits_BV, TensorView mask_B, TensorView bits_XW) {
   for_dtype(logits_BV, [&](auto zero) {
     using T = decltype(zero);
     T lowest;
     put(lowest, -INFINITY);
-    const auto* rows = static_cast<const int32_t*>(row_X.data_ptr());
-    for (int64_t x = 0; x < row_X.size(0); ++x) {
-      const auto* words = row<const uint32_t>(bits_XW, x);
-      T* logits = row<T>(logits_BV, rows[x]);
+    const auto* masks = static_cast<const int32_t*>(mask_B.data_ptr());
+    for (int64_t b = 0; b < mask_B.size(0); ++b) {
+      if (masks[b] < 0) continue;
+      const auto* words = row<const uint32_t>(bits_XW, masks[b]);
+      T* logits = row<T>(logits_BV, b);
       for (int64_t v = 0; v < logits_BV.size(1); ++v) logits[v] = words[v / 32] >> (v % 32) & 1 ? logits[v] : lowest;
     }
   });
