@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.engine import ForwardOutput
-from minisgl.errors import RequestError
+from minisgl.errors import EngineFailed, RequestError
 from minisgl.llm import LLM
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.llm.test_llm import ARCH, ids_of, make
@@ -242,3 +242,19 @@ def test_masks_are_made_while_the_device_computes(
         llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)
         step = ["plan", "sample", "forward", "wait", "start_masks", "send"]
         assert events[:16] == ["plan", "forward", "start_masks", "send", *step, *step]
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str)
+def test_an_abandoned_match_is_in_nobodys_way(checkpoint: Callable[[str], Path], options: dict[str, Any]) -> None:
+    """Its masks may be being made: when its matcher is wanted again, and when the engine ends."""
+    wanted = params("regex", "[a-c]{40}", ignore_eos=True)
+    with make(checkpoint(ARCH), **options) as llm:
+        for _ in range(3):
+            stream = llm.stream(PROMPT, wanted)
+            next(stream), next(stream)
+            stream.close()  # type: ignore[attr-defined]
+            assert re.fullmatch("[a-c]{40}", llm.generate(PROMPT, wanted, use_tqdm=False)[0].text)
+        stream = llm.stream(PROMPT, wanted)
+        next(stream), next(stream)
+    with pytest.raises(EngineFailed):
+        list(stream)

@@ -263,8 +263,7 @@ class LLM:
 
     def _submit(self, prompts: list[Prompt], each: Sequence[SamplingParams], mail: deque[DetokenizeMsg]) -> int:
         """Post the prompts under consecutive uids, whose news go to `mail`; returns the first."""
-        if self._has_failed or not self._scheduler.is_running:
-            raise EngineFailed("a step of this LLM was broken off" if self._has_failed else "this LLM is closed")
+        self._check_usable()
         ids = [pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
         for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
@@ -272,8 +271,13 @@ class LLM:
             self._mailbox.to_scheduler.append(UserMsg(uid, prompt_ids, sampling))
         return uids[0] if uids else 0
 
+    def _check_usable(self) -> None:
+        if self._has_failed or not self._scheduler.is_running:
+            raise EngineFailed("a step of this LLM was broken off" if self._has_failed else "this LLM is closed")
+
     def _step(self) -> None:
         """One step; its news go to those who wait for them."""
+        self._check_usable()
         try:
             self._scheduler.step()
         except BaseException as error:  # what the step had begun is lost, whatever has ended it

@@ -47,8 +47,7 @@ class Grammars:
     def __init__(
         self, folder: Path, vocab_size: int, eos_ids: frozenset[int], max_masks: int, *, for_gpu: bool
     ) -> None:
-        self._folder = folder
-        self._vocab_size = vocab_size
+        self._folder, self._vocab_size = folder, vocab_size
         self._eos_ids = sorted(eos_ids)
         self._max_masks, self._for_gpu = max_masks, for_gpu
         self._executor = LLExecutor(None if for_gpu else 1)
