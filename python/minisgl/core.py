@@ -10,8 +10,7 @@ a file of its own, `sampling_params.py`. Next to read: `errors.py`, then `llm/ll
     Context    what the layers of a model reach besides their weights
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, X those that have a mask, W words of 32 bits, R table
-# rows, L positions, P pages.
+# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
 
 from __future__ import annotations
 

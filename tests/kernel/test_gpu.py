@@ -106,10 +106,12 @@ def test_tables_are_changed_and_looked_up(random: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_programs", [2048, 7])
 @pytest.mark.parametrize("vocab_size", [32, 130, 9001])
 def test_banned_tokens_and_no_others_lose_their_logits(
-    random: torch.Generator, vocab_size: int, dtype: torch.dtype
+    random: torch.Generator, monkeypatch: pytest.MonkeyPatch, vocab_size: int, num_programs: int, dtype: torch.dtype
 ) -> None:
+    monkeypatch.setattr("minisgl.kernel.gpu.mask._PROGRAMS", num_programs)
     logits_BV = numbers(random, 5, vocab_size, dtype=dtype)
     mask_B = torch.tensor([-1, 1, -1, -1, 0], dtype=torch.int32, device=DEVICE)
     may_XV = torch.rand(2, -(-vocab_size // 32) * 32, generator=random, device=DEVICE) < 0.5

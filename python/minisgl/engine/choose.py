@@ -1,12 +1,12 @@
 """From the logits of a step to tokens in the token pool, the same on all ranks.
 
-What all requests want is one function, `TokenChooser.choose`, which graphs record. Around it masks come before, and log
-probabilities go after. Where a request wants other logits than the model's, the function is called and not replayed: it
-chooses for those requests again, from changed copies of their logits.
+What all requests want is one function, `TokenChooser.choose`, which graphs record. Before it masks come from the host;
+log probabilities are taken after it. Where a request wants other logits than the model's, the function is called and
+not replayed: it chooses for those requests again, from changed copies of their logits.
 """
 
-# Dimension key: B requests that sample, with the padding of a graph, X those that ask for something, V vocab,
-# R table rows, L positions.
+# Dimension key: B requests that sample, with the padding of a graph, X those that ask for something, V vocab, W words
+# of 32 bits, R table rows, L positions.
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ class TokenChooser:
         if step.logits_BV is None:
             token_B = torch.empty_like(step.place_B)
         else:
-            mask_logits(step.logits_BV, step.args.mask_B, self._masks.bits_XW)
+            if step.args.is_masked:
+                mask_logits(step.logits_BV, step.args.mask_B, self._masks.bits_XW)
             token_B = sample(step.logits_BV, step.args)
             for begin in range(0, len(changing), _ROWS):
                 self._choose_again(token_B, step.logits_BV, changing[begin : begin + _ROWS])

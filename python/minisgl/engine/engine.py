@@ -5,8 +5,8 @@ between steps: a step reads its inputs from the token pool, where the step befor
 host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, W tokens whose hidden states are wanted, R table rows,
-# L positions, P pages.
+# Dimension key: T tokens in the batch, B requests that sample, X those that have a mask, V vocab, W tokens whose hidden
+# states are wanted, R table rows, L positions, P pages.
 
 from __future__ import annotations
 
@@ -272,7 +272,8 @@ class Engine:
         tables = (self.context.token_pool_RL, self.context.page_table_RP)
         input_ids_T, slot_T = look_up(row_T, position_T, *tables, self.limits.page_size)
         batch = Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
-        return batch, BatchSamplingArgs(has_filters(sampling), *sent), place_B
+        is_masked = any(part.req.params.grammar for part in plan.sampling)
+        return batch, BatchSamplingArgs(has_filters(sampling), is_masked, *sent), place_B
 
     def close(self) -> None:
         """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""

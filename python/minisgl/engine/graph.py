@@ -1,9 +1,10 @@
 """Steps recorded as CUDA graphs: decodes, decodes that begin with the same pages, and one short prompt.
 
 A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step is two graphs: from
-tokens to logits, and from logits to tokens; between them the host may change logits. They read their numbers from fixed
-places that are filled, by one copy, before each replay; tokens, slots and page lists they look up themselves in the
-device's tables. What is smaller than a recorded size is padded with tokens of a row and a page of nobody.
+tokens to logits, and from logits to tokens; between them masks come, and the logits may be looked at. They read their
+numbers from fixed places that are filled, by one copy, before each replay; tokens, slots and page lists they look up
+themselves in the device's tables. What is smaller than a recorded size is padded with tokens of a row and a page of
+nobody.
 """
 
 # Dimension key: G tokens of a graph, R requests of a graph, D model width, V vocab.
@@ -203,7 +204,7 @@ class GraphRunner:
             return self._forward(Batch(row_G, position_G, input_ids_G, slot_G, last_1, metadata))
 
         graph, (hidden_RD, logits_RV) = record(forward, self._pool)
-        step = LogitsStep(logits_RV, BatchSamplingArgs(self._records_filters, *sampling), place_R)
+        step = LogitsStep(logits_RV, BatchSamplingArgs(self._records_filters, True, *sampling), place_R)
         recorded = record(lambda: self._chooser.choose(step), self._pool)
         logits_RV = None if logits_RV is None else unowned(logits_RV)
         return _Recorded(metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, recorded=recorded))

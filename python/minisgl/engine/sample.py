@@ -29,6 +29,7 @@ class BatchSamplingArgs:
 
     Attributes:
         is_filtered: whether to look at the filters.
+        is_masked: whether logits have to be masked first.
         temperature_B: float32; 0 is greedy.
         seed_2B: int32, the halves of each 64-bit seed side by side.
         position_B: int32, of the tokens to be chosen.
@@ -37,6 +38,7 @@ class BatchSamplingArgs:
     """
 
     is_filtered: bool
+    is_masked: bool
     temperature_B: Tensor
     seed_2B: Tensor
     position_B: Tensor
@@ -47,9 +49,9 @@ class BatchSamplingArgs:
 
     @classmethod
     def of(cls, parts: list[ReqSlice], staging: Staging) -> BatchSamplingArgs:
-        """The arguments for slices that sample."""
+        """The arguments for slices that sample, from logits that need no mask, or have been masked."""
         arrays = sampling_arrays(parts, np.array([part.end for part in parts], dtype=np.int32))
-        return cls(has_filters(arrays), *staging.send(*arrays))
+        return cls(has_filters(arrays), False, *staging.send(*arrays))
 
 
 def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
@@ -60,8 +62,7 @@ def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
     """
     told = bytearray().join([part.req.sampling for part in parts]) + _GREEDY * (len(end_B) - len(parts))
     of_B = np.frombuffer(told, dtype=SAMPLING)
-    is_masked_B = of_B["is_masked"]
-    mask_B = is_masked_B.cumsum(dtype=np.int32) * is_masked_B - 1
+    mask_B = of_B["is_masked"].cumsum(dtype=np.int32) * of_B["is_masked"] - 1
     filters = [of_B[name] for name in ("top_k", "top_p", "min_p")]
     return [of_B["temperature"], of_B["seed"].copy().view(np.int32), end_B, mask_B, *filters]
 

@@ -246,6 +246,7 @@ class LLM:
         try:
             while unfinished:
                 while not mail:
+                    self._check_usable()
                     self._step()
                 news = mail.popleft()
                 reply = detokenizer.step(news) if detokenizer else None
@@ -277,7 +278,6 @@ class LLM:
 
     def _step(self) -> None:
         """One step; its news go to those who wait for them."""
-        self._check_usable()
         try:
             self._scheduler.step()
         except BaseException as error:  # what the step had begun is lost, whatever has ended it

@@ -1,6 +1,8 @@
 """Chooses what runs next. One `Scheduler` a rank, each with its engine.
 
     scheduler.py   the step: admit, plan, launch, finish
+    admission.py   which requests are refused
+    grammar.py     what answers have to match: masks before a token, acceptance after it
     prefill.py     requests that wait for admission or whose prompt is not computed yet
     decode.py      requests that make one token a step
     cache.py       pages: who holds which

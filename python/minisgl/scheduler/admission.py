@@ -1,4 +1,4 @@
-"""Whether a request can be served at all, and how long it may become."""
+"""Which requests are refused, because they can never be served."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from minisgl.engine import EngineLimits
 from minisgl.errors import InvalidRequest, PromptTooLong
 
 
-def longest(prompt: IntArray, params: SamplingParams, limits: EngineLimits) -> int:
-    """Tokens of a prompt and its answer together.
+def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits) -> int:
+    """Tokens that a prompt and its answer may have together.
 
     Raises:
         RequestError: it can never be served.

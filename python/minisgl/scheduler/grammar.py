@@ -78,7 +78,7 @@ class Grammars:
         Raises:
             InvalidRequest: the grammar has a mistake, no match, or something in it that is not supported.
         """
-        wait(self._filling)  # with idle matchers, too, if their requests have just ended
+        wait(self._filling)  # an idle matcher may still be making a mask, of a request that has just ended
         idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
         if idle:
             self._idle.remove(idle)
@@ -100,17 +100,16 @@ class Grammars:
 
     def guides(self, parts: list[ReqSlice]) -> bool:
         """Whether a grammar has a say in what the slices sample."""
-        return any(part.req.uid in self._matchers for part in parts)
+        return bool(self._matchers) and any(part.req.uid in self._matchers for part in parts)
 
     def start_masks(self, parts: list[ReqSlice]) -> Future[IntArray]:
         """What the slices may sample that have a grammar, once all tokens before were accepted.
 
-        The result is int32 [X, W], as `mask_logits` takes it, and valid until the next call; the mask of a request that
-        has ended may be anything. Where llguidance gives up, a mask has the end of the sequence alone, and that token
-        ends the request on all ranks.
+        The result is int32 [X, W], as `mask_logits` takes it, and valid until the next call. Where llguidance gives up,
+        a mask has the end of the sequence alone, and that token ends the request on all ranks.
         """
         asking = [part.req.uid for part in parts if part.req.params.grammar]
-        pairs = [(self._matchers[uid][1], x) for x, uid in enumerate(asking) if uid in self._matchers]
+        pairs = [(self._matchers[uid][1], x) for x, uid in enumerate(asking)]
         bits_XW, has_begun = self._bits[: len(asking)], threading.Event()
 
         def fill() -> IntArray:
@@ -131,9 +130,7 @@ class Grammars:
             return False
         _, matcher = self._matchers[uid]
         matcher.consume_token(token)
-        if not matcher.is_stopped():
-            return False
-        return _refusal(matcher.get_error()) if matcher.is_error() else True
+        return bool(matcher.is_stopped()) and (not matcher.is_error() or _refusal(matcher.get_error()))
 
     def close(self, uid: int) -> None:
         if uid in self._matchers:

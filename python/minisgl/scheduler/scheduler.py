@@ -35,7 +35,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.scheduler.admission import longest
+from minisgl.scheduler.admission import check_request
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.grammar import Grammars
@@ -125,7 +125,7 @@ class Scheduler:
         before n+1 is launched: masks are made while n-1 is finished and n+1 planned, and the device computes logits.
         """
         self._take_in(self._inbox.receive(block=self.is_idle))
-        slices = self._plan() if self.is_running else []
+        slices = self._plan() if self.is_running else []  # at the end nothing is left half done
         self._sample(self._in_flight)
         launched = self._launch(slices) if slices else None
         if launched and self.grammars.guides(launched.plan.sampling):
@@ -174,7 +174,7 @@ class Scheduler:
         prompt, params = unpack_ids(msg.input_ids), msg.sampling
         drawn = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
         try:
-            max_length = longest(prompt, params, self._limits)
+            max_length = check_request(prompt, params, self._limits)
             if params.grammar:
                 self.grammars.open(msg.uid, params.grammar)
         except RequestError as error:
