@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from llguidance import LLExecutor
 import torch
 
 from minisgl.core import SamplingParams
@@ -28,8 +29,12 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def make(folder: Path, **options: Any) -> LLM:
+    """A small one. With overlap, masks are made by threads, too, as for a GPU."""
     small = {"device": "cpu", "dtype": "float32", "page_size": 4, "num_pages": 256, "max_running_requests": 4}
-    return LLM(folder, **{**small, **options})
+    llm = LLM(folder, **{**small, **options})
+    if options.get("overlap"):
+        llm._scheduler.grammars._executor = LLExecutor(2)
+    return llm
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +41,8 @@ class Grammars:
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
         max_masks: of one step.
-        for_gpu: masks are made by many threads, which on a CPU would take the model's cores, and lie where they can be
-            sent from while the host goes on.
+        for_gpu: masks are made by threads beside the caller, which on a CPU would fight for cores with the model's, and
+            lie where they can be sent from while the host goes on.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Grammars:
         self._folder, self._vocab_size = folder, vocab_size
         self._eos_ids = sorted(eos_ids)
         self._max_masks, self._for_gpu = max_masks, for_gpu
-        self._executor = LLExecutor(None if for_gpu else 1)
+        self._executor = LLExecutor() if for_gpu else None
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._filling: list[Future[IntArray]] = []
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
@@ -90,27 +91,30 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)  # its log would quote grammars
         except ValueError as error:
             raise _refusal(str(error)) from None
-        _check(matcher)
         first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
         llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)  # it is compiled as far as it is looked at
-        if matcher.get_error().startswith("NoExtension"):
-            raise _refusal("nothing matches it")
-        _check(matcher)
+        if matcher.is_error():
+            reason = matcher.get_error()
+            raise _refusal("nothing matches it" if reason.startswith("NoExtension") else reason)
         return matcher
 
     def guides(self, parts: list[ReqSlice]) -> bool:
         """Whether a grammar has a say in what the slices sample."""
         return bool(self._matchers) and any(part.req.uid in self._matchers for part in parts)
 
-    def start_masks(self, parts: list[ReqSlice]) -> Future[IntArray]:
+    def start_masks(self, parts: list[ReqSlice]) -> Callable[[], IntArray]:
         """What the slices may sample that have a grammar, once all tokens before were accepted.
 
-        The result is int32 [X, W], as `mask_logits` takes it, and valid until the next call. Where llguidance gives up,
-        a mask has the end of the sequence alone, and that token ends the request on all ranks.
+        The result waits for the masks: int32 [X, W], as `mask_logits` takes them, valid until the next call. Where
+        llguidance gives up, a mask has the end of the sequence alone, and that token ends the request on all ranks.
         """
         asking = [part.req.uid for part in parts if part.req.params.grammar]
         pairs = [(self._matchers[uid][1], x) for x, uid in enumerate(asking)]
         bits_XW, has_begun = self._bits[: len(asking)], threading.Event()
+        if not self._executor:
+            for matcher, x in pairs:
+                llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
+            return lambda: bits_XW
 
         def fill() -> IntArray:
             has_begun.set()
@@ -119,7 +123,7 @@ class Grammars:
 
         self._filling = [self._filler.submit(fill)]
         has_begun.wait()  # else the caller would keep the lock until it waits for the masks, and they begin then
-        return self._filling[0]
+        return self._filling[0].result
 
     def accept(self, uid: int, token: int) -> bool | InvalidRequest:
         """Go on by a token of a request, if it has a grammar; whether that ends the match.
@@ -143,11 +147,6 @@ def _source(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
     to_source = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(to_source(grammar.text))
-
-
-def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        raise _refusal(matcher.get_error())
 
 
 def _refusal(reason: str) -> InvalidRequest:

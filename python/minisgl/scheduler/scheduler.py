@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -64,14 +63,14 @@ class _Launched:
     """A batch that is being computed.
 
     Attributes:
-        masks: being made, where a grammar has a say.
+        masks: waits for them; where a grammar has a say, and they are not used yet.
         output: from when on its tokens are being chosen.
         tokens: from when on they are known, each with what its request's grammar says to it.
     """
 
     plan: BatchPlan
     logits_BV: Tensor | None
-    masks: Future[IntArray] | None = None
+    masks: Callable[[], IntArray] | None = None
     output: ForwardOutput | None = None
     tokens: list[tuple[int, bool | InvalidRequest]] | None = None
 
@@ -212,7 +211,7 @@ class Scheduler:
     def _sample(self, batch: _Launched | None) -> None:
         """Start choosing the tokens of a batch, if there is one and they are not being chosen."""
         if batch and batch.output is None:
-            masks = batch.masks.result() if batch.masks else None
+            masks = batch.masks() if batch.masks else None
             batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
             batch.logits_BV = batch.masks = None
 
