@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from llguidance import LLExecutor
 import torch
+from llguidance import LLExecutor
 
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
