@@ -106,7 +106,8 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
     bit = torch.arange(32, dtype=torch.int32, device=device)
     banned = lambda: (words[:, :, None] >> bit & 1 == 0).view(T, -1)[:, :V]
     ban = lambda: logits.masked_fill_(banned(), -torch.inf)
-    mask = lambda: kernel.mask_logits(logits, row_32, words)
+    read_by_gpu = words.cpu().pin_memory() if on_gpu else words
+    mask = lambda: kernel.mask_logits(logits, row_32, read_by_gpu)
     yield Case("mask_logits", f"{T} x {V}", mask, reference=ban if on_gpu else None)
 
     scores, wide, experts = numbers(T, E), numbers(T, W), (numbers(E, 2 * X, W), numbers(E, W, X))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, IntArray, SamplingParams
+from minisgl.core import BatchPlan, FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
@@ -42,11 +42,11 @@ class WatchedEngine(Engine):
         super().__init__(config, info or DistributedInfo(), meeting)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None = None) -> ForwardOutput:
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
         if logits_BV is not None:
             keys = [(part.req.uid, part.end) for part in plan.sampling]
             self.logits.update(zip(keys, logits_BV.clone(), strict=True))
-        return super().sample(plan, logits_BV, masks)
+        return super().sample(plan, logits_BV)
 
 
 class MemoryInbox:

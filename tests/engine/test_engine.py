@@ -175,7 +175,7 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
 
     spans = [(0, 6, False), (6, 7, False), (7, 20, True)]
     plans = [BatchPlan([ReqSlice(req, *span)]) for span in spans]
-    outputs = [engine.sample(plan, engine.forward(plan)).wait() for plan in plans]
+    outputs = [engine.sample(plan, engine.prepare(plan)()).wait() for plan in plans]
 
     assert outputs[:2] == [[], []]
     config = config_of(Path())

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from minisgl.core import IntArray, ReqSlice, TableWrites
+from minisgl.core import ReqSlice, TableWrites
 from minisgl.engine.choose import LogitsStep
 from minisgl.engine.engine import Engine
 from minisgl.engine.logits import LogprobsOutput, wants_change
@@ -212,11 +212,9 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     log, staging = Counter[str](), Staging(engine._device)
     finish, write = engine._chooser.finish, engine._write_tables
 
-    def checked(
-        step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor, masks: IntArray | None
-    ) -> tuple[Tensor, LogprobsOutput | None]:
+    def checked(step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor) -> tuple[Tensor, LogprobsOutput | None]:
         before_BV = logits_BV.clone()
-        token_B, logprobs = finish(step, parts, logits_BV, masks)
+        token_B, logprobs = finish(step, parts, logits_BV)
         own, tokens = BatchSamplingArgs.of(parts, staging), token_B.tolist()
         for field in fields(own)[2:]:
             expected = getattr(own, field.name)
@@ -227,8 +225,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert written == tokens
         for i, part in enumerate(parts):
             if part.req.params.grammar and part.req.finish is None:
-                assert masks is not None
-                assert masks[int(own.mask_B[i])][tokens[i] // 32] >> tokens[i] % 32 & 1
+                assert engine.mask_bits[int(own.mask_B[i])][tokens[i] // 32] >> tokens[i] % 32 & 1
         for i, told in (logprobs.read() if logprobs else {}).items():
             assert told.own == pytest.approx(float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4)
         log["steps"] += 1

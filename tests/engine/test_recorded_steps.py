@@ -40,12 +40,16 @@ class FixedStaging(Staging):
         super().__init__(device, capacity)
         self._device_X = torch.zeros(capacity, dtype=torch.int32)
 
-    def send(self, *arrays: Numbers) -> list[Tensor]:
+    def load(self, *arrays: Numbers) -> Callable[[], list[Tensor]]:
         key = tuple([(len(array), array.dtype.char) for array in arrays])
         places, _, parts = self._layouts.get(key) or self._lay_out(key)
-        for place, array in zip(places, arrays, strict=True):
-            self._device_X.numpy()[place] = array.view(np.int32)
-        return parts
+
+        def start() -> list[Tensor]:
+            for place, array in zip(places, arrays, strict=True):
+                self._device_X.numpy()[place] = array.view(np.int32)
+            return parts
+
+        return start
 
     def _grow(self, capacity: int) -> None:
         raise AssertionError("a graph's numbers would lie elsewhere")

@@ -213,7 +213,7 @@ def test_masks_are_made_while_the_device_computes(
 ) -> None:
     """Logits are under way before the host looks at the tokens before; without a grammar so is the choice.
 
-    With one, the tokens before are told, and the next step is planned, while the masks are made.
+    With one, the tokens before are told, and the next step is prepared, while the masks are made.
     """
     with make(checkpoint(ARCH), overlap=True) as llm:
         engine, events = llm._scheduler._executor, list[str]()
@@ -227,21 +227,22 @@ def test_masks_are_made_while_the_device_computes(
 
             monkeypatch.setattr(owner, name, watched)
 
-        for owner, name in ((engine, "forward"), (engine, "sample"), (ForwardOutput, "wait")):
+        for owner, name in ((engine, "_compute"), (engine, "sample"), (ForwardOutput, "wait")):
             watch(owner, name)
         llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert events == ["forward", "sample", "forward", "sample", "wait", "forward", "sample", "wait", "wait"]
+        assert events == ["_compute", "sample", "_compute", "sample", "wait", "_compute", "sample", "wait", "wait"]
         events.clear()
         scheduler = llm._scheduler
         for owner, name in (
             (scheduler.grammars, "start_masks"),
             (scheduler._outbox, "send"),
             (scheduler.decode, "plan"),
+            (engine, "prepare"),
         ):
             watch(owner, name)
         llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)
-        step = ["plan", "sample", "forward", "wait", "start_masks", "send"]
-        assert events[:16] == ["plan", "forward", "start_masks", "send", *step, *step]
+        step = ["plan", "prepare", "sample", "_compute", "wait", "start_masks", "send"]
+        assert events[:19] == ["plan", "prepare", "_compute", "start_masks", "send", *step, *step]
 
 
 @pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str)

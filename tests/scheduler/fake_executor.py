@@ -8,13 +8,15 @@ what a request must answer is known beforehand (`reference_answer`) and does not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
+from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -128,25 +130,29 @@ class FakeExecutor:
         self.page_table_RP = np.full((num_rows, pages_per_row), GARBAGE, dtype=np.int32)
         self.token_pool_RL = np.full((num_rows, limits.max_seq_len), GARBAGE, dtype=np.int32)
         self.kv_S: Fingerprints = np.full(limits.num_pages * limits.page_size, GARBAGE, dtype=np.int64)
+        self.mask_bits = np.empty((num_rows, 1), dtype=np.int32)
         self.plans: list[list[tuple[int, int, int, bool]]] = []
         self._asynchronous = asynchronous
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
 
-    def forward(self, plan: BatchPlan) -> None:
+    def prepare(self, plan: BatchPlan) -> Callable[[], None]:
+        _check_plan(plan)
+        return partial(self._forward, plan)
+
+    def _forward(self, plan: BatchPlan) -> None:
         if self._newest:
             self._newest.compute()
         self.plans.append([(part.req.uid, part.start, part.end, part.samples) for part in plan.slices])
-        _check_plan(plan)
         self._write_tables(plan.writes)
         self._check_shared(plan)
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None) -> FakeOutput:
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> FakeOutput:
         assert self._newest and [it.part for it in self._newest.launched] == plan.slices
-        assert logits_BV is None and masks is None
+        assert logits_BV is None
         return self._newest
 
     def _write_tables(self, writes: TableWrites) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import IntArray, ReqSlice
+from minisgl.core import ReqSlice
 from minisgl.distributed import DistributedCommunicator
 from minisgl.engine.logits import LogprobsOutput, change_logits, wants_change
 from minisgl.engine.sample import BatchSamplingArgs, sample
@@ -44,33 +44,15 @@ class LogitsStep:
     recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
 
-class _Masks:
-    """The masks of a step, at a place that graphs know.
-
-    They come on a stream of their own, so that they are there when the logits are.
-    """
-
-    def __init__(self, device: torch.device, max_masks: int, vocab_size: int) -> None:
-        self.bits_XW = torch.full((max_masks, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-        if device.type != "cpu":
-            self._stream, self._sent = torch.cuda.Stream(device), torch.cuda.Event()
-
-    def put(self, bits_XW: IntArray) -> None:
-        """In the place of those before, which were used: their tokens are known."""
-        if not self.bits_XW.is_cuda:
-            self.bits_XW[: len(bits_XW)] = torch.from_numpy(bits_XW)
-            return
-        with torch.cuda.stream(self._stream):
-            self.bits_XW[: len(bits_XW)].copy_(torch.from_numpy(bits_XW), non_blocking=True)  # out of pinned memory
-            self._sent.record()
-        self._sent.wait()
-
-
 class TokenChooser:
     """Chooses on rank 0 and tells the others.
 
     Args:
         staging: for what is sent between a step's logits and its tokens.
+
+    Attributes:
+        bits_XW: the masks of the step that is sampled next, as `mask_logits` takes them. On the host: a step reads them
+            once, where it would otherwise have to be told to copy them.
     """
 
     def __init__(
@@ -80,7 +62,8 @@ class TokenChooser:
         self._token_pool_RL = token_pool_RL
         self._eos_ids = model.eos_ids
         self._staging = staging
-        self._masks = _Masks(token_pool_RL.device, len(token_pool_RL), model.vocab_size)
+        shape = len(token_pool_RL), -(-model.vocab_size // 32)
+        self.bits_XW = torch.full(shape, -1, dtype=torch.int32, pin_memory=token_pool_RL.is_cuda)
 
     def choose(self, step: LogitsStep, changing: Sequence[tuple[int, ReqSlice]] = ()) -> Tensor:
         """Tokens, int32 [B], also in the token pool.
@@ -92,7 +75,7 @@ class TokenChooser:
             token_B = torch.empty_like(step.place_B)
         else:
             if step.args.is_masked:
-                mask_logits(step.logits_BV, step.args.mask_B, self._masks.bits_XW)
+                mask_logits(step.logits_BV, step.args.mask_B, self.bits_XW)
             token_B = sample(step.logits_BV, step.args)
             for begin in range(0, len(changing), _ROWS):
                 self._choose_again(token_B, step.logits_BV, changing[begin : begin + _ROWS])
@@ -107,7 +90,7 @@ class TokenChooser:
         token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(parts, self._staging))
 
     def finish(
-        self, step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor | None, masks: IntArray | None
+        self, step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor | None
     ) -> tuple[Tensor, LogprobsOutput | None]:
         """The tokens of a step's slices that sample, and what some want to know of them.
 
@@ -115,14 +98,11 @@ class TokenChooser:
 
         Args:
             logits_BV: those of the step without padding, in the same memory; masked here.
-            masks: int32 [X, W], as `mask_logits` takes them, of the slices whose requests have a grammar.
         """
         special = [(i, part) for i, part in enumerate(parts) if not part.req.is_plain]
         changing = [(i, part) for i, part in special if wants_change(part)]
         asked = {i: n for i, part in special if (n := part.req.params.logprobs) is not None}
         asked_XV = None if logits_BV is None or not asked else logits_BV[self.index(asked)]  # as they are before a mask
-        if masks is not None:
-            self._masks.put(masks)
         if step.recorded and not changing:
             graph, token_B = step.recorded
             graph.replay()

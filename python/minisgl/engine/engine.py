@@ -5,8 +5,8 @@ between steps: a step reads its inputs from the token pool, where the step befor
 host can plan ahead of it. Next to read: `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, X those that have a mask, V vocab, W tokens whose hidden
-# states are wanted, R table rows, L positions, P pages.
+# Dimension key: T tokens in the batch, B requests that sample, X masks, V vocab, W tokens whose hidden states are
+# wanted, R table rows, L positions, P pages.
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -84,6 +86,10 @@ class Engine:
     Args:
         config: resolved; `model` is a local folder.
         meeting: where the ranks of the group find each other; see `create_communicator`.
+
+    Attributes:
+        mask_bits: int32 [X, ceil(V / 32)], as `mask_logits` takes them: where those of a step are put before its
+            tokens are chosen.
 
     Raises:
         ConfigError, CheckpointError: the options do not fit the model, or its files are unusable.
@@ -159,7 +165,7 @@ class Engine:
         free = free_bytes(self._device, config.tp)
         self._make_context(config, max_seq_len, 1, is_trial=True)
         plan = _largest_step(config, max_seq_len)
-        self.sample(plan, self.forward(plan)).wait()
+        self.sample(plan, self.prepare(plan)()).wait()
         torch.cuda.synchronize()
         used = free - free_bytes(self._device, config.tp) + (self._graphs.missing_bytes if self._graphs else 0)
         del self.context, self._chooser, self._graphs
@@ -186,7 +192,8 @@ class Engine:
             moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
         self._chooser = TokenChooser(self._comm, self.context.token_pool_RL, model, self._extras)
-        self._launched: tuple[LogitsStep, PromptsOutput | None] | None = None  # from `forward` to `sample`
+        self.mask_bits: IntArray = self._chooser.bits_XW.numpy()
+        self._launched: tuple[LogitsStep, PromptsOutput | None] | None = None  # until it is sampled
         self._graphs: GraphRunner | None = None
         max_decodes = min(config.cuda_graph_max_bs, limits.num_rows)
         if self._device.type == "cuda" and max_decodes and self.context.attn_backend.records_graphs:
@@ -198,26 +205,34 @@ class Engine:
             raise ConfigError(f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables can hold")
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
-    @torch.inference_mode()
-    def forward(self, plan: BatchPlan) -> Tensor | None:
-        """Start computing a plan, up to the logits of its slices that sample; None if none does, or rank 0 has them."""
-        fit = self._graphs.fit(plan) if self._graphs else None
+    def prepare(self, plan: BatchPlan) -> Callable[[], Tensor | None]:
+        """Do what can be done before the plan before is sampled. The result, called after that, starts computing.
+
+        It gives the logits of the slices that sample; None if none does, or rank 0 has them.
+        """
+        fit, writes = self._graphs.fit(plan) if self._graphs else None, NO_WRITES
         if not fit or not has_room(plan.writes, fit):
-            self._write_tables(plan.writes)
-            plan = replace(plan, writes=NO_WRITES)
-        x_WD, step = self._graphs.run(plan, fit) if self._graphs and fit else self._run(plan)
+            writes, plan = plan.writes, replace(plan, writes=NO_WRITES)
+        run = self._graphs.prepare(plan, fit) if self._graphs and fit else partial(self._run, plan)
+        return partial(self._compute, plan, writes, run)
+
+    @torch.inference_mode()
+    def _compute(
+        self, plan: BatchPlan, writes: TableWrites, run: Callable[[], tuple[Tensor, LogitsStep]]
+    ) -> Tensor | None:
+        self._write_tables(writes)
+        x_WD, step = run()
         prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
         self._launched = step, prompts
         num_sampling = len(plan.sampling)
         return step.logits_BV[:num_sampling] if step.logits_BV is not None and num_sampling else None
 
     @torch.inference_mode()
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None = None) -> ForwardOutput:
-        """Start choosing the tokens of a plan, the last to be forwarded. They are in the token pool for those after it.
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
+        """Start choosing the tokens of a plan, the last one computed. They are in the token pool for those after it.
 
         Args:
-            logits_BV: from `forward`, and changed here.
-            masks: int32 [X, ceil(V / 32)], a bit for each token that may be, of the slices that have a grammar.
+            logits_BV: changed here.
         """
         assert self._launched is not None
         (step, prompts), self._launched = self._launched, None
@@ -225,7 +240,7 @@ class Engine:
         if not parts:
             empty = torch.empty(0, dtype=torch.int32, device=self._device)
             return self._way_back.send(empty, None, prompts)
-        return self._way_back.send(*self._chooser.finish(step, parts, logits_BV, masks), prompts)
+        return self._way_back.send(*self._chooser.finish(step, parts, logits_BV), prompts)
 
     def _write_tables(self, writes: TableWrites) -> None:
         if len(writes.pages) + len(writes.tokens):

@@ -109,7 +109,7 @@ class GraphRunner:
         self._records_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
         max_prompt = min(_PROMPTS[-1], self._num_row_tokens, _PROMPT_WORK // weight_bytes)
         self._sizes = sizes(max_decodes, max_prompt)
-        capacity = 16 * (max(max_decodes, max_prompt) + 4)  # it must not grow: more than `_send` ever sends
+        capacity = 16 * (max(max_decodes, max_prompt) + 4)  # it must not grow: more than `_load` ever loads
         self._staging = Staging(context.page_table_RP.device, capacity)
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Fit, _Recorded] = {}
@@ -139,24 +139,31 @@ class GraphRunner:
         """The graph for a plan, if there is one."""
         return fit(plan, self._sizes)
 
-    def run(self, plan: BatchPlan, fit: Fit) -> tuple[Tensor, LogitsStep]:
-        """hidden_RD of a plan and its padding, and its logits; valid until the next run.
+    def prepare(self, plan: BatchPlan, fit: Fit) -> Callable[[], tuple[Tensor, LogitsStep]]:
+        """What the host has to do for a plan; the result replays its graph.
+
+        That gives hidden_RD of the plan and its padding, and its logits; valid until the next replay.
 
         Args:
             plan: its writes have room (`has_room`).
         """
         recorded, inputs = self._recorded[fit], self._inputs(plan, fit)
         sampling = sampling_arrays(plan.slices, inputs.end_R)
-        self._send(plan, inputs, sampling)
-        self._context.attn_backend.prepare_replay(recorded.metadata, inputs.start_A, inputs.end_A)
-        recorded.graph.replay()
+        send = self._load(plan, inputs, sampling)
         step = recorded.step
         if not self._records_filters and has_filters(sampling):
             step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
-        return recorded.hidden_RD, step
 
-    def _send(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> list[Tensor]:
-        """All of a step in one copy. What pads it has a page and a token written to places that nobody reads."""
+        def replay() -> tuple[Tensor, LogitsStep]:
+            send()
+            self._context.attn_backend.prepare_replay(recorded.metadata, inputs.start_A, inputs.end_A)
+            recorded.graph.replay()
+            return recorded.hidden_RD, step
+
+        return replay
+
+    def _load(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> Callable[[], list[Tensor]]:
+        """All of a step, for one copy. What pads it has a page and a token written to places that nobody reads."""
         place_R = inputs.row_R * self._num_row_tokens + inputs.end_R
         place_R[len(plan.slices) :] = (self._idle_row + 1) * self._num_row_tokens - 1
         index_R = np.full(len(place_R), self._idle_row * self._num_row_pages, dtype=np.int32)
@@ -164,7 +171,7 @@ class GraphRunner:
         num_writes = len(plan.writes.pages)
         index_R[:num_writes], page_R[:num_writes] = plan.writes.page_index, plan.writes.pages
         tokens = (inputs.row_G, inputs.position_G, inputs.extra_3)
-        return self._staging.send(*tokens, index_R, page_R, place_R, *sampling)
+        return self._staging.load(*tokens, index_R, page_R, place_R, *sampling)
 
     def _inputs(self, plan: BatchPlan, fit: Fit) -> _Inputs:
         """Without slices, of padding alone."""
@@ -187,9 +194,8 @@ class GraphRunner:
     def _record(self, kind: Kind, size: int) -> _Recorded:
         nothing = BatchPlan([])
         inputs = self._inputs(nothing, (kind, size))
-        row_G, position_G, extra_3, index_R, page_R, place_R, *sampling = self._send(
-            nothing, inputs, sampling_arrays([], inputs.end_R)
-        )
+        send = self._load(nothing, inputs, sampling_arrays([], inputs.end_R))
+        row_G, position_G, extra_3, index_R, page_R, place_R, *sampling = send()
         context, backend = self._context, self._context.attn_backend
         if kind is Kind.PROMPT:
             metadata, last_1 = backend.prepare_capture(extra_3[:2], size), extra_3[2:]

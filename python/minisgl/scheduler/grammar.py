@@ -19,13 +19,16 @@ from pathlib import Path
 
 import llguidance.numpy
 import numpy as np
-import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import JSON_OPTIONS
 
+# Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of short texts, since
+# near the end of a text of limited length it looks at every token that is in none.
+_SPACE, *_OTHERS = LLTokenizer.general_slices()
+_SLICES = [_SPACE, *(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *_OTHERS]
 _MAX_REASON = 400  # characters
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| ")  # of the grammar, which may be around what the request sent
 
@@ -40,39 +43,32 @@ class Grammars:
         folder: of the model, for its tokenizer, which is read when the first grammar comes.
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
-        max_masks: of one step.
-        for_gpu: masks are made by threads beside the caller, which on a CPU would fight for cores with the model's, and
-            lie where they can be sent from while the host goes on.
+        bits_XW: int32, where the masks of a step go; the last ones were used before their tokens came, and the next
+            want those.
+        for_gpu: masks are made by threads beside the caller, which on a CPU would fight for cores with the model's.
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, eos_ids: frozenset[int], max_masks: int, *, for_gpu: bool
+        self, folder: Path, vocab_size: int, eos_ids: frozenset[int], bits_XW: IntArray, *, for_gpu: bool
     ) -> None:
         self._folder, self._vocab_size = folder, vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._max_masks, self._for_gpu = max_masks, for_gpu
+        self._bits_XW = bits_XW
         self._executor = LLExecutor() if for_gpu else None
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._filling: list[Future[IntArray]] = []
+        self._filling: list[Future[None]] = []
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
-        self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=max_masks)
+        self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=len(bits_XW))
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        file = self._folder / "tokenizer.json"
+        file, options = self._folder / "tokenizer.json", (self._vocab_size, self._eos_ids or None, _SLICES)
         if file.exists():
-            return LLTokenizer(str(file), self._vocab_size, self._eos_ids or None)
+            return LLTokenizer(str(file), *options)
         from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
         from transformers import AutoTokenizer
 
-        return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), self._vocab_size, self._eos_ids or None)
-
-    @cached_property
-    def _bits(self) -> IntArray:
-        """Of one step after the other: the last ones were used before their tokens came, and the next want those."""
-        shape = llguidance.numpy.get_bitmask_shape(self._max_masks, self._vocab_size)
-        bits_XW: IntArray = torch.empty(shape, dtype=torch.int32, pin_memory=self._for_gpu).numpy()
-        return bits_XW
+        return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), *options)
 
     def open(self, uid: int, grammar: Grammar) -> None:
         """
@@ -102,24 +98,23 @@ class Grammars:
         """Whether a grammar has a say in what the slices sample."""
         return bool(self._matchers) and any(part.req.uid in self._matchers for part in parts)
 
-    def start_masks(self, parts: list[ReqSlice]) -> Callable[[], IntArray]:
-        """What the slices may sample that have a grammar, once all tokens before were accepted.
+    def start_masks(self, parts: list[ReqSlice]) -> Callable[[], None]:
+        """Put what the slices may sample that have a grammar where it belongs, once all tokens before were accepted.
 
-        The result waits for the masks: int32 [X, W], as `mask_logits` takes them, valid until the next call. Where
-        llguidance gives up, a mask has the end of the sequence alone, and that token ends the request on all ranks.
+        The result waits for the masks. Where llguidance gives up, a mask has the end of the sequence alone, and that
+        token ends the request on all ranks.
         """
         asking = [part.req.uid for part in parts if part.req.params.grammar]
         pairs = [(self._matchers[uid][1], x) for x, uid in enumerate(asking)]
-        bits_XW, has_begun = self._bits[: len(asking)], threading.Event()
+        bits_XW, has_begun = self._bits_XW[: len(asking)], threading.Event()
         if not self._executor:
             for matcher, x in pairs:
                 llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
-            return lambda: bits_XW
+            return lambda: None
 
-        def fill() -> IntArray:
+        def fill() -> None:
             has_begun.set()
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)  # without Python's lock
-            return bits_XW
 
         self._filling = [self._filler.submit(fill)]
         has_begun.wait()  # else the caller would keep the lock until it waits for the masks, and they begin then

@@ -51,10 +51,17 @@ class Executor(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    def forward(self, plan: BatchPlan) -> Tensor | None:
-        """Start computing logits; None where nothing samples, or another rank does."""
+    @property
+    def mask_bits(self) -> IntArray:
+        """Where the masks of a step are put before it is sampled."""
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None, masks: IntArray | None) -> ForwardOutput:
+    def prepare(self, plan: BatchPlan) -> Callable[[], Tensor | None]:
+        """What can be done before the plan before is sampled. The result, called after that, starts computing logits.
+
+        It gives None where nothing samples, or another rank does.
+        """
+
+    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
         """Start choosing tokens; those of one plan are in the token pool for the plans after it."""
 
 
@@ -63,14 +70,14 @@ class _Launched:
     """A batch that is being computed.
 
     Attributes:
-        masks: waits for them; where a grammar has a say, and they are not used yet.
+        await_masks: where a grammar has a say, until they are used.
         output: from when on its tokens are being chosen.
         tokens: from when on they are known, each with what its request's grammar says to it.
     """
 
     plan: BatchPlan
     logits_BV: Tensor | None
-    masks: Callable[[], IntArray] | None = None
+    await_masks: Callable[[], None] | None = None
     output: ForwardOutput | None = None
     tokens: list[tuple[int, bool | InvalidRequest]] | None = None
 
@@ -92,7 +99,7 @@ class Scheduler:
         self.prefill = PrefillManager(self.cache, self.table)
         self.decode = DecodeManager(self.cache)
         folder, for_gpu = Path(config.model or ""), config.device == "cuda"
-        self.grammars = Grammars(folder, limits.vocab_size, limits.eos_ids, limits.num_rows, for_gpu=for_gpu)
+        self.grammars = Grammars(folder, limits.vocab_size, limits.eos_ids, executor.mask_bits, for_gpu=for_gpu)
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
@@ -121,12 +128,13 @@ class Scheduler:
         """Launch batch n, then finish batch n-1 (with overlap) or n (without).
 
         A grammar has to know the tokens of n-1 before those of n are chosen. Then those are chosen at the last moment,
-        before n+1 is launched: masks are made while n-1 is finished and n+1 planned, and the device computes logits.
+        before n+1 is launched: masks are made while n-1 is finished and n+1 prepared, and the device computes logits.
         """
         self._take_in(self._inbox.receive(block=self.is_idle))
-        slices = self._plan() if self.is_running else []  # at the end nothing is left half done
+        plan = self._plan() if self.is_running else None  # at the end nothing is left half done
+        compute = self._executor.prepare(plan) if plan else None
         self._sample(self._in_flight)
-        launched = self._launch(slices) if slices else None
+        launched = self._launch(plan, compute) if plan and compute else None
         if launched and self.grammars.guides(launched.plan.sampling):
             self._start_masks(launched)
         else:
@@ -183,8 +191,8 @@ class Scheduler:
         self._live[req.uid] = req
         self.prefill.add(req)
 
-    def _plan(self) -> list[ReqSlice]:
-        """All decodes that have pages, and beside them prompts up to the prefill budget."""
+    def _plan(self) -> BatchPlan | None:
+        """All decodes that have pages, and beside them prompts up to the prefill budget; None if there is nothing."""
         decodes, starved = self.decode.plan()
         if starved and not self._retiring:  # else pages are on their way back already
             victim = self.prefill.retract(self.decode.least_urgent.params.priority) or self.decode.retract()
@@ -192,13 +200,12 @@ class Scheduler:
             self._num_retractions += 1
             self._retire(victim)
             decodes = [part for part in decodes if part.req is not victim]
-        prefills = self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
-        return decodes + prefills
+        slices = decodes + self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
+        reqs = [part.req for part in slices]
+        return BatchPlan(slices, self.table.take_writes(), self.cache.num_shared(reqs)) if reqs else None
 
-    def _launch(self, slices: list[ReqSlice]) -> _Launched:
-        num_shared = self.cache.num_shared([part.req for part in slices])
-        plan = BatchPlan(slices, self.table.take_writes(), num_shared)
-        launched = _Launched(plan, self._executor.forward(plan))
+    def _launch(self, plan: BatchPlan, compute: Callable[[], Tensor | None]) -> _Launched:
+        launched = _Launched(plan, compute())
         for part in plan.slices:
             self._advance(part)
         return launched
@@ -206,14 +213,15 @@ class Scheduler:
     def _start_masks(self, batch: _Launched) -> None:
         self._read_tokens()
         if batch.logits_BV is not None:
-            batch.masks = self.grammars.start_masks(batch.plan.sampling)
+            batch.await_masks = self.grammars.start_masks(batch.plan.sampling)
 
     def _sample(self, batch: _Launched | None) -> None:
         """Start choosing the tokens of a batch, if there is one and they are not being chosen."""
         if batch and batch.output is None:
-            masks = batch.masks() if batch.masks else None
-            batch.output = self._executor.sample(batch.plan, batch.logits_BV, masks)
-            batch.logits_BV = batch.masks = None
+            if batch.await_masks:
+                batch.await_masks()
+            batch.output = self._executor.sample(batch.plan, batch.logits_BV)
+            batch.logits_BV = batch.await_masks = None
 
     def _advance(self, part: ReqSlice) -> None:
         """Account for a launched slice. A prompt is shared now, before the next plan is made."""

@@ -8,6 +8,8 @@ before are still on their way; with many sends in a step, the last wait for its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -42,8 +44,12 @@ class Staging:
 
     def send(self, *arrays: Numbers) -> list[Tensor]:
         """The arrays as tensors on the device; on a GPU they are valid until the next `send`."""
+        return self.load(*arrays)()
+
+    def load(self, *arrays: Numbers) -> Callable[[], list[Tensor]]:
+        """`send` up to what changes anything on the device; the result, to be called once, does the rest."""
         if self._device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
+            return lambda: [torch.from_numpy(array) for array in arrays]
         key = tuple([(len(array), array.dtype.char) for array in arrays])
         places, device_X, parts = self._layouts.get(key) or self._lay_out(key)
         self._turn = (self._turn + 1) % _NUM_PINNED
@@ -51,9 +57,13 @@ class Staging:
         copied.synchronize()
         for place, array in zip(places, arrays, strict=True):
             host_X[place] = array.view(np.int32)
-        device_X.copy_(pinned_X[: len(device_X)], non_blocking=True)
-        copied.record()
-        return parts
+
+        def start() -> list[Tensor]:
+            device_X.copy_(pinned_X[: len(device_X)], non_blocking=True)
+            copied.record()
+            return parts
+
+        return start
 
     def _lay_out(self, key: tuple[tuple[int, str], ...]) -> Layout:
         places, end = list[slice](), 0
