@@ -2,9 +2,9 @@
 
     python benchmark/offline/structured.py [--model FOLDER] [--dummy-weight] [--requests 8] [--out results.jsonl]
 
-The schemas are lists of objects that never end, so that all sides make equally many tokens: one with each constraint
-that OpenAI documents for strict schemas, and the same with a `maxLength`, which is none of those and costs more. The
-time of one token each, prompt and first mask included, is taken off; schemas are compiled before.
+The schemas are lists of objects that never end, so that all sides make equally many tokens: one with constraints that
+OpenAI documents for strict schemas, and the same with a `maxLength`, which is none of those and costs more. The time of
+one token each, prompt and first mask included, is taken off; schemas are compiled before.
 """
 
 from __future__ import annotations
