@@ -211,6 +211,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Have every choice of tokens compared with one that is not recorded, of the same logits; count what happens."""
     log, staging = Counter[str](), Staging(engine._device)
     finish, write = engine._chooser.finish, engine._write_tables
+    engine.mask_bits.fill(0)  # until masks are made, no token may be
 
     def checked(step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor) -> tuple[Tensor, LogprobsOutput | None]:
         before_BV = logits_BV.clone()
@@ -306,6 +307,10 @@ def test_what_is_sent_arrives_however_fast_and_much() -> None:
         if turn < 200:  # before it grew
             assert places.setdefault(lengths, [x.data_ptr() for x in received]) == [x.data_ptr() for x in received]
         copies = [x.clone() for x in received]
-        staging.send(np.full(40, -1, dtype=np.int32))
+        start = staging.load(np.full(40 if turn < 300 else 2000, -1, dtype=np.int32))
+        for array, x in zip(sent, received, strict=True):
+            assert np.array_equal(x.cpu().numpy(), array), "changed before its time"
+        [others] = start()
+        assert (others == -1).all()
         for array, copy in zip(sent, copies, strict=True):
             assert np.array_equal(copy.cpu().numpy(), array)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,7 @@ from minisgl.attention.base import BaseAttnMetadata
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.core import Batch, BatchPlan, Grammar, IntArray, Req, ReqSlice, SamplingParams, TableWrites
 from minisgl.distributed import DistributedInfo
+from minisgl.engine import ForwardOutput
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph as graph_module
 from minisgl.engine.graph import GraphRunner, Kind, has_room
@@ -297,3 +301,28 @@ def test_a_trial_records_few_and_counts_the_rest(hosts: Hosts, monkeypatch: pyte
     assert graphs.missing_bytes == 7 * (num_all - 11)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     assert graphs.fit(BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)) == (Kind.DECODES, 120)
+
+
+def test_no_graph_outlives_an_engine_that_was_interrupted(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a step half done, whose frames the exception holds: NCCL could not leave its group."""
+    host, _ = hosts(overlap=True)
+    engine = host._engine
+    recorded = list(engine._graphs._recorded.values())
+    graphs = [weakref.ref(graph) for it in recorded for graph in (it.graph, it.step.recorded[0])]
+    del recorded
+    wait, num_waits = ForwardOutput.wait, itertools.count()
+
+    def interrupted(output: ForwardOutput) -> list[int]:
+        if next(num_waits) == 3:
+            raise KeyboardInterrupt
+        return wait(output)
+
+    monkeypatch.setattr(ForwardOutput, "wait", interrupted)
+    try:
+        host.ask(random_prompts([5] * 3, VOCAB_SIZE), SamplingParams(max_tokens=20, ignore_eos=True))
+    except KeyboardInterrupt:
+        engine.close()
+        gc.collect()
+        assert graphs and not any(graph() for graph in graphs)
+    else:
+        pytest.fail("nobody waited")

@@ -39,7 +39,7 @@ from minisgl.core import (
 )
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.choose import LogitsStep, TokenChooser
-from minisgl.engine.graph import GraphRunner, has_room
+from minisgl.engine.graph import GraphRunner, Prepared, has_room
 from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
 from minisgl.engine.output import ForwardOutput, WayBack
 from minisgl.engine.prompts import PromptsOutput
@@ -168,7 +168,7 @@ class Engine:
         self.sample(plan, self.prepare(plan)()).wait()
         torch.cuda.synchronize()
         used = free - free_bytes(self._device, config.tp) + (self._graphs.missing_bytes if self._graphs else 0)
-        del self.context, self._chooser, self._graphs
+        del self.context, self._chooser, self._graphs, self.mask_bits
         return_memory()
         return used
 
@@ -208,20 +208,19 @@ class Engine:
     def prepare(self, plan: BatchPlan) -> Callable[[], Tensor | None]:
         """Do what can be done before the plan before is sampled. The result, called after that, starts computing.
 
-        It gives the logits of the slices that sample; None if none does, or rank 0 has them.
+        It gives the logits of the slices that sample; None if none does, or rank 0 has them. Early is what the host
+        does for a recorded step; others take the device longer than the host, and are put together when they start.
         """
         fit, writes = self._graphs.fit(plan) if self._graphs else None, NO_WRITES
         if not fit or not has_room(plan.writes, fit):
             writes, plan = plan.writes, replace(plan, writes=NO_WRITES)
-        run = self._graphs.prepare(plan, fit) if self._graphs and fit else partial(self._run, plan)
-        return partial(self._compute, plan, writes, run)
+        prepared = self._graphs.prepare(plan, fit) if self._graphs and fit else None
+        return partial(self._compute, plan, writes, prepared)
 
     @torch.inference_mode()
-    def _compute(
-        self, plan: BatchPlan, writes: TableWrites, run: Callable[[], tuple[Tensor, LogitsStep]]
-    ) -> Tensor | None:
+    def _compute(self, plan: BatchPlan, writes: TableWrites, prepared: Prepared | None) -> Tensor | None:
         self._write_tables(writes)
-        x_WD, step = run()
+        x_WD, step = self._graphs.replay(prepared) if self._graphs and prepared else self._run(plan)
         prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
         self._launched = step, prompts
         num_sampling = len(plan.sampling)
@@ -260,7 +259,7 @@ class Engine:
 
     def _run(self, plan: BatchPlan) -> tuple[Tensor, LogitsStep]:
         """Without a graph: the hidden states that are wanted, and the logits of the slices that sample."""
-        batch, args, place_B = self._prepare(plan)
+        batch, args, place_B = self._make_batch(plan)
         x_WD = self._forward(batch)
         num_sampling = len(place_B)
         if num_sampling == 0:
@@ -268,7 +267,7 @@ class Engine:
         x_BD = x_WD if len(x_WD) == num_sampling else x_WD[self._chooser.index(_sampled(plan))]
         return x_WD, LogitsStep(self._model.logits(x_BD), args, place_B)
 
-    def _prepare(self, plan: BatchPlan) -> tuple[Batch, BatchSamplingArgs, Tensor]:
+    def _make_batch(self, plan: BatchPlan) -> tuple[Batch, BatchSamplingArgs, Tensor]:
         """All numbers of a step go over in one copy."""
         numbers = [(part.row, part.start, part.end, part.samples) for part in plan.slices]
         rows, starts, stops, samples = np.array(numbers, dtype=np.int32).T

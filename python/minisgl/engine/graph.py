@@ -76,6 +76,10 @@ class _Inputs:
     end_A: IntArray
 
 
+# A step that can start: its graph, what that is fed, how all is sent, and whether filters come apart from the graph.
+Prepared = tuple[Fit, _Inputs, Callable[[], list[Tensor]], bool]
+
+
 class GraphRunner:
     """Records and replays.
 
@@ -139,28 +143,27 @@ class GraphRunner:
         """The graph for a plan, if there is one."""
         return fit(plan, self._sizes)
 
-    def prepare(self, plan: BatchPlan, fit: Fit) -> Callable[[], tuple[Tensor, LogitsStep]]:
-        """What the host has to do for a plan; the result replays its graph.
-
-        That gives hidden_RD of the plan and its padding, and its logits; valid until the next replay.
+    def prepare(self, plan: BatchPlan, fit: Fit) -> Prepared:
+        """What the host has to do for a plan.
 
         Args:
             plan: its writes have room (`has_room`).
         """
-        recorded, inputs = self._recorded[fit], self._inputs(plan, fit)
+        inputs = self._inputs(plan, fit)
         sampling = sampling_arrays(plan.slices, inputs.end_R)
-        send = self._load(plan, inputs, sampling)
-        step = recorded.step
-        if not self._records_filters and has_filters(sampling):
+        filters_apart = not self._records_filters and has_filters(sampling)
+        return fit, inputs, self._load(plan, inputs, sampling), filters_apart
+
+    def replay(self, prepared: Prepared) -> tuple[Tensor, LogitsStep]:
+        """hidden_RD of a plan and its padding, and its logits; valid until the next replay."""
+        fit, inputs, send, filters_apart = prepared
+        recorded, step = self._recorded[fit], self._recorded[fit].step
+        send()
+        self._context.attn_backend.prepare_replay(recorded.metadata, inputs.start_A, inputs.end_A)
+        recorded.graph.replay()
+        if filters_apart:
             step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
-
-        def replay() -> tuple[Tensor, LogitsStep]:
-            send()
-            self._context.attn_backend.prepare_replay(recorded.metadata, inputs.start_A, inputs.end_A)
-            recorded.graph.replay()
-            return recorded.hidden_RD, step
-
-        return replay
+        return recorded.hidden_RD, step
 
     def _load(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> Callable[[], list[Tensor]]:
         """All of a step, for one copy. What pads it has a page and a token written to places that nobody reads."""

@@ -43,11 +43,11 @@ class Staging:
             self._grow(capacity)
 
     def send(self, *arrays: Numbers) -> list[Tensor]:
-        """The arrays as tensors on the device; on a GPU they are valid until the next `send`."""
+        """The arrays as tensors on the device; on a GPU they are valid until others are sent."""
         return self.load(*arrays)()
 
     def load(self, *arrays: Numbers) -> Callable[[], list[Tensor]]:
-        """`send` up to what changes anything on the device; the result, to be called once, does the rest."""
+        """What `send` does up to where it changes something on the device; the result, called once, does the rest."""
         if self._device.type == "cpu":
             return lambda: [torch.from_numpy(array) for array in arrays]
         key = tuple([(len(array), array.dtype.char) for array in arrays])
