@@ -13,7 +13,7 @@ from minisgl.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
-MAX_GRAMMAR = 2**17  # characters; more of them would take the scheduler seconds to compile
+MAX_GRAMMAR = 2**17  # characters
 JSON_OPTIONS = {  # of llguidance: no more white space than people write, lest a model write nothing else
     "whitespace_pattern": r"[ \t\r\n]{0,16}",
     "coerce_one_of": True,

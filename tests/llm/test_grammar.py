@@ -16,6 +16,7 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.engine import ForwardOutput
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.llm import LLM
+from minisgl.sampling_params import MAX_GRAMMAR
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.llm.test_llm import ARCH, ids_of, make
 from tests.llm.test_parameters import ENGINES
@@ -164,6 +165,38 @@ def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM, kind: str, text:
         llm.generate([PROMPT, PROMPT], [params("regex", "yes"), params(kind, text)], use_tqdm=False)
     assert refusal.value.param == "grammar"
     assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
+
+
+CHAIN = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(3500)} | {"r3500": {"enum": ["yes"]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("json_schema", json.dumps({"$defs": CHAIN, "$ref": "#/$defs/r0"}), '"yes"'),
+        ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(7000)) + 'r7000: "yes"', "yes"),
+    ],
+    ids=["references", "rules"],
+)
+def test_a_grammar_of_thousands_of_links_is_followed(llm: LLM, kind: str, text: str, answer: str) -> None:
+    """By recursion, which once overflowed the stack of the process."""
+    assert len(text) < MAX_GRAMMAR
+    [out] = llm.generate(PROMPT, params(kind, text), use_tqdm=False)
+    assert out.text == answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a?" * 60_000),
+        ("json_schema", json.dumps({"type": "string", "pattern": "^" + "a?" * 60_000 + "$"})),
+    ],
+    ids=["regex", "pattern"],
+)
+def test_what_would_take_long_to_compile_is_refused(llm: LLM, kind: str, text: str) -> None:
+    with pytest.raises(RequestError, match="too big") as refusal:
+        llm.generate(PROMPT, params(kind, text), use_tqdm=False)
+    assert "limits." not in str(refusal.value)
 
 
 def test_a_refusal_quotes_nothing_but_the_mistake(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import llguidance.numpy
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.errors import InvalidRequest
@@ -27,10 +27,11 @@ from minisgl.sampling_params import JSON_OPTIONS
 
 # Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of short texts, since
 # near the end of a text of limited length it looks at every token that is in none.
-_SPACE, *_OTHERS = LLTokenizer.general_slices()
-_SLICES = [_SPACE, *(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *_OTHERS]
-_MAX_REASON = 400  # characters
-_EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| ")  # of the grammar, which may be around what the request sent
+_SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
+_LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # half a second for a regular expression
+_STACK = 2**28  # bytes, of which 2**26 are enough for the longest chain of references that a grammar can be
+# What follows a reason: an excerpt of the grammar, which may be around what the request sent, or advice to programmers.
+_REST = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
 
 
 class Grammars:
@@ -55,7 +56,10 @@ class Grammars:
         self._eos_ids = sorted(eos_ids)
         self._bits_XW = bits_XW
         self._executor = LLExecutor() if for_gpu else None
-        self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        before = threading.stack_size(_STACK)
+        self._helper.submit(int).result()  # which starts the thread
+        threading.stack_size(before)
         self._filling: list[Future[None]] = []
         self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
         self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=len(bits_XW))
@@ -79,18 +83,18 @@ class Grammars:
         idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
         if idle:
             self._idle.remove(idle)
-        is_ready = idle is not None and idle[1].reset()
-        self._matchers[uid] = idle if idle and is_ready else (grammar, self._compile(grammar))
+        if not idle or not idle[1].reset():
+            idle = grammar, self._helper.submit(self._compile, grammar).result()
+        self._matchers[uid] = idle
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
-            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0)  # its log would quote grammars
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise _refusal(str(error)) from None
         first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
         llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)  # it is compiled as far as it is looked at
-        if matcher.is_error():
-            reason = matcher.get_error()
+        if reason := matcher.get_error():
             raise _refusal("nothing matches it" if reason.startswith("NoExtension") else reason)
         return matcher
 
@@ -116,7 +120,7 @@ class Grammars:
             has_begun.set()
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)  # without Python's lock
 
-        self._filling = [self._filler.submit(fill)]
+        self._filling = [self._helper.submit(fill)]
         has_begun.wait()  # else the caller would keep the lock until it waits for the masks, and they begin then
         return self._filling[0].result
 
@@ -145,5 +149,5 @@ def _source(grammar: Grammar) -> str:
 
 
 def _refusal(reason: str) -> InvalidRequest:
-    said = " ".join(_EXCERPT.split(reason)[0].split())
-    return InvalidRequest(f"the grammar is refused: {said[:_MAX_REASON]}", param="grammar")
+    said = " ".join(_REST.split(reason)[0].split())
+    return InvalidRequest(f"the grammar is refused: {said[:400]}", param="grammar")

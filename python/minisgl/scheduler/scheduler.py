@@ -136,7 +136,9 @@ class Scheduler:
         self._sample(self._in_flight)
         launched = self._launch(plan, compute) if plan and compute else None
         if launched and self.grammars.guides(launched.plan.sampling):
-            self._start_masks(launched)
+            self._read_tokens()
+            if launched.logits_BV is not None:
+                launched.await_masks = self.grammars.start_masks(launched.plan.sampling)
         else:
             self._sample(launched)
         self._finish_in_flight()
@@ -209,11 +211,6 @@ class Scheduler:
         for part in plan.slices:
             self._advance(part)
         return launched
-
-    def _start_masks(self, batch: _Launched) -> None:
-        self._read_tokens()
-        if batch.logits_BV is not None:
-            batch.await_masks = self.grammars.start_masks(batch.plan.sampling)
 
     def _sample(self, batch: _Launched | None) -> None:
         """Start choosing the tokens of a batch, if there is one and they are not being chosen."""
