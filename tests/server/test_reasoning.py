@@ -88,6 +88,16 @@ def test_calls_are_read_behind_a_thought_and_not_in_it() -> None:
         assert said == ("", f"I could say {CALL}.", [("get", "{}")])
 
 
+def test_a_forced_answer_is_a_thought_and_calls_wherever_it_is_cut() -> None:
+    dialect = Dialect(FORMATS["hermes"](""), QWEN)
+    text = f"<think>\nHm.\n</think>\n\n{CALL}"
+    for at in range(len(text) + 1):
+        whole, streamed = (
+            listen(dialect.make_reader(USE, thinks=True, eager=eager), *text[:at], "") for eager in (False, True)
+        )
+        assert whole == streamed and whole[0] == ""
+
+
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens(
     [AddedToken(text, special=False) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")]

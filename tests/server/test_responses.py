@@ -756,6 +756,21 @@ def test_an_answer_with_tools_through_openais_client() -> None:
     scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"])))
 
 
+def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
+    spoken = '<tool_call>\n{"name": "f", "arguments": {"x'
+
+    async def play(app: App) -> None:
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, spoken), UserReply(msg.uid, finish="length")])
+        whole, stream = [await post(app, tools=[FLAT], tool_choice="required", stream=it) for it in (False, True)]
+        for response in (json.loads(whole.body), events_of(stream.body.decode())[-1]["response"]):
+            assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+            (item,) = response["output"]
+            assert (item["type"], item["status"]) == ("function_call", "incomplete")
+            assert (item["name"], item["arguments"]) == ("f", '{"x')
+
+    scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""))))
+
+
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 def test_no_response_is_kept(method: str) -> None:
     async def play(app: App) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, LengthFinishReasonError
 
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.dialect import Dialect
@@ -62,7 +62,11 @@ def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) ->
             choices.append(json.loads(call.body)["choices"][0])
             asked: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
             async with client.chat.completions.stream(model="m", **asked) as stream:
-                choices.append((await stream.get_final_completion()).choices[0].to_dict())
+                try:
+                    streamed: Any = await stream.get_final_completion()
+                except LengthFinishReasonError as error:
+                    streamed = error.completion
+                choices.append(streamed.choices[0].to_dict())
 
     run(play())
     whole, streamed = choices
@@ -153,6 +157,42 @@ def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far
             pieces = [it["function"]["arguments"] for delta in deltas for it in delta.get("tool_calls", ())]
             assert all(delta.get("content") is None for delta in deltas)
             assert len(pieces) > 2 and CALLS[:50].endswith("".join(pieces))
+
+    run(play())
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("finish", ["length", "stop"])
+@pytest.mark.parametrize("at", [30, 45, 52])
+def test_a_forced_call_that_is_cut_off_is_a_call_and_the_answer_says_that_it_was_cut(
+    tool_choice: Any, finish: str, at: int
+) -> None:
+    choice = ask(CALLS[:at], finish, tool_choice=tool_choice)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, finish)
+    ((name, arguments),) = called(choice)
+    assert name == "get" and '{"x": "é\\"}"}'.startswith(arguments) and arguments != '{"x": "é\\"}"}'
+
+
+def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_closing_marker() -> None:
+    end = CALLS.index("</tool_call>")
+    for tool_choice in ("auto", "required"):
+        choice = ask(CALLS[: end + 6], "length", tool_choice=tool_choice)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+        assert called(choice) == BOTH[:1]
+
+
+def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
+    async def play() -> None:
+        async with running(model=SPEAKER) as app:
+            app.worker.answer_with(spell(CALLS[:24], "length"))
+            whole, stream = (app.post(CHAT, tools=TOOLS, tool_choice="required", stream=it) for it in (False, True))
+            await whole.done
+            await stream.done
+            (choice,) = json.loads(whole.body)["choices"]
+            assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
+            first, last = [event["choices"][0] for event in events_of(stream)[:-1]]
+            assert (first["delta"], last["delta"]) == ({"role": "assistant", "content": None}, {})
+            assert choice["finish_reason"] == last["finish_reason"] == "length"
 
     run(play())
 

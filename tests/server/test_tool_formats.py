@@ -184,7 +184,50 @@ def test_without_parallel_calls_the_first_is_the_only_one(style: ToolFormat, eag
 
 def test_a_named_choice_reads_no_call_of_another_tool() -> None:
     text = calls(("get", "{}"), style=HERMES)
-    assert read(text, HERMES, ToolUse(TOOLS, "required", "get_weather")) == (text, [])
+    assert read(text, HERMES, ToolUse(TOOLS, "required", "get_weather")) == ("", [])
+
+
+def told(text: str, said: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What the beginning of an answer tells of its calls: a name when something stands behind it, then arguments."""
+    found = []
+    for name, arguments in said:
+        text = text.partition(name)[2]
+        if not text:
+            break
+        text = text[text.index("{") :] if "{" in text else ""
+        found.append((name, text[: len(arguments)]))
+        text = text[len(arguments) :]
+    return found
+
+
+@styles
+@pytest.mark.parametrize("named", [None, "get_weather"])
+def test_a_forced_answer_is_calls_wherever_it_is_cut(style: ToolFormat, named: str | None) -> None:
+    said = [("get_weather", ODD), ("get", "{}"), ("a.b-c_1", '{"a": {"b": 1}}')][: 1 if named else None]
+    text, use = calls(*said, style=style), ToolUse(TOOLS, "required", named)
+    for at in range(len(text) + 1):
+        for eager in (False, True):
+            assert listen(style.make_reader(use, eager=eager), text[:at]) == ("", "", told(text[:at], said))
+            assert listen(style.make_reader(use, eager=eager), *text[:at], "") == ("", "", told(text[:at], said))
+
+
+@styles
+def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker_is_not(style: ToolFormat) -> None:
+    text = calls(("get", '{"a": 1}'), style=style)
+    is_whole = []
+    for at in range(len(text) + 1):
+        content, said = read(text[:at], style)
+        assert (content, said) in ((text[:at], []), ("", [("get", '{"a": 1}')]))
+        is_whole.append(bool(said))
+    assert is_whole == sorted(is_whole), "once a call is whole it stays so"
+    assert sum(is_whole) == len(text) - text.rindex("}")
+
+
+@styles
+def test_a_stream_has_nothing_but_the_call_wherever_it_is_cut_behind_its_arguments(style: ToolFormat) -> None:
+    text = calls(("get", '{"a": 1}'), style=style).replace("1}}", '1}, "id": "x"}')
+    for at in range(text.index("1}") + 2, len(text) + 1):
+        assert read(text[:at], style, eager=True) == ("", [("get", '{"a": 1}')])
 
 
 @styles
@@ -206,13 +249,16 @@ WORDS = st.lists(st.sampled_from(MARKS) | st.sampled_from(PARTS) | st.sampled_fr
 
 @styles
 @eagerness
-@given(text=WORDS, cuts=st.lists(st.integers(0, 80), max_size=6))
-def test_how_the_text_is_cut_changes_nothing(style: ToolFormat, eager: bool, text: str, cuts: list[int]) -> None:
+@given(text=WORDS, cuts=st.lists(st.integers(0, 80), max_size=6), choice=st.sampled_from(["auto", "required"]))
+def test_how_the_text_is_cut_changes_nothing(
+    style: ToolFormat, eager: bool, text: str, cuts: list[int], choice: Any
+) -> None:
+    use = ToolUse(TOOLS, choice)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(places)]
-    whole = listen(style.make_reader(USE, eager=eager), text)
-    assert listen(style.make_reader(USE, eager=eager), *pieces) == whole
-    assert listen(style.make_reader(USE, eager=eager), *text, "") == whole
+    whole = listen(style.make_reader(use, eager=eager), text)
+    assert listen(style.make_reader(use, eager=eager), *pieces) == whole
+    assert listen(style.make_reader(use, eager=eager), *text, "") == whole
 
 
 @styles

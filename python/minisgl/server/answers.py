@@ -27,6 +27,7 @@ from minisgl.server.deltas import (
     Transcript,
 )
 from minisgl.server.dialect import Dialect
+from minisgl.server.dialect.calls import is_object
 from minisgl.server.frontend import Generation
 from minisgl.server.objects import (
     AssistantMessage,
@@ -204,9 +205,10 @@ class ChatAnswer(_ChoicesAnswer):
         return news + ([_delta(index, {}, self.finish_reason(index))] if reply.finish else [])
 
     def finish_reason(self, index: int) -> FinishReason:
-        """An answer that had to call one tool ends as any other; OpenAI has it so."""
+        """An answer that had to call one tool, or stopped in a call, ends as any other; OpenAI has the first so."""
         reason = super().finish_reason(index)
-        is_call = self._said[index].calls and self._tools.named is None
+        calls = self._said[index].calls
+        is_call = calls and is_object(calls[-1].arguments) and self._tools.named is None
         return "tool_calls" if is_call and reason == "stop" else reason
 
     def _shape(self, logprobs: list[TextLogprobs]) -> ChatLogprobs:

@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from minisgl.server.deltas import CallArguments, CallBegin, Content
+from minisgl.server.deltas import CallArguments, CallBegin, Content, Delta
 from minisgl.server.dialect.readers import StepReader
 from minisgl.server.dialect.tools import ToolUse
 
@@ -35,11 +35,15 @@ class Spelling:
 
 
 class CallReader(StepReader):
-    """Hands out calls; everything else is content, but for blanks around calls.
+    """Hands out calls; everything else is content, but for blanks around calls and markers that are cut behind them.
+
+    An answer that must call is held to calls by a grammar. What begins one is one, so the answer has no content, and a
+    call that is cut off is handed out as far as it came, once its name is known.
 
     Args:
         eager: begin a call with its name, and hand out its arguments as they come; they may then turn out to be
-            broken. Else a call is handed out when it is whole, and one that is broken stays content.
+            broken. Else a call is handed out when it is whole, and one that is broken stays content, unless the answer
+            must call.
     """
 
     def __init__(self, spelling: Spelling, use: ToolUse, new_id: Callable[[], str], *, eager: bool) -> None:
@@ -51,19 +55,20 @@ class CallReader(StepReader):
         self._names = {tool.name for tool in use.callable}
         self._new_id = new_id
         self._allows_several = use.allows_several
-        self._eager = eager
+        self._must_call = use.must_call
+        self._eager = eager or use.must_call
         self._num_calls = 0
 
     def _begin(self, ends: bool) -> bool:  # noqa: ARG002
         return self._go_to(self._at_next if self._opens_answer else self._in_text)
 
     def _in_text(self, ends: bool) -> bool:
-        head = self._opening.search(self._held, partial=not ends)
+        head = self._opening.search(self._held, partial=not ends or self._must_call)
         if head and self._is_other(head):
             self._say(Content(self._take(head.end())))
             return True
         self._say(Content(self._take(head.start() if head else len(self._held))))
-        return head is not None and not head.partial and self._enter(head)
+        return head is not None and self._is_certain(head, ends) and self._enter(head)
 
     def _enter(self, head: Any) -> bool:
         self._head = self._take(head.end() - head.start())
@@ -85,12 +90,13 @@ class CallReader(StepReader):
         return ends and self._give_up()
 
     def _behind_arguments(self, ends: bool) -> bool:
-        tail = self._tail.match(self._held, partial=not ends) if "{" in self._head else _NO_TAIL.match("")
-        if tail and tail.partial:
+        pattern = self._tail if "{" in self._head else _NO_TAIL
+        tail = pattern.match(self._held, partial=not ends or self._is_said)
+        if tail and tail.partial and not ends:
             return False
         name = self._name or (tail and tail["name"])
         if not self._is_said:
-            if not (tail and name in self._names and _is_object(self._arguments)):
+            if not (tail and name in self._names and is_object(self._arguments)):
                 return self._give_up()
             self._call(CallBegin(self._num_calls, self._new_id(), name))
             self._call(CallArguments(self._num_calls, self._arguments))
@@ -104,20 +110,24 @@ class CallReader(StepReader):
         return self._go_to(self._in_text)
 
     def _at_next(self, ends: bool) -> bool:
-        head = self._again.match(self._held, partial=not ends)
-        if head and head.partial:
+        head = self._again.match(self._held, partial=not ends or self._must_call)
+        if head and not self._is_certain(head, ends):
             return False
         if head and not self._is_other(head):
             return self._enter(head)
         return self._go_to(self._at_closing if self._num_calls else self._in_text)
+
+    def _is_certain(self, head: Any, ends: bool) -> bool:
+        """Whether a call has begun: where one must be and no more text will come, its name is enough."""
+        return not head.partial or (ends and head["name"] in self._names)
 
     def _is_other(self, head: Any) -> bool:
         """Whether it calls a tool that may not be called; the name may also come behind the arguments."""
         return not head.partial and head["name"] not in {None, *self._names}
 
     def _at_closing(self, ends: bool) -> bool:
-        closing = self._closing.match(self._held, partial=not ends)
-        if closing and closing.partial:
+        closing = self._closing.match(self._held, partial=True)
+        if closing and closing.partial and not ends:
             return False
         self._take(closing.end() if closing else 0)
         return self._go_to(self._in_gap)
@@ -129,6 +139,10 @@ class CallReader(StepReader):
     def _call(self, delta: CallBegin | CallArguments) -> None:
         if delta.index == 0 or self._allows_several:
             self._say(delta)
+
+    def _say(self, delta: Delta) -> None:
+        if not (self._must_call and isinstance(delta, Content)):
+            super()._say(delta)
 
 
 class _Braces:
@@ -161,7 +175,8 @@ class _Braces:
             self._depth += (char in "{[") - (char in "}]")
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether a call's arguments are whole."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
