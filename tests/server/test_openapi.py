@@ -170,6 +170,25 @@ def test_the_other_routes_and_errors_are_as_declared() -> None:
     scene(play)
 
 
+@pytest.mark.parametrize("keys", [(), ("sk",)])
+def test_keys_are_declared_where_they_are_wanted_and_422_nowhere(keys: tuple[str, ...]) -> None:
+    async def play(app: App) -> None:
+        headers = [(b"authorization", b"Bearer sk")]
+        call = app.call("GET", "/openapi.json", headers=headers)
+        await call.done
+        document = json.loads(call.body)
+        operations = {path: way for path, ways in document["paths"].items() for way in ways.values()}
+        guarded = {path for path, way in operations.items() if way.get("security") and "401" in way["responses"]}
+        assert guarded == (operations.keys() - {"/health"} if keys else set())
+        assert not any("422" in way["responses"] for way in operations.values())
+        schemes = document["components"].get("securitySchemes", {})
+        assert schemes == ({"HTTPBearer": {"type": "http", "scheme": "bearer"}} if keys else {})
+        if not keys:
+            assert '"401"' not in call.body.decode() and "security" not in call.body.decode()
+
+    scene(play, api_keys=keys)
+
+
 @pytest.mark.filterwarnings("error")
 def test_what_an_answer_has_is_required_and_streams_are_declared() -> None:
     async def play(app: App) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -36,6 +36,7 @@ from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
 from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
+from minisgl.server.openapi import ERRORS, STREAMS, WITH_KEY, DocumentedApp
 from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.response_objects import ResponseObject
 from minisgl.server.responses import ResponsesRequest
@@ -48,10 +49,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _CLIENT_CLOSED_REQUEST = 499
 _RETRY_AFTER_S = 1
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500, 503)
-}
-_STREAMS = {**_ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ def create_app(
         api_keys: those that requests may bring; without any, none is asked for.
         cors_origins: those whose pages may call it from a browser; "*" is all.
     """
-    app = FastAPI(title="Mini-SGLang", version=__version__, redoc_url=None)
+    app = DocumentedApp(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
     app.state.model = model
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)  # the last to be added is the first to see a request
@@ -122,23 +119,25 @@ def create_app(
         (Exception, _on_bug),
     ):
         app.add_exception_handler(kind, handler)
-    get, post = (partial(app.add_api_route, methods=[method]) for method in ("GET", "POST"))
-    get("/health", health, responses={503: _ERRORS[503]})
+    app.add_api_route("/health", health, responses={503: ERRORS[503]})
+    router = APIRouter()
+    get, post = (partial(router.add_api_route, methods=[method]) for method in ("GET", "POST"))
     get("/metrics", metrics, response_class=PlainTextResponse)
     get("/version", version)
-    get("/v1/models", list_models, responses=_ERRORS)
-    get("/v1/models/{name:path}", retrieve_model, responses=_ERRORS)
-    post("/v1/chat/completions", chat_completions, response_model=ChatCompletion, responses=_STREAMS)
-    post("/v1/completions", completions, response_model=Completion, responses=_STREAMS)
-    post("/v1/embeddings", embeddings, responses=_ERRORS)
-    post("/generate", generate, response_model=Generated, responses=_STREAMS)
-    whole = {"model": ResponseObject, **_STREAMS[200]}  # told, not checked at each answer
-    post("/v1/responses", responses, response_model=None, responses={**_STREAMS, 200: whole})
-    none_stored: dict[str, Any] = {"status_code": 404, "response_model": ErrorResponse, "responses": _ERRORS}
+    get("/v1/models", list_models, responses=ERRORS)
+    get("/v1/models/{name:path}", retrieve_model, responses=ERRORS)
+    post("/v1/chat/completions", chat_completions, response_model=ChatCompletion, responses=STREAMS)
+    post("/v1/completions", completions, response_model=Completion, responses=STREAMS)
+    post("/v1/embeddings", embeddings, responses=ERRORS)
+    post("/generate", generate, response_model=Generated, responses=STREAMS)
+    whole = {"model": ResponseObject, **STREAMS[200]}  # told, not checked at each answer
+    post("/v1/responses", responses, response_model=None, responses={**STREAMS, 200: whole})
+    none_stored: dict[str, Any] = {"status_code": 404, "response_model": ErrorResponse, "responses": ERRORS}
     for method in ("GET", "DELETE"):
-        app.add_api_route("/v1/responses/{name}", stored_response, methods=[method], **none_stored)
-    post("/tokenize", tokenize, responses=_ERRORS)
-    post("/detokenize", detokenize, responses=_ERRORS)
+        router.add_api_route("/v1/responses/{name}", stored_response, methods=[method], **none_stored)
+    post("/tokenize", tokenize, responses=ERRORS)
+    post("/detokenize", detokenize, responses=ERRORS)
+    app.include_router(router, **(WITH_KEY if api_keys else {}))
     return app
 
 
@@ -325,7 +324,8 @@ async def _on_our_error(request: Request, error: Exception) -> Response:
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     paths = [(path_of(fault, error.body), fault) for fault in error.errors()]
-    path, fault = max(paths, key=lambda pair: len(pair[0]))  # of the branches of a union, the one that goes farthest
+    # of the branches of a union, the one that goes farthest, and rather one whose type is right
+    path, fault = max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     param = ".".join(path) or None
     said = str(fault["msg"]).removeprefix("Value error, ")
     message = f"{param}: {said}" if param else said
