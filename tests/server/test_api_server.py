@@ -557,6 +557,14 @@ def test_another_model_is_a_404(route: str) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "a\0"}, "stop"),
+        ({"messages": [{"role": "user", "content": "a\0"}]}, "messages.0.content"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}, "stream": False}, "stream_options"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"usage": True}}, "stream_options.usage"),
@@ -566,7 +574,8 @@ def test_another_model_is_a_404(route: str) -> None:
         ({"stop": ["a", 3]}, "stop.1"),
         ({"guided_json": {"a": float("nan")}}, "guided_json"),
         ({"guided_json": "\ud800"}, "guided_json"),
-        ({"guided_json": json.loads("[" * 66 + "]" * 66)}, "guided_json"),
+        ({"guided_json": {"a": json.loads("[" * 64 + "1" + "]" * 64)}}, "guided_json"),
+        ({"guided_json": '{"a": ' + "[" * 64 + "1" + "]" * 64 + "}"}, "guided_json"),
     ],
 )
 def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: str) -> None:
@@ -579,6 +588,19 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
     scene(play)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param", "said"),
+    [([-1], "prompt.0", "greater than or equal to 0"), ([[5], [2**31]], "prompt.1.0", "less than or equal to")],
+)
+def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, said: str) -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, prompt=prompt)
+        await call.done
+        assert said in assert_is_error(call, 400, param=param)["message"]
+
+    scene(play)
+
+
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "a" * 2**17}}}
 
 
@@ -586,7 +608,11 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title"
     ("route", "fields", "param"),
     [
         (CHAT, {"response_format": FORMAT}, "response_format"),
-        (CHAT, {"guided_json": "a" * (2**17 - 20)}, "guided_json"),  # too long with what lets the model think
+        (
+            CHAT,
+            {"guided_json": {"title": "a" * (2**17 - 20)}},
+            "guided_json",
+        ),  # too long with what lets the model think
         (TEXT, {"guided_regex": "a" * (2**17 + 1)}, "guided_regex"),
         (RESPONSES, {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}}, "text"),  # type: ignore[dict-item]
     ],

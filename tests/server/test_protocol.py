@@ -20,16 +20,6 @@ BODIES = {ChatRequest: CHAT, CompletionRequest: TEXT}
 both = pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
-# Values that would change an answer, field by field.
-REFUSED: dict[str, list[Any]] = {
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
-    "modalities": [["text", "audio"]],
-    "audio": [{"voice": "alloy"}],
-    "reasoning_effort": ["low"],
-    "web_search_options": [{}],
-    "suffix": ["x"],
-}
 OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [1],
     "chat_template_kwargs": [{"enable_thinking": False}],
@@ -41,7 +31,7 @@ OF_CHAT: dict[str, list[Any]] = {
 NEUTRAL: dict[str, list[Any]] = {
     "n": [1],
     "best_of": [1],
-    "stop": ["", []],
+    "stop": [[]],
     "presence_penalty": [0, 0.0],
     "frequency_penalty": [0, 0.0],
     "repetition_penalty": [1, 1.0],
@@ -50,13 +40,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "stop_token_ids": [[]],
     "skip_special_tokens": [True],
     "include_stop_str_in_output": [False],
-    "top_logprobs": [0],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
     "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
-    "echo": [False],
-    "suffix": [""],
     "priority": [0],
     "user": ["somebody"],
     "metadata": [{"a": "b"}],
@@ -64,8 +48,21 @@ NEUTRAL: dict[str, list[Any]] = {
     "service_tier": ["auto"],
     "safety_identifier": ["x"],
     "prompt_cache_key": ["x"],
-    "parallel_tool_calls": [True],
+    "prompt_cache_retention": ["24h"],
 }
+NEUTRAL_OF_CHAT: dict[str, list[Any]] = {
+    "top_logprobs": [0],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "parallel_tool_calls": [True],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "modalities": [["text"]],
+    "verbosity": ["medium"],
+    "prompt_cache_options": [{}],
+    "prediction": [{"type": "content", "content": "x"}],
+}
+NEUTRAL_OF_TEXT: dict[str, list[Any]] = {"echo": [False], "suffix": [""]}
 HONOURED = [  # name, value, what the sampler gets
     ("stop", "x", ("x",)),
     ("stop", ["x", "y"], ("x", "y")),
@@ -115,14 +112,6 @@ def effect(request: Any) -> Any:
 
 
 @both
-@pytest.mark.parametrize(("name", "value"), pairs(REFUSED))
-def test_a_field_that_would_change_the_answer_is_refused_by_name(kind: Any, name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name) as refusal:
-        read(kind, **{name: value})
-    assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
-
-
-@both
 @pytest.mark.parametrize(("name", "value", "grammar"), GRAMMARS)
 def test_formats_become_grammars(kind: Any, name: str, value: Any, grammar: Grammar) -> None:
     assert sampling(kind, **{name: value}).grammar == grammar
@@ -147,7 +136,12 @@ def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
         ("guided_choice", [], "at least 1"),
         ("guided_regex", "\ud83d", "half a surrogate pair"),
         ("guided_json", {"minimum": math.inf}, "finite number|not JSON"),
-        ("guided_json", "x" * 300_000, "at most 131072"),
+        ("guided_json", json.dumps({"title": "x" * 300_000}), "at most 131072"),
+        ("guided_json", "{'type': 'object'}", "not JSON"),
+        ("guided_json", "null", "dictionary"),
+        ("guided_json", '{"a": ' * 65 + "1" + "}" * 65, "more than 64 deep"),
+        ("guided_json", "[" * 100_000, "not JSON"),
+        ("guided_json", '{"minimum": 1e999}', "not JSON"),
     ],
 )
 def test_bad_formats_are_refused(kind: Any, name: str, value: Any, reason: str) -> None:
@@ -161,10 +155,26 @@ def test_a_value_that_changes_nothing_is_accepted(kind: Any, name: str, value: A
     assert effect(read(kind, **{name: value})) == effect(read(kind))
 
 
-@both
-@pytest.mark.parametrize("name", sorted({*REFUSED, *NEUTRAL, *(row[0] for row in HONOURED)} - {"max_tokens"}))
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "other"),
+    [
+        *((*pair.values, ChatRequest, CompletionRequest) for pair in pairs(NEUTRAL_OF_CHAT)),
+        *((*pair.values, CompletionRequest, ChatRequest) for pair in pairs(NEUTRAL_OF_TEXT)),
+    ],
+)
+def test_a_value_that_changes_nothing_is_accepted_where_the_field_is(
+    name: str, value: Any, kind: Any, other: Any
+) -> None:
+    assert effect(read(kind, **{name: value})) == effect(read(kind))
+    with pytest.raises(ValidationError) as error:
+        read(other, **{name: value})
+    assert error.value.errors()[0]["loc"] == (name,)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in BODIES for name in kind.model_fields])
 def test_null_is_the_same_as_absent(kind: Any, name: str) -> None:
-    assert effect(read(kind, **{name: None})) == effect(read(kind))
+    if name not in BODIES[kind]:
+        assert effect(read(kind, **{name: None})) == effect(read(kind))
 
 
 @both
@@ -210,7 +220,10 @@ def test_how_many_log_probabilities(kind: Any, fields: dict[str, Any], expected:
         ({"logit_bias": {"5_0": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 30: 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 33}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
         ({"stop_token_ids": [1] * 33}, "stop_token_ids"),
@@ -380,7 +393,7 @@ def test_a_text_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None
         ("a", "a"),
         ("", ""),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
-        ("\0 \u2028 👍", "\0 \u2028 👍"),
+        ("\1 \u2028 👍", "\1 \u2028 👍"),
     ],
 )
 def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
@@ -608,19 +621,35 @@ def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
     assert error.value.errors()[0]["loc"][0] == "prompt"
 
 
-HALF_A_PAIR = "a\ud83d"
-
-
+@pytest.mark.parametrize(("bad", "said"), [("a\ud83d", "half a surrogate pair"), ("a\0", "null character")])
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    ("kind", "make"),
     [
-        (ChatRequest, {"messages": [{"role": "user", "content": HALF_A_PAIR}]}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF_A_PAIR}]}]}),
-        (CompletionRequest, {"prompt": HALF_A_PAIR}),
-        (CompletionRequest, {"prompt": ["a", HALF_A_PAIR]}),
+        (ChatRequest, lambda bad: {"messages": [{"role": "user", "content": bad}]}),
+        (ChatRequest, lambda bad: {"messages": [{"role": "user", "content": [{"type": "text", "text": bad}]}]}),
+        (ChatRequest, lambda bad: {"messages": [{"role": "user", "content": "x", "name": bad}]}),
+        (ChatRequest, lambda bad: {"chat_template_kwargs": {"a": [bad]}}),
+        (CompletionRequest, lambda bad: {"prompt": bad}),
+        (CompletionRequest, lambda bad: {"prompt": ["a", bad]}),
+        (CompletionRequest, lambda bad: {"stop": bad}),
+        (CompletionRequest, lambda bad: {"stop": ["a", bad]}),
+        (CompletionRequest, lambda bad: {"guided_regex": bad}),
+        (CompletionRequest, lambda bad: {"guided_grammar": bad}),
+        (CompletionRequest, lambda bad: {"guided_choice": ["a", bad]}),
+        (CompletionRequest, lambda bad: {"guided_json": {"enum": [bad]}}),
+        (CompletionRequest, lambda bad: {"guided_json": {"properties": {bad: {}}}}),
+        (CompletionRequest, lambda bad: {"guided_json": json.dumps({"enum": [bad]})}),
     ],
 )
-def test_half_a_surrogate_pair_is_refused(kind: Any, fields: Any) -> None:
-    """JSON can spell it, but no message between processes can carry it."""
-    with pytest.raises((ValidationError, InvalidRequest)):
-        read(kind, **fields)
+def test_texts_that_are_none_are_refused_by_name(kind: Any, make: Any, bad: str, said: str) -> None:
+    """JSON can spell them. No message between processes carries half a pair, and no one means a null character."""
+    with pytest.raises(ValidationError) as error:
+        read(kind, **make(bad))
+    faults = error.value.errors()
+    assert {fault["loc"][0] for fault in faults} == make(bad).keys()
+    assert any(said in fault["msg"] or "surrogates not allowed" in fault["msg"] for fault in faults)
+
+
+@pytest.mark.parametrize("text", ["\\u0000", "\\0", "\x01"])
+def test_what_only_looks_like_a_null_character_is_a_text(text: str) -> None:
+    assert sampling(CompletionRequest, guided_json={"enum": [text]}, prompt=text, stop=text).stop == (text,)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
-from minisgl.server.fields import Strict
+from minisgl.server.fields import Strict, ValidText
 from minisgl.server.objects import Answered
 from minisgl.server.protocol import Prompts, to_prompts
 
@@ -24,7 +24,7 @@ class EmbeddingRequest(Strict):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: Any = None
+    user: ValidText | None = None
 
     def prompts(self) -> list[Prompt]:
         return to_prompts(self.input, "input")
@@ -35,7 +35,8 @@ class EmbeddingRequest(Strict):
             InvalidRequest: another number than the model's width is asked for.
         """
         if self.dimensions not in (None, width):
-            raise InvalidRequest(f"dimensions must be {width}, got {self.dimensions}", param="dimensions")
+            message = f"dimensions must be {width}, got {self.dimensions}"
+            raise InvalidRequest(message, param="dimensions", code="unsupported_parameter")
 
     def shape(self, raw: bytes) -> list[float] | str:
         """A vector as it was asked for; base64 is of float32, little-endian, which `raw` is."""

@@ -5,12 +5,25 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.server.fields import Schema, Shallow, Strict, ValidText
+from minisgl.server.fields import Schema, Strict, ValidText
 
+
+def _spelled(schema: Any) -> Any:
+    """
+    Raises:
+        ValueError: it is a text and spells nothing.
+    """
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the text is not JSON: {error}") from None
+
+
+SchemaOrText = Annotated[Schema, BeforeValidator(_spelled, json_schema_input_type=str | dict[str, Any])]
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
 
 
@@ -56,9 +69,8 @@ ResponseFormat = Annotated[PlainFormat | ObjectFormat | SchemaFormat, Field(disc
 TextFormat = Annotated[PlainFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")]
 
 
-def schema_grammar(schema: Any) -> Grammar:
-    """Of a JSON schema, as an object or as its text."""
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+def schema_grammar(schema: dict[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
 def choice_grammar(choices: list[str]) -> Grammar:
@@ -69,7 +81,7 @@ def choice_grammar(choices: list[str]) -> Grammar:
 class Guided(Strict):
     """The fields, not OpenAI's, that hold an answer to a grammar."""
 
-    guided_json: Shallow[Any] = None
+    guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
     guided_grammar: ValidText | None = None

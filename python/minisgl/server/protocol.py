@@ -1,58 +1,31 @@
 """Requests as OpenAI has them: which fields are honoured, and what they become.
 
-A field that would change the output is honoured or refused, never ignored: `_NEUTRAL` lists those that are accepted
-only with the value that changes nothing, `_HARMLESS` those that never change the output, and anything else unknown is
-an error that names it. Reference: https://platform.openai.com/docs/api-reference
+A field that would change the output is honoured or refused, never ignored: `Only` marks those that are accepted with a
+value that changes nothing, and a field that is not declared is an error that names it.
+Reference: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
 from minisgl.server.dialect import Dialect
 from minisgl.server.dialect.tools import MAX_TOOLS, Function, NamedTool, Tool, ToolUse
-from minisgl.server.fields import MAX_ID, Schema, Strict, TokenId, ValidText
+from minisgl.server.fields import Limit, OfStream, Only, Schema, Strict, TokenId, TopLogprobs, ValidText
 from minisgl.server.formats import Guided, ResponseFormat
-from minisgl.server.messages import Message
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-}
-_HARMLESS = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-    "prediction",
-}
+from minisgl.server.messages import Message, TextPart
 
 MAX_ANSWERS = 128
+DEFAULT_TEXT_TOKENS = 16
 
 
 Prompts: TypeAlias = ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
@@ -64,16 +37,12 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Guided):
-    """What all entrances have in common.
+    """What all entrances have in common. The last seven fields never change an answer.
 
     Attributes:
         prompt_field: where the prompt is.
-        neutral: fields that are accepted with a value that changes nothing, and those values.
-        harmless: fields that are accepted with any value.
     """
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
-    harmless: ClassVar[set[str]] = _HARMLESS
     prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None
@@ -94,18 +63,13 @@ class GenerationRequest(Guided):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_changes_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        own = cls.model_fields.keys()
-        for name, value in body.items():
-            if name in cls.neutral and name not in own and not _is_one_of(cls.neutral[name], value):
-                raise InvalidRequest(_unsupported(name, cls.neutral[name]), param=name, code="unsupported_parameter")
-        idle = (cls.neutral.keys() | cls.harmless) - own
-        return {name: value for name, value in body.items() if name not in idle}
+    user: ValidText | None = None
+    metadata: dict[ValidText, ValidText] | None = None
+    store: bool | None = None
+    service_tier: ValidText | None = None
+    safety_identifier: ValidText | None = None
+    prompt_cache_key: ValidText | None = None
+    prompt_cache_retention: ValidText | None = None
 
     @property
     def num_answers(self) -> int:
@@ -131,7 +95,7 @@ class GenerationRequest(Guided):
             defaults = {name: value for name, value in defaults.items() if name != "top_k"}
         given |= {
             "max_tokens": self.limit,
-            "stop": tuple(([self.stop] if self.stop else []) if isinstance(self.stop, str | None) else self.stop),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
             "logprobs": self.num_logprobs,
@@ -190,19 +154,9 @@ def _at_least_one(limit: int | None) -> int | None:
 
 
 def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_ID))):
-        raise InvalidRequest(f"logit_bias maps token ids, got {text[:40]!r}", param="logit_bias")
+    if not re.fullmatch("0|[1-9][0-9]{0,9}", text):
+        raise InvalidRequest(f"logit_bias maps token ids in decimal digits, got {text[:40]!r}", param="logit_bias")
     return int(text)
-
-
-def _is_one_of(neutral: tuple[Any, ...], value: Any) -> bool:
-    """Whether a value is one of those that change nothing; null always is. True is not 1 here."""
-    return value is None or any(type(value) is type(other) and value == other for other in neutral)
-
-
-def _unsupported(name: str, neutral: tuple[Any, ...]) -> str:
-    harmless = " or ".join(map(repr, neutral))
-    return f"{name} is not supported yet" + (f"; leave it out or send {harmless}" if harmless else "; leave it out")
 
 
 class ChoicesRequest(GenerationRequest):
@@ -212,7 +166,7 @@ class ChoicesRequest(GenerationRequest):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     best_of: int | None = None
     response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: OfStream[StreamOptions] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -224,7 +178,11 @@ class ChoicesRequest(GenerationRequest):
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         if self.best_of not in (None, self.num_answers):
-            raise InvalidRequest(f"best_of must be n ({self.num_answers}), got {self.best_of}", param="best_of")
+            raise InvalidRequest(
+                f"best_of must be n ({self.num_answers}), got {self.best_of}",
+                param="best_of",
+                code="unsupported_parameter",
+            )
         return super().sampling(defaults)
 
     def _grammars(self) -> dict[str, Grammar | None]:
@@ -245,7 +203,7 @@ class ConversationRequest(GenerationRequest):
 
     @property
     @abstractmethod
-    def functions(self) -> Sequence[Function]:
+    def offered(self) -> Sequence[Function]:
         """That are offered."""
 
     @property
@@ -256,12 +214,17 @@ class ConversationRequest(GenerationRequest):
         """
         choice: Any = self.tool_choice or "auto"
         named = None if isinstance(choice, str) else choice.name
-        return ToolUse(self.functions, "required" if named else choice, named, self.parallel_tool_calls is not False)
+        return ToolUse(self.offered, "required" if named else choice, named, self.parallel_tool_calls is not False)
 
     @property
     def thinks(self) -> bool:
         """Whether the template lets the model think first, as far as the request says."""
         return (self.chat_template_kwargs or {}).get("enable_thinking", True) is not False
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: ValidText | list[TextPart]
 
 
 class ChatRequest(ConversationRequest, ChoicesRequest):
@@ -271,13 +234,23 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: Annotated[Any, Only()] = None
+    reasoning_effort: Annotated[Any, Only()] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Annotated[Any, Only()] = None
+    moderation: Annotated[Any, Only()] = None
+    prompt_cache_options: Annotated[Any, Only({})] = None
 
     def prompts(self) -> list[Prompt]:
         messages = [message.plain() for message in self.messages]
@@ -291,7 +264,7 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
         return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
 
     @property
-    def functions(self) -> list[Function]:
+    def offered(self) -> list[Function]:
         return [tool.function for tool in self.tools or ()]
 
     @property
@@ -314,16 +287,18 @@ class CompletionRequest(ChoicesRequest):
 
     model: str
     prompt: Prompts
-    max_tokens: int | None = 16
+    max_tokens: int | None = DEFAULT_TEXT_TOKENS
     logprobs: int | None = None
     echo: bool | None = None
+    suffix: Annotated[Any, Only("")] = None
 
     def prompts(self) -> list[Prompt]:
         return to_prompts(self.prompt)
 
     @property
     def limit(self) -> int | None:
-        return self.max_tokens if self.echo else _at_least_one(self.max_tokens)
+        limit = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
+        return limit if self.echo else _at_least_one(limit)
 
     @property
     def num_logprobs(self) -> int | None:

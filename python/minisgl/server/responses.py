@@ -14,26 +14,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
-from minisgl.sampling_params import MAX_COUNT
 from minisgl.server.dialect.tools import CalledFunction, Function, ToolCall, ToolName
-from minisgl.server.fields import Strict, ValidText
+from minisgl.server.fields import Limit, OfStream, Only, Strict, TopLogprobs, ValidText
 from minisgl.server.formats import PlainFormat, TextFormat
 from minisgl.server.protocol import ConversationRequest
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "access_programs": (),
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "prompt_cache_options": ({},),
-    "truncation": ("disabled",),
-}
-_HARMLESS = {"prompt_cache_retention", "service_tier", "store"}
 
 
 def _turn(messages: list[ChatMessage], *taken: str) -> ChatMessage:
@@ -60,7 +44,10 @@ class ReasoningPart(Strict):
 
 Text = Annotated[
     list[Part],
-    BeforeValidator(lambda text: [{"type": "input_text", "text": text}] if isinstance(text, str) else text),
+    BeforeValidator(
+        lambda text: [{"type": "input_text", "text": text}] if isinstance(text, str) else text,
+        json_schema_input_type=str | list[Part],
+    ),
 ]
 
 
@@ -141,13 +128,16 @@ Item = Annotated[
 Input = Annotated[
     list[Item],
     Field(min_length=1),
-    BeforeValidator(lambda text: [{"role": "user", "content": text}] if isinstance(text, str) else text),
+    BeforeValidator(
+        lambda text: [{"role": "user", "content": text}] if isinstance(text, str) else text,
+        json_schema_input_type=str | Annotated[list[Item], Field(min_length=1)],
+    ),
 ]
 
 
 class TextOptions(Strict):
     format: TextFormat = PlainFormat()
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Any, Only("medium")] = None
 
 
 class _OfFunction(Strict):
@@ -171,9 +161,9 @@ ToolChoice = Annotated[
 class ReasoningOptions(Strict):
     """How much to think is the model's own affair."""
 
-    effort: None = None
-    summary: None = None
-    generate_summary: None = None
+    effort: Annotated[Any, Only()] = None
+    summary: Annotated[Any, Only()] = None
+    generate_summary: Annotated[Any, Only()] = None
 
 
 class ResponsesStreamOptions(Strict):
@@ -183,25 +173,30 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(ConversationRequest):
     """POST /v1/responses. There is one answer, whose items may stand in the input of the next request."""
 
-    neutral: ClassVar = _NEUTRAL
-    harmless: ClassVar = _HARMLESS
     prompt_field: ClassVar[str] = "input"
 
     model: str
     input: Input
     instructions: ValidText | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_output_tokens: Limit | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     reasoning: ReasoningOptions | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    metadata: dict[ValidText, ValidText] | None = None
-    user: ValidText | None = None
-    safety_identifier: ValidText | None = None
-    prompt_cache_key: ValidText | None = None
+    stream_options: OfStream[ResponsesStreamOptions] | None = None
+    access_programs: Annotated[Any, Only()] = None
+    background: Annotated[Any, Only(False)] = None
+    context_management: Annotated[Any, Only([])] = None
+    conversation: Annotated[Any, Only()] = None
+    image: Annotated[Any, Only()] = None
+    max_tool_calls: Annotated[Any, Only()] = None
+    moderation: Annotated[Any, Only()] = None
+    previous_response_id: Annotated[Any, Only()] = None
+    prompt: Annotated[Any, Only()] = None
+    prompt_cache_options: Annotated[Any, Only({})] = None
+    truncation: Annotated[Any, Only("disabled")] = None
 
     def prompts(self) -> list[Prompt]:
         return [Conversation(self.messages(), {}, self.chat_template_kwargs or {}, self.tool_use.for_template())]
@@ -214,7 +209,7 @@ class ResponsesRequest(ConversationRequest):
         return messages
 
     @property
-    def functions(self) -> list[FunctionTool]:
+    def offered(self) -> list[FunctionTool]:
         return self.tools or []
 
     @property
