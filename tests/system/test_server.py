@@ -195,7 +195,7 @@ def test_more_requests_than_places_are_refused_and_the_open_ones_finish(server: 
         {"temperature": 1, "seed": 2**63 - 1},
         {"temperature": 1, "seed": -(2**63) + 1},
         {"max_tokens": 1},
-        {"prompt": "\0"},
+        {"prompt": "\1"},
         {"prompt": "<s></s><|im_end|>"},
         {"prompt": [0]},
         {"prompt": [300] * 50},
