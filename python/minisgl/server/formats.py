@@ -24,6 +24,7 @@ def _spelled(schema: Any) -> Any:
 
 
 SchemaOrText = Annotated[Schema, BeforeValidator(_spelled, json_schema_input_type=str | dict[str, Any])]
+Lark = Annotated[ValidText, Field(max_length=8192)]  # more of it may take seconds to compile, and others would wait
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
 
 
@@ -84,7 +85,7 @@ class Guided(Strict):
     guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
-    guided_grammar: ValidText | None = None
+    guided_grammar: Lark | None = None
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match.
