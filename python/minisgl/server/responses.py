@@ -188,6 +188,7 @@ class ResponsesRequest(ConversationRequest):
     stream_options: OfStream[ResponsesStreamOptions] | None = None
     access_programs: Annotated[Any, Only()] = None
     background: Annotated[Any, Only(False)] = None
+    background_options: Annotated[Any, Only()] = None
     context_management: Annotated[Any, Only([])] = None
     conversation: Annotated[Any, Only()] = None
     image: Annotated[Any, Only()] = None
