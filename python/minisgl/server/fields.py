@@ -14,6 +14,7 @@ from minisgl.sampling_params import MAX_COUNT
 T = TypeVar("T")
 MAX_ID = 2**31 - 1
 MAX_DEPTH = 64
+MAX_SHORT = 8192  # characters
 
 
 def _plain(text: str) -> str:
@@ -27,6 +28,12 @@ def _plain(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the text has half a surrogate pair at {error.start}") from None
+    return text
+
+
+def _short(text: str) -> str:
+    if len(text) > MAX_SHORT:
+        raise ValueError(f"it has {len(text)} characters, which is more than {MAX_SHORT}")
     return text
 
 
@@ -88,6 +95,7 @@ class Only:
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 ValidText = Annotated[str, AfterValidator(_plain)]
+ShortText = Annotated[ValidText, AfterValidator(_short)]
 Shallow = Annotated[T, AfterValidator(shallow), AfterValidator(packable)]
 Schema = Shallow[dict[str, Any]]
 OfStream = Annotated[T, AfterValidator(_of_a_stream)]

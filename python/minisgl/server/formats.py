@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.server.fields import Schema, Strict, ValidText
+from minisgl.server.fields import Schema, ShortText, Strict, ValidText
 
 
 def _spelled(schema: Any) -> Any:
@@ -24,7 +24,6 @@ def _spelled(schema: Any) -> Any:
 
 
 SchemaOrText = Annotated[Schema, BeforeValidator(_spelled, json_schema_input_type=str | dict[str, Any])]
-Lark = Annotated[ValidText, Field(max_length=8192)]  # more of it may take seconds to compile, and others would wait
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
 
 
@@ -85,7 +84,7 @@ class Guided(Strict):
     guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
-    guided_grammar: Lark | None = None
+    guided_grammar: ShortText | None = None  # more of Lark may take seconds to compile, and others would wait
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match.
