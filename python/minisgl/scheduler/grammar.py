@@ -28,7 +28,7 @@ from minisgl.sampling_params import JSON_OPTIONS
 # Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of short texts, since
 # near the end of a text of limited length it looks at every token that is in none.
 _SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
-_LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # half a second for a regular expression
+_LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # about a second for a regular expression
 _STACK = 2**28  # bytes, of which 2**26 are enough for the longest chain of references that a grammar can be
 # What follows a reason: an excerpt of the grammar, which may be around what the request sent, or advice to programmers.
 _REST = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
