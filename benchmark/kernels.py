@@ -53,26 +53,40 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
     """One after the other, each as soon as its data is there."""
     on_gpu = device == "cuda"
     random = torch.Generator(device).manual_seed(0)
-    numbers = lambda *shape: torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16)
+    numbers = lambda *shape: torch.randn(
+        shape, generator=random, device=device, dtype=torch.bfloat16
+    )
     ints = lambda low, high, *shape: torch.randint(
         low, high, shape, generator=random, device=device, dtype=torch.int32
     )  # fmt: skip
 
     x, residual, weight = numbers(T, D), numbers(T, D), numbers(D)
     yield Case("rms_norm", f"{T} x {D}", lambda: kernel.rms_norm(x, weight, 1e-6), 4 * T * D)
-    yield Case("add_rms_norm", f"{T} x {D}", lambda: kernel.add_rms_norm(x, residual, weight, 1e-6), 8 * T * D)
+    yield Case(
+        "add_rms_norm",
+        f"{T} x {D}",
+        lambda: kernel.add_rms_norm(x, residual, weight, 1e-6),
+        8 * T * D,
+    )
     gate, up = numbers(T, 2 * MLP).chunk(2, dim=1)
     yield Case("silu_and_mul", f"{T} x {MLP}", lambda: kernel.silu_and_mul(gate, up), 6 * T * MLP)
     for num_out in (2 * MLP, V) if on_gpu and T == 1 else ():
         w = numbers(num_out, D)
-        linear, plain = (lambda w=w: kernel.one_token_linear(x, w, None)), (lambda w=w: F.linear(x, w))
+        linear, plain = (
+            (lambda w=w: kernel.one_token_linear(x, w, None)),
+            (lambda w=w: F.linear(x, w)),
+        )
         yield Case("one_token_linear", f"{D} to {num_out}", linear, 2 * D * num_out, plain)
 
     num_slots, num_pages = T * context, context // P
     pool = numbers(2, num_slots, K, H) if on_gpu else numbers(2, K, num_slots, H).transpose(1, 2)
     shuffled = lambda n: torch.randperm(n, generator=random, device=device)
     pages, row = shuffled(T * num_pages).int().view(T, -1), torch.arange(T, device=device)
-    qkv, slot, last = numbers(T, N + 2 * K, H), shuffled(num_slots)[:T], torch.full_like(row, context - 1)
+    qkv, slot, last = (
+        numbers(T, N + 2 * K, H),
+        shuffled(num_slots)[:T],
+        torch.full_like(row, context - 1),
+    )
     turns, norms = Rotation(*numbers(2, context, H), last), HeadNorms(*numbers(2, H), 1e-6)
     turn = lambda: kernel.rotate_and_store(qkv, norms, turns, slot, pool[0], pool[1])
     yield Case("rotate_and_store", f"{T} x {N + 2 * K} x {H}", turn, 4 * T * H * (N + 2 * K))
@@ -80,7 +94,10 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
     yield from decodes(f"{T} x {N}/{K} x {H} of {context}", q, pool, pages, last)
     if on_gpu:
         most, lengths = -(-LONGEST // P), ints(SHORTEST, LONGEST + 1, T)
-        mixed_pool, mixed_pages = numbers(2, T * most * P, K, H), shuffled(T * most).int().view(T, -1)
+        mixed_pool, mixed_pages = (
+            numbers(2, T * most * P, K, H),
+            shuffled(T * most).int().view(T, -1),
+        )
         shape = f"{T} x {N}/{K} x {H} of {SHORTEST} to {LONGEST}"
         yield from decodes(shape, q, mixed_pool, mixed_pages, lengths.long() - 1)
 
@@ -93,16 +110,24 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
     scatter = lambda: kernel.scatter(pages, index, value)
     yield Case("scatter", f"{T} to {T} x {num_pages}", scatter, reference=copy, is_own=on_gpu)
 
-    logits, words, seed = numbers(T, V), ints(-(2**31), 2**31 - 1, T, -(-V // 32)), ints(0, 2**31 - 1, T, 2)
+    logits, words, seed = (
+        numbers(T, V),
+        ints(-(2**31), 2**31 - 1, T, -(-V // 32)),
+        ints(0, 2**31 - 1, T, 2),
+    )
     one, zero = torch.ones(T, device=device), torch.zeros(T, device=device)
     for name, heat in (("greedy", zero), ("sampled", one)):
         choose = lambda heat=heat: kernel.choose_tokens(logits, None, heat, seed, last_32)
-        yield Case("choose_tokens", f"{T} x {V}, {name}", choose, 2 * T * V, is_own=on_gpu, waits=True)
+        yield Case(
+            "choose_tokens", f"{T} x {V}, {name}", choose, 2 * T * V, is_own=on_gpu, waits=True
+        )
     counts = kernel.cuda_kernels_for(logits) is not None
     for name, k, p in (("top_k 50", 50, 1.0), ("top_p 0.95", V, 0.95)):
         filters = one, one.int() * k, one * p, zero
         lowest = lambda filters=filters: kernel.lowest_kept(logits, *filters)
-        yield Case("lowest_kept", f"{T} x {V}, {name}", lowest, 2 * T * V, is_own=counts, waits=True)
+        yield Case(
+            "lowest_kept", f"{T} x {V}, {name}", lowest, 2 * T * V, is_own=counts, waits=True
+        )
     bit = torch.arange(32, dtype=torch.int32, device=device)
     banned = lambda: (words[:, :, None] >> bit & 1 == 0).view(T, -1)[:, :V]
     ban = lambda: logits.masked_fill_(banned(), -torch.inf)
@@ -126,7 +151,9 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     yield Case("attend_decode", shape, attend, num_bytes, waits=True)
     if own := kernel.BalancedDecode.of(pages, P, (N, K, H), q.dtype):
         own.plan(row.int(), last.int())
-        yield Case("BalancedDecode", shape, lambda: own.attend(q, k, v, o), num_bytes, attend, waits=True)
+        yield Case(
+            "BalancedDecode", shape, lambda: own.attend(q, k, v, o), num_bytes, attend, waits=True
+        )
 
 
 def microseconds(call: Call, device: str, *, graph: bool) -> list[float]:
@@ -161,14 +188,25 @@ def microseconds(call: Call, device: str, *, graph: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", help="in a step; default: 1 256 on a GPU, 1 16 on a CPU")
-    parser.add_argument("--context", type=int, default=1024, help=f"in attention to equal lengths, a multiple of {P}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="in a step; default: 1 256 on a GPU, 1 16 on a CPU"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=1024,
+        help=f"in attention to equal lengths, a multiple of {P}",
+    )
     parser.add_argument("--only", default="", help="kernels whose names have this in them")
     parser.add_argument("--out", type=Path, help="append figures to this file")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    no_kernels = dict.fromkeys(("load_cpu_kernels", "load_cuda_kernels", "_gpu_kernels"), lambda *_: None)
+    no_kernels = dict.fromkeys(
+        ("load_cpu_kernels", "load_cuda_kernels", "_gpu_kernels"), lambda *_: None
+    )
     figures = []
     print(f"{'kernel':18}{'shape':34}{'kernel µs':>12}{'torch µs':>12}{'GB/s':>8}")
     for num_tokens in args.tokens or ([1, 256] if device == "cuda" else [1, 16]):
@@ -180,8 +218,15 @@ def main() -> None:
                 plain = microseconds(case.reference or case.call, device, graph=not case.waits)
             taken = f"{median_of(own):.1f}" if own else "-"
             rate = f"{case.num_bytes / median_of(own) / 1e3:.1f}" if own and case.num_bytes else "-"
-            print(f"{case.name:18}{case.shape:34}{taken:>12}{median_of(plain):12.1f}{rate:>8}", flush=True)
-            about: Any = {"workload": f"{case.name} {case.shape}", "model": "qwen3-0.6b", "device": device}
+            print(
+                f"{case.name:18}{case.shape:34}{taken:>12}{median_of(plain):12.1f}{rate:>8}",
+                flush=True,
+            )
+            about: Any = {
+                "workload": f"{case.name} {case.shape}",
+                "model": "qwen3-0.6b",
+                "device": device,
+            }
             for metric, values in (("us", own), ("torch_us", plain)):
                 if args.out and values:
                     figures.append(Figure(engine="minisgl", metric=metric, values=values, **about))

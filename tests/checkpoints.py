@@ -43,7 +43,12 @@ _SHAPE = {
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 _DIFFERENT: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16},
     "mistral": {"sliding_window": None},
@@ -61,17 +66,23 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_CORPUS = ["The quick brown fox jumps over the lazy dog, and the dog says to the fox: that was the end of the matter."]
+_CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog says to the fox: that was the end of the matter."
+]
 
 
 def tiny_model(arch: str, **overrides: Any) -> PreTrainedModel:
     """The oracle. `overrides` are fields of its config. Equal arguments give equal weights."""
     config = AutoConfig.for_model(arch, **{**_SHAPE, **_DIFFERENT[arch], **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     random = torch.Generator().manual_seed(zlib.crc32(arch.encode()))
     for name, weight in model.named_parameters():
         weight.data.normal_(*_mean_and_std(name), generator=random)
-    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[EOS_ID, IM_END_ID])
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=[EOS_ID, IM_END_ID]
+    )
     return model
 
 

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from minisgl.attention import ATTENTION_BACKENDS
-from minisgl.config import ATTENTION_BACKEND_NAMES, PREFIX_CACHE_NAMES, EngineConfig, SchedulerConfig
+from minisgl.config import (
+    ATTENTION_BACKEND_NAMES,
+    PREFIX_CACHE_NAMES,
+    EngineConfig,
+    SchedulerConfig,
+)
 from minisgl.errors import ConfigError
 from minisgl.kvcache import PREFIX_CACHES
 from minisgl.utils import Hardware
@@ -34,7 +39,11 @@ OLD_GPU = Hardware("cuda", has_bf16=False, num_devices=1)
         ("dtype", "int8", "--dtype must be one of .*bfloat16.*, got 'int8'"),
         ("model_source", "ftp", "--model-source must be one of huggingface, .*, got 'ftp'"),
         ("attn", "none", "--attn must be of .*torch.*, got 'none'"),
-        ("attn", "fa,fi,fa", "--attn takes one backend, or one for prompts and one for decodes, got 'fa,fi,fa'"),
+        (
+            "attn",
+            "fa,fi,fa",
+            "--attn takes one backend, or one for prompts and one for decodes, got 'fa,fi,fa'",
+        ),
         ("cache", "lru", "--cache must be one of naive, radix, got 'lru'"),
         ("max_prefill_length", 0, "--max-prefill-length must be >= 1, got 0"),
     ],
@@ -58,20 +67,28 @@ def test_the_names_that_are_offered_are_those_that_there_are() -> None:
         (OLD_GPU, "cuda", "float16", 0.9),
     ],
 )
-def test_auto_becomes_what_fits_the_machine(hardware: Hardware, device: str, dtype: str, memory_ratio: float) -> None:
+def test_auto_becomes_what_fits_the_machine(
+    hardware: Hardware, device: str, dtype: str, memory_ratio: float
+) -> None:
     config = EngineConfig().resolve(hardware)
     assert (config.device, config.dtype, config.memory_ratio) == (device, dtype, memory_ratio)
     assert config.attn is not None
 
 
 def test_what_was_said_stays() -> None:
-    said = EngineConfig(device="cpu", dtype="float16", memory_ratio=0.25, attn="torch", tp=3, page_size=3)
+    said = EngineConfig(
+        device="cpu", dtype="float16", memory_ratio=0.25, attn="torch", tp=3, page_size=3
+    )
     assert said.resolve(TWO_GPUS) == said
 
 
 @pytest.mark.parametrize(
     ("hardware", "options", "attn", "page_size"),
-    [(LAPTOP, {}, "torch", 16), (TWO_GPUS, {}, "fi", 64), (TWO_GPUS, {"dtype": "float32"}, "torch", 64)],
+    [
+        (LAPTOP, {}, "torch", 16),
+        (TWO_GPUS, {}, "fi", 64),
+        (TWO_GPUS, {"dtype": "float32"}, "torch", 64),
+    ],
 )
 def test_attention_and_pages_fit_device_and_dtype(
     hardware: Hardware, options: dict[str, Any], attn: str, page_size: int
@@ -80,9 +97,13 @@ def test_attention_and_pages_fit_device_and_dtype(
     assert (config.attn, config.page_size) == (attn, page_size)
 
 
-@pytest.mark.parametrize(("options", "what"), [({"device": "cpu"}, "cpu"), ({"dtype": "float32"}, "float32")])
+@pytest.mark.parametrize(
+    ("options", "what"), [({"device": "cpu"}, "cpu"), ({"dtype": "float32"}, "float32")]
+)
 def test_flashinfer_is_refused_where_it_cannot_work(options: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--attn fi needs a GPU and a half-precision dtype, got .*{what}"):
+    with pytest.raises(
+        ConfigError, match=rf"--attn fi needs a GPU and a half-precision dtype, got .*{what}"
+    ):
         EngineConfig(attn="fi", **options).resolve(TWO_GPUS)
 
 
@@ -91,7 +112,9 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         EngineConfig(tp=4).resolve(TWO_GPUS)
 
 
-def test_overlap_is_on_for_gpus_unless_it_is_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_is_on_for_gpus_unless_it_is_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", raising=False)
 
     assert SchedulerConfig().resolve(TWO_GPUS).overlap is True
@@ -100,8 +123,12 @@ def test_overlap_is_on_for_gpus_unless_it_is_said_otherwise(monkeypatch: pytest.
     assert SchedulerConfig(overlap=False).resolve(TWO_GPUS).overlap is False
 
 
-@pytest.mark.parametrize(("value", "overlap"), [("1", False), ("true", False), ("0", True), ("", True)])
-def test_the_environment_can_switch_overlap_off(monkeypatch: pytest.MonkeyPatch, value: str, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "overlap"), [("1", False), ("true", False), ("0", True), ("", True)]
+)
+def test_the_environment_can_switch_overlap_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, overlap: bool
+) -> None:
     monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", value)
 
     assert SchedulerConfig().resolve(TWO_GPUS).overlap is overlap
@@ -111,7 +138,9 @@ def test_ranks_that_agreed_resolve_to_the_same() -> None:
     agreed = SchedulerConfig(model="a/hub-id").agree(Path("/folder"))
 
     assert agreed.model == "/folder"
-    assert agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP).resolve(LAPTOP)
+    assert (
+        agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP).resolve(LAPTOP)
+    )
 
 
 def test_a_seed_is_drawn_if_none_is_given() -> None:

@@ -54,7 +54,14 @@ def test_a_number_that_no_message_can_carry_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"max_tokens": 1, "temperature": 0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "seed": -MAX_SEED},
+        {
+            "max_tokens": 1,
+            "temperature": 0,
+            "top_k": 1,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "seed": -MAX_SEED,
+        },
         {"temperature": 100, "top_p": 1e-9, "min_p": 1.0, "seed": MAX_SEED},
     ],
 )
@@ -100,4 +107,4 @@ def test_a_plan_counts_its_tokens_and_knows_who_samples() -> None:
     plan = BatchPlan(parts)
 
     assert [len(part) for part in parts] == [2, 5]
-    assert (plan.num_tokens, plan.sampling) == (7, [parts[1]])
+    assert (plan.num_tokens, plan.sampling_slices) == (7, [parts[1]])

@@ -35,10 +35,16 @@ def variants(device: str) -> dict[str, dict[str, Any]]:
 def speed(options: dict[str, Any], args: argparse.Namespace) -> float:
     random.seed(0)
     prefix = [random.randint(100, 9999) for _ in range(args.shared)]
-    prompts = [prefix + [random.randint(100, 9999) for _ in range(args.own)] for _ in range(args.requests)]
+    prompts = [
+        prefix + [random.randint(100, 9999) for _ in range(args.own)] for _ in range(args.requests)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
-    with LLM(args.model, skip_tokenizer_init=True, dummy_weight=args.dummy_weight, **options) as llm:
-        llm.generate([prompt[::-1] for prompt in prompts[:4]], params, use_tqdm=False)  # warm up, on other prefixes
+    with LLM(
+        args.model, skip_tokenizer_init=True, dummy_weight=args.dummy_weight, **options
+    ) as llm:
+        llm.generate(
+            [prompt[::-1] for prompt in prompts[:4]], params, use_tqdm=False
+        )  # warm up, on other prefixes
         began = time.perf_counter()
         for _ in range(2):
             llm.generate(prompts, params, use_tqdm=False)
@@ -58,8 +64,12 @@ def draw(path: Path, medians: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder, a .gguf file or a hub id; the default model if absent")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="a folder, a .gguf file or a hub id; the default model if absent"
+    )
     parser.add_argument("--dummy-weight", action="store_true")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--shared", type=int, default=512, help="ids that all prompts begin with")

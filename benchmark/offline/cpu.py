@@ -33,7 +33,11 @@ def transformers_generate(dtype: torch.dtype) -> Generate:
     folder = fetch_model(None)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).to(dtype).eval()
     source = open_checkpoint(folder, dtype, torch.device("cpu"))
-    state = {name: source.read(name, tuple(t.shape)) for name, t in model.state_dict().items() if name in source}
+    state = {
+        name: source.read(name, tuple(t.shape))
+        for name, t in model.state_dict().items()
+        if name in source
+    }
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
@@ -84,7 +88,9 @@ def random_prompts(ids: np.random.Generator, num: int, length: int) -> list[list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/cpu.jsonl"))
@@ -94,9 +100,13 @@ def main() -> None:
         "minisgl": engine_generate(args.dtype),
         "transformers": transformers_generate(getattr(torch, args.dtype)),
     }
-    workloads: dict[str, Callable[[Generate, np.random.Generator], float]] = {"prefill 512": prefill_speed}
+    workloads: dict[str, Callable[[Generate, np.random.Generator], float]] = {
+        "prefill 512": prefill_speed
+    }
     for batch_size in (1, 8, 32):
-        workloads[f"batch {batch_size}"] = lambda generate, ids, n=batch_size: decode_speed(generate, ids, n)
+        workloads[f"batch {batch_size}"] = lambda generate, ids, n=batch_size: decode_speed(
+            generate, ids, n
+        )
 
     figures = []
     for workload, measure in workloads.items():
@@ -119,7 +129,10 @@ def main() -> None:
                 )
             )
         ours, theirs = (median_of(values) for values in speeds.values())
-        print(f"{workload:12} minisgl {ours:8.1f}  transformers {theirs:8.1f}  ratio {ours / theirs:5.2f}", flush=True)
+        print(
+            f"{workload:12} minisgl {ours:8.1f}  transformers {theirs:8.1f}  ratio {ours / theirs:5.2f}",
+            flush=True,
+        )
     append_figures(args.out, figures)
 
 

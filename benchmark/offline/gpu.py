@@ -62,7 +62,9 @@ class Limits:
     def decode(self, requests: list[tuple[int, int]]) -> float:
         """All steps of requests of (prompt, output) lengths that start together."""
         longest = max(out for _, out in requests)
-        return sum(self.decode_step([n + i for n, out in requests if out > i]) for i in range(1, longest))
+        return sum(
+            self.decode_step([n + i for n, out in requests if out > i]) for i in range(1, longest)
+        )
 
 
 def ids(length: int, vocab: int = 10000) -> Ids:
@@ -81,7 +83,9 @@ def exactly(num_tokens: int, temperature: float = 0.0) -> SamplingParams:
 
 def w1(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     random.seed(0)
-    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+    prompts = [
+        [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
+    ]
     lengths = [random.randint(100, 1024) for _ in range(256)]
     total = sum(lengths)
     seconds(llm, [ids(600) for _ in range(256)], exactly(8, 0.6))
@@ -101,14 +105,20 @@ def w2(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     each = [(seconds(llm, [ids(512)], exactly(256)) - ttft) / 255 * 1e3 for _ in range(2 * repeat)]
     ideal = limits.decode([(512, 256)]) / 255 * 1e3
     return [
-        {"metric": "ttft_ms", "values": [1e3 * s for s in first], "limit": limits.prefill(512) * 1e3},
+        {
+            "metric": "ttft_ms",
+            "values": [1e3 * s for s in first],
+            "limit": limits.prefill(512) * 1e3,
+        },
         {"metric": "ms_per_token", "values": each, "limit": ideal},
     ]
 
 
 def w3(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     seconds(llm, [ids(4096) for _ in range(8)], exactly(1))
-    speeds = [64 * 4096 / seconds(llm, [ids(4096) for _ in range(64)], exactly(1)) for _ in range(repeat)]
+    speeds = [
+        64 * 4096 / seconds(llm, [ids(4096) for _ in range(64)], exactly(1)) for _ in range(repeat)
+    ]
     return [{"metric": "in_tok_s", "values": speeds, "limit": 4096 / limits.prefill(4096)}]
 
 
@@ -121,7 +131,11 @@ def w4(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
         warm.append(256 * 128 / seconds(llm, [prefix + ids(128) for _ in range(256)], exactly(128)))
     ideal = 256 * limits.prefill(128, 2048) + limits.decode([(2176, 128)] * 256)
     return [
-        {"metric": "cold_out_tok_s", "values": cold, "limit": 256 * 128 / (ideal + limits.prefill(2048))},
+        {
+            "metric": "cold_out_tok_s",
+            "values": cold,
+            "limit": 256 * 128 / (ideal + limits.prefill(2048)),
+        },
         {"metric": "warm_out_tok_s", "values": warm, "limit": 256 * 128 / ideal},
     ]
 
@@ -130,19 +144,34 @@ WORK = {"w1": w1, "w2": w2, "w3": w3, "w4": w4}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir()))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir())
+    )
     parser.add_argument("--work", nargs="+", default=list(WORK), choices=list(WORK))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/gpu.jsonl"))
-    parser.add_argument("--bandwidth", type=float, default=4.31e12, help="bytes per second that the device copies")
-    parser.add_argument("--flops", type=float, default=790e12, help="bf16 operations per second of a matrix product")
-    parser.add_argument("--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}')
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.31e12, help="bytes per second that the device copies"
+    )
+    parser.add_argument(
+        "--flops", type=float, default=790e12, help="bf16 operations per second of a matrix product"
+    )
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}'
+    )
     args = parser.parse_args()
 
     known = {field.name for field in fields(SchedulerConfig)}
     assert args.engine.keys() <= known, args.engine.keys() - known
-    options = {"max_seq_len": 4352, "max_prefill_length": 16384, "max_running_requests": 256, **args.engine}
+    options = {
+        "max_seq_len": 4352,
+        "max_prefill_length": 16384,
+        "max_running_requests": 256,
+        **args.engine,
+    }
     folder = MODELS / args.model
     tp = options.get("tp", 1)
     limits = Limits(ModelConfig.from_folder(folder), tp * args.bandwidth, tp * args.flops)

@@ -31,7 +31,9 @@ def free_port() -> int:
 
 def seconds_to_ready(flags: list[str], patience_s: float = 900.0) -> float:
     port, began = free_port(), time.perf_counter()
-    server = subprocess.Popen([sys.executable, "-m", "minisgl", "--port", str(port), "--log-level", "WARNING", *flags])
+    server = subprocess.Popen(
+        [sys.executable, "-m", "minisgl", "--port", str(port), "--log-level", "WARNING", *flags]
+    )
     try:
         while time.perf_counter() - began < patience_s:
             if server.poll() is not None:
@@ -48,17 +50,26 @@ def seconds_to_ready(flags: list[str], patience_s: float = 900.0) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path, help="append figures to this file")
     parser.add_argument("--model", help="default: the default model")
     args, flags = parser.parse_known_args()
     flags += ["--model", args.model] if args.model else []
     first, *values = [round(seconds_to_ready(flags), 2) for _ in range(1 + args.repeat)]
-    print(f"ready after {median_of(values):.2f} s; the first time {first:.2f} s; all others {values}")
+    print(
+        f"ready after {median_of(values):.2f} s; the first time {first:.2f} s; all others {values}"
+    )
     if args.out:
         device = detect_hardware().device
-        about = {"engine": "minisgl", "workload": "start", "model": model_name(args.model), "device": device}
+        about = {
+            "engine": "minisgl",
+            "workload": "start",
+            "model": model_name(args.model),
+            "device": device,
+        }
         append_figures(args.out, [Figure(metric="ready_s", values=values, **about)])
 
 

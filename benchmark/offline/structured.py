@@ -35,24 +35,34 @@ PERSON = {
     "required": ["name", "age", "email", "born", "role", "scores"],
     "additionalProperties": False,
 }
-SHORT = PERSON | {"properties": PERSON["properties"] | {"name": {"type": "string", "maxLength": 24}}}
+SHORT = PERSON | {
+    "properties": PERSON["properties"] | {"name": {"type": "string", "maxLength": 24}}
+}
 
 
 def endless(item: dict[str, Any]) -> Grammar:
     return Grammar("json_schema", json.dumps({"type": "array", "minItems": 100_000, "items": item}))
 
 
-GRAMMARS = {"plain": None, "json_schema": endless(PERSON), "json_schema with maxLength": endless(SHORT)}
+GRAMMARS = {
+    "plain": None,
+    "json_schema": endless(PERSON),
+    "json_schema with maxLength": endless(SHORT),
+}
 
 
 def speed(llm: LLM, grammar: Grammar | None, args: argparse.Namespace) -> float:
     """Tokens per second after the first token of each request."""
     source = random.Random(0)
-    prompts = [[source.randint(100, 9999) for _ in range(args.prompt)] for _ in range(args.requests)]
+    prompts = [
+        [source.randint(100, 9999) for _ in range(args.prompt)] for _ in range(args.requests)
+    ]
 
     def seconds(num_tokens: int) -> float:
         each = [
-            SamplingParams(temperature=0.6, seed=i, max_tokens=num_tokens, ignore_eos=True, grammar=grammar)
+            SamplingParams(
+                temperature=0.6, seed=i, max_tokens=num_tokens, ignore_eos=True, grammar=grammar
+            )
             for i in range(args.requests)
         ]
         began = time.perf_counter()
@@ -66,7 +76,9 @@ def speed(llm: LLM, grammar: Grammar | None, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a folder with a tokenizer; default: the default model")
     parser.add_argument("--dummy-weight", action="store_true")
     parser.add_argument("--requests", type=int, default=8)

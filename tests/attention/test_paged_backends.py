@@ -46,10 +46,16 @@ def attend_own(
 ) -> Tensor:  # fmt: skip
     assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
-    return attend(q, cu_seqlens_q, lambda i: (k[slice(*cu_seqlens_k[i : i + 2])], v[slice(*cu_seqlens_k[i : i + 2])]))
+    return attend(
+        q,
+        cu_seqlens_q,
+        lambda i: (k[slice(*cu_seqlens_k[i : i + 2])], v[slice(*cu_seqlens_k[i : i + 2])]),
+    )
 
 
-def attend_pages(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, lengths: Tensor, pages_BP: Tensor) -> Tensor:
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, lengths: Tensor, pages_BP: Tensor
+) -> Tensor:
     def context(i: int) -> tuple[Tensor, Tensor]:
         length = int(lengths[i])
         own = pages_BP[i, : -(-length // k.shape[1])].long()
@@ -62,7 +68,9 @@ def version_4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
     if "page_table" not in options:
         return attend_own(q, k, v, **options), None
     assert options["causal"] and options["max_seqlen_k"] >= int(options["seqused_k"].max())
-    return attend_pages(q, k, v, options["cu_seqlens_q"], options["seqused_k"], options["page_table"]), None
+    return attend_pages(
+        q, k, v, options["cu_seqlens_q"], options["seqused_k"], options["page_table"]
+    ), None
 
 
 def version_3(
@@ -77,7 +85,11 @@ def trtllm_decode(
     q: Tensor, kv: tuple[Tensor, Tensor], workspace: Tensor, pages_BP: Tensor, lengths: Tensor, max_keys: int,
     *, bmm1_scale: float, bmm2_scale: float, kv_layout: str,
 ) -> Tensor:  # fmt: skip
-    assert (bmm1_scale, bmm2_scale, kv_layout) == (1 / math.sqrt(q.shape[2]), 1.0, "NHD") and q.is_contiguous()
+    assert (bmm1_scale, bmm2_scale, kv_layout) == (
+        1 / math.sqrt(q.shape[2]),
+        1.0,
+        "NHD",
+    ) and q.is_contiguous()
     return attend_pages(q, *kv, torch.arange(len(q) + 1), lengths, pages_BP)
 
 
@@ -90,12 +102,16 @@ def trtllm_context(
     return attend_pages(q, *kv, queries, lengths, pages_BP)
 
 
-@pytest.fixture(params=["flash_attn.cute", "flash_attn_interface", "sgl_kernel.flash_attn", "trtllm"])
+@pytest.fixture(
+    params=["flash_attn.cute", "flash_attn_interface", "sgl_kernel.flash_attn", "trtllm"]
+)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend's name, whose only library is a stand-in."""
     libraries = {
         "flash_attn.cute": SimpleNamespace(flash_attn_varlen_func=version_4),
-        "flash_attn_interface": SimpleNamespace(flash_attn_varlen_func=attend_own, flash_attn_with_kvcache=version_3),
+        "flash_attn_interface": SimpleNamespace(
+            flash_attn_varlen_func=attend_own, flash_attn_with_kvcache=version_3
+        ),
     }
     libraries["sgl_kernel.flash_attn"] = libraries["flash_attn_interface"]
     for library, module in libraries.items():
@@ -112,18 +128,32 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("pair", ["{0}", "{0},torch", "torch,{0}", "{0},{0}"])
-def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], pair: str, name: str) -> None:
+def test_each_slice_attends_to_its_context(
+    spans: list[tuple[int, int]], pair: str, name: str
+) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=16)
-    torch.testing.assert_close(world.attend(1, pair.format(name)).double(), world.dense(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        world.attend(1, pair.format(name)).double(), world.dense(), atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("pair", ["{0}", "{0},{0}"])
 @pytest.mark.parametrize("spans", [[(9, 10), (31, 32), (0, 1)], [(0, 7)], [(20, 41)]], ids=str)
-def test_a_graph_finds_its_lengths_on_the_device(spans: list[tuple[int, int]], pair: str, name: str) -> None:
+def test_a_graph_finds_its_lengths_on_the_device(
+    spans: list[tuple[int, int]], pair: str, name: str
+) -> None:
     is_prompt = len(spans) == 1
-    world = World([*spans, (0, 3)] if is_prompt else spans, num_heads=4, num_kv_heads=2, page_size=16)
+    world = World(
+        [*spans, (0, 3)] if is_prompt else spans, num_heads=4, num_kv_heads=2, page_size=16
+    )
     for part, k, v in zip(world.slices, world.k, world.v, strict=True):
-        store_kv(k, v, world.pool.k_cache(0), world.pool.v_cache(0), world.slots(part, 0, part.end).long())
+        store_kv(
+            k,
+            v,
+            world.pool.k_cache(0),
+            world.pool.v_cache(0),
+            world.slots(part, 0, part.end).long(),
+        )
     backend = create_attention_backend(pair.format(name), world.pool, world.page_table_RP, 4)
     row_R = torch.tensor([part.row for part in world.slices], dtype=torch.int32)
     metadata = backend.prepare_capture(row_R, sum(map(len, world.slices)))
@@ -147,7 +177,10 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
     refuse("fi", r"--attn fi needs FlashInfer: pip install 'minisgl\[cuda\]'")
     refuse("torch,trtllm", r"--attn trtllm needs FlashInfer: pip install 'minisgl\[cuda\]'")
     refuse("torch,none", "--attn must be of .*, got 'none'")
-    refuse("torch,torch,torch", "one backend, or one for prompts and one for decodes, got 'torch,torch,torch'")
+    refuse(
+        "torch,torch,torch",
+        "one backend, or one for prompts and one for decodes, got 'torch,torch,torch'",
+    )
 
 
 @pytest.mark.parametrize("name", ["trtllm"], indirect=True)
@@ -155,13 +188,20 @@ def test_what_trtllm_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, name:
     refuse(name, "--attn trtllm needs a --page-size of .*, got 4", page_size=4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for given in (name, f"{name},torch"):
-        refuse(given, "--attn trtllm only decodes on this GPU: give another for prompts, as in fi,trtllm$")
+        refuse(
+            given,
+            "--attn trtllm only decodes on this GPU: give another for prompts, as in fi,trtllm$",
+        )
 
 
 def test_decodes_are_those_at_the_head() -> None:
     world = World([(9, 10), (0, 7), (3, 4)], num_heads=2, num_kv_heads=2, page_size=4)
     plan = BatchPlan(world.slices)
-    assert [plan.num_decodes, BatchPlan(world.slices[1:]).num_decodes, BatchPlan(world.slices[:1]).num_decodes] == [
+    assert [
+        plan.num_decodes,
+        BatchPlan(world.slices[1:]).num_decodes,
+        BatchPlan(world.slices[:1]).num_decodes,
+    ] == [
         1,
         0,
         1,

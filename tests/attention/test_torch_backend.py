@@ -29,7 +29,9 @@ CPU = torch.device("cpu")
 class World:
     """A pool full of litter, a random page table, and requests whose keys and values so far are known densely."""
 
-    spans: list[tuple[int, int]]  # of each request: positions [start, end) are computed now, those before lie in pages
+    spans: list[
+        tuple[int, int]
+    ]  # of each request: positions [start, end) are computed now, those before lie in pages
     num_heads: int
     num_kv_heads: int
     page_size: int
@@ -40,18 +42,24 @@ class World:
         self.random = torch.Generator().manual_seed(self.seed)
         pages_of = [-(-end // self.page_size) for _, end in self.spans]
         num_pages = sum(pages_of) + 3
-        self.pool = MHAKVCache(LAYERS, self.num_kv_heads, HEAD_DIM, num_pages, self.page_size, self.dtype, CPU)
+        self.pool = MHAKVCache(
+            LAYERS, self.num_kv_heads, HEAD_DIM, num_pages, self.page_size, self.dtype, CPU
+        )
         for layer in range(LAYERS):
             self.pool.k_cache(layer).fill_(LITTER)
             self.pool.v_cache(layer).fill_(LITTER)
         pages = iter(torch.randperm(num_pages, generator=self.random).split([*pages_of, 3]))
-        self.page_table_RP = torch.full((len(self.spans) + 2, max(pages_of) + 1), NOWHERE, dtype=torch.int32)
+        self.page_table_RP = torch.full(
+            (len(self.spans) + 2, max(pages_of) + 1), NOWHERE, dtype=torch.int32
+        )
         rows = torch.randperm(len(self.spans) + 2, generator=self.random).tolist()
         self.slices = []
         for (start, end), row in zip(self.spans, rows, strict=False):
             own = next(pages)
             self.page_table_RP[row, : len(own)] = own.int()
-            req = Req(row, np.zeros(end, dtype=np.int32), SamplingParams(), max_length=end + 1, seed=0)
+            req = Req(
+                row, np.zeros(end, dtype=np.int32), SamplingParams(), max_length=end + 1, seed=0
+            )
             req.row = row
             self.slices.append(ReqSlice(req, start, end, samples=True))
         self.k = [self.numbers(end, self.num_kv_heads) for _, end in self.spans]
@@ -63,12 +71,21 @@ class World:
 
     def slots(self, part: ReqSlice, start: int, end: int) -> Tensor:
         position = torch.arange(start, end)
-        return self.page_table_RP[part.req.row, position // self.page_size] * self.page_size + position % self.page_size
+        return (
+            self.page_table_RP[part.req.row, position // self.page_size] * self.page_size
+            + position % self.page_size
+        )
 
     def attend(self, layer: int, name: str = "torch") -> Tensor:
         """What a backend makes of the last positions, after all keys and values were stored."""
         for part, k, v in zip(self.slices, self.k, self.v, strict=True):
-            store_kv(k, v, self.pool.k_cache(layer), self.pool.v_cache(layer), self.slots(part, 0, part.end).long())
+            store_kv(
+                k,
+                v,
+                self.pool.k_cache(layer),
+                self.pool.v_cache(layer),
+                self.slots(part, 0, part.end).long(),
+            )
         plan = BatchPlan(self.slices)
         backend = create_attention_backend(name, self.pool, self.page_table_RP, self.num_heads)
         batch = self.batch(backend.prepare(plan))
@@ -76,7 +93,9 @@ class World:
         return backend.forward(*self.projection(), layer, batch)
 
     def batch(self, metadata: BaseAttnMetadata, last_B: Tensor | None = None) -> Batch:
-        tokens = [(part.row, position) for part in self.slices for position in range(part.start, part.end)]
+        tokens = [
+            (part.row, position) for part in self.slices for position in range(part.start, part.end)
+        ]
         row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T
         return Batch(row_T, position_T, row_T.long(), row_T.long(), last_B, metadata)
 
@@ -95,7 +114,9 @@ class World:
                 heads = []
                 for head in range(self.num_heads):
                     k_LH, v_LH = (x[: position + 1, head // group].double() for x in (k, v))
-                    weight_L = torch.softmax(k_LH @ q[token, head].double() / math.sqrt(HEAD_DIM), dim=0)
+                    weight_L = torch.softmax(
+                        k_LH @ q[token, head].double() / math.sqrt(HEAD_DIM), dim=0
+                    )
                     heads.append(weight_L @ v_LH)
                 rows.append(torch.stack(heads))
         return torch.stack(rows)
@@ -112,7 +133,9 @@ MIXED = [(0, 1), (9, 10), (0, 7), (31, 32), (5, 17), (32, 33), (100, 101), (3, 4
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_a_mixed_batch_equals_dense_attention_for_any_group_of_heads(group: int, page_size: int) -> None:
+def test_a_mixed_batch_equals_dense_attention_for_any_group_of_heads(
+    group: int, page_size: int
+) -> None:
     World(MIXED, num_heads=2 * group, num_kv_heads=2, page_size=page_size).check()
 
 
@@ -131,18 +154,29 @@ def test_prompts_around_a_block_of_queries_equal_dense_attention(start: int, len
 @pytest.mark.parametrize(
     "ends",
     [[1], [40], [1, 1, 1], [40, 40, 40], [33, 40, 37], [1, 2, 15, 16, 17, 200, 3, 64, 65]],
-    ids=["the first", "one", "first ones", "equally long", "of similar length", "of very different lengths"],
+    ids=[
+        "the first",
+        "one",
+        "first ones",
+        "equally long",
+        "of similar length",
+        "of very different lengths",
+    ],
 )
 def test_decodes_alone_equal_dense_attention(ends: list[int], page_size: int) -> None:
     World([(end - 1, end) for end in ends], 6, 2, page_size=page_size).check()
 
 
-@pytest.mark.parametrize("spans", [MIXED, [(1999, 2000), (1800, 1801), (1999, 2000)] * 2], ids=["mixed", "long"])
+@pytest.mark.parametrize(
+    "spans", [MIXED, [(1999, 2000), (1800, 1801), (1999, 2000)] * 2], ids=["mixed", "long"]
+)
 def test_bfloat16_is_close_to_dense_attention(spans: list[tuple[int, int]]) -> None:
     World(spans, 4, 2, page_size=4, dtype=torch.bfloat16).check()
 
 
-spans = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda span: (span[0], span[0] + span[1]))
+spans = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(
+    lambda span: (span[0], span[0] + span[1])
+)
 
 
 @settings(max_examples=40, deadline=None)

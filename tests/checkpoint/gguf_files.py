@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from tests.checkpoints import BOS_ID, EOS_ID, SPECIAL_TOKENS, tiny_tokenizer
 
 Array = NDArray[np.float32]
-KINDS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+KINDS = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
 _NAMES = [
     (r"model\.embed_tokens\.", "token_embd."),
     (r"model\.norm\.", "output_norm."),
@@ -53,15 +59,23 @@ def saved_weights(folder: Path) -> dict[str, Array]:
     """The tensors of a folder of safetensors."""
     from safetensors.numpy import load_file
 
-    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    return {
+        name: weight
+        for path in folder.glob("*.safetensors")
+        for name, weight in load_file(path).items()
+    }
 
 
 def _stacked(weights: dict[str, Array]) -> dict[str, Array]:
     """The experts of a layer as one tensor; all else as it is."""
     stacks: dict[str, list[Array]] = {}
-    for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+    for name in sorted(
+        weights, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]
+    ):
         stacks.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(weights[name])
-    return {name: np.stack(stack) if ".experts." in name else stack[0] for name, stack in stacks.items()}
+    return {
+        name: np.stack(stack) if ".experts." in name else stack[0] for name, stack in stacks.items()
+    }
 
 
 def write_gguf(
@@ -127,7 +141,8 @@ def _tokenizer_fields() -> dict[str, Any]:
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [
-            int(gguf.TokenType.CONTROL if token in SPECIAL_TOKENS else gguf.TokenType.NORMAL) for token in tokens
+            int(gguf.TokenType.CONTROL if token in SPECIAL_TOKENS else gguf.TokenType.NORMAL)
+            for token in tokens
         ],
         "tokenizer.ggml.merges": [" ".join(merge) for merge in inner["merges"]],
         "tokenizer.ggml.bos_token_id": BOS_ID,
@@ -137,7 +152,12 @@ def _tokenizer_fields() -> dict[str, Any]:
 
 
 def _add_field(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    add = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     add[type(value)](name, value)
 
 

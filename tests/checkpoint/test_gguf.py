@@ -20,7 +20,14 @@ from minisgl.errors import CheckpointError
 from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
 from minisgl.models.weight import GGUFCheckpoint
 from tests.checkpoint.gguf_files import Array, permuted, saved_weights, write_gguf
-from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, VOCAB_SIZE, tiny_checkpoint, tiny_model
+from tests.checkpoints import (
+    ARCHITECTURES,
+    CONTEXT,
+    EOS_ID,
+    VOCAB_SIZE,
+    tiny_checkpoint,
+    tiny_model,
+)
 from tests.distributed.groups import Alone
 
 CPU = torch.device("cpu")
@@ -29,14 +36,21 @@ Checkpoints = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def written(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Type], Path]:
+def written(
+    checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Type], Path]:
     """From an architecture and a type to a file, made once; not to be written to."""
     root = tmp_path_factory.mktemp("gguf")
 
     @cache
     def write(arch: str, type_: Type = Type.F32) -> Path:
         folder = checkpoint(arch)
-        return write_gguf(root / f"{arch}-{type_.name}.gguf", tiny_model(arch), saved_weights(folder), lambda _: type_)
+        return write_gguf(
+            root / f"{arch}-{type_.name}.gguf",
+            tiny_model(arch),
+            saved_weights(folder),
+            lambda _: type_,
+        )
 
     return write
 
@@ -57,7 +71,9 @@ def rounded(weight: Array, name: str, type_: Type, num_heads: int | None) -> Arr
     back = gguf.dequantize(gguf.quants.quantize(stored, type_), type_)
     if not num_heads:
         return back
-    halves = back.reshape(num_heads, -1, 2, weight.shape[1])  # transformers' order: undo llama.cpp's
+    halves = back.reshape(
+        num_heads, -1, 2, weight.shape[1]
+    )  # transformers' order: undo llama.cpp's
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -91,15 +107,21 @@ def test_parts_equal_slices_of_the_whole(
     for name, weight in saved_weights(checkpoint(arch)).items():
         whole = read(source, name, weight)
         rows = range(weight.shape[0] // 4, weight.shape[0] // 2)
-        assert torch.equal(read(source, name, weight, rows=rows), whole[rows.start : rows.stop]), name
+        assert torch.equal(read(source, name, weight, rows=rows), whole[rows.start : rows.stop]), (
+            name
+        )
         if weight.ndim == 2:
             cols = range(8, weight.shape[1] - 5)  # within blocks of 32
-            assert torch.equal(read(source, name, weight, cols=cols), whole[:, cols.start : cols.stop]), name
+            assert torch.equal(
+                read(source, name, weight, cols=cols), whole[:, cols.start : cols.stop]
+            ), name
             both = read(source, name, weight, rows=rows, cols=cols)
             assert torch.equal(both, whole[rows.start : rows.stop, cols.start : cols.stop]), name
 
 
-def test_what_is_read_has_the_dtype_asked_for_and_memory_of_its_own(written: Callable[..., Path]) -> None:
+def test_what_is_read_has_the_dtype_asked_for_and_memory_of_its_own(
+    written: Callable[..., Path],
+) -> None:
     source = GGUFCheckpoint(written("llama"), torch.bfloat16, CPU)
     one, other = (source.read("model.norm.weight", (64,)) for _ in range(2))
     assert one.dtype == torch.bfloat16
@@ -114,7 +136,10 @@ def model_of(folder: Path, comm: Alone) -> BaseLLMModel:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
 def test_a_rank_dequantizes_the_rows_of_its_part_only(
-    arch: str, checkpoint: Checkpoints, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    arch: str,
+    checkpoint: Checkpoints,
+    written: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows: list[int] = []
     dequantize = gguf.dequantize
@@ -132,11 +157,21 @@ def test_a_rank_dequantizes_the_rows_of_its_part_only(
 
     weights = saved_weights(checkpoint(arch)).items()
     whole = sum(len(weight) for _, weight in weights)
-    by_columns = ("o_proj", "down_proj", "norm", "layernorm", "mlp.gate.")  # of these each rank needs every row
-    shared = sum(len(weight) for name, weight in weights if any(part in name for part in by_columns))
+    by_columns = (
+        "o_proj",
+        "down_proj",
+        "norm",
+        "layernorm",
+        "mlp.gate.",
+    )  # of these each rank needs every row
+    shared = sum(
+        len(weight) for name, weight in weights if any(part in name for part in by_columns)
+    )
     assert rows_of(0, 1) == whole
     for rank in range(2):
-        assert rows_of(rank, 2) == pytest.approx(shared + (whole - shared) / 2, abs=2)  # 301 rows: 151 and 150
+        assert rows_of(rank, 2) == pytest.approx(
+            shared + (whole - shared) / 2, abs=2
+        )  # 301 rows: 151 and 150
 
 
 def config_of(path: Path, folder: Path) -> ModelConfig:
@@ -151,7 +186,16 @@ def test_the_unpacked_config_says_what_the_checkpoints_says(
 ) -> None:
     config = config_of(written(arch), tmp_path)
     expected = ModelConfig.from_folder(checkpoint(arch))
-    fields = ["architecture", "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width"]
+    fields = [
+        "architecture",
+        "vocab_size",
+        "width",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "mlp_width",
+    ]
     fields += ["activation", "max_position", "tied_embeddings", "sliding_window"]
     fields += ["num_experts", "experts_per_token", "expert_width", "dense_layers"]
     for field in [*fields, "normalize_experts"] if arch == "qwen3_moe" else fields:
@@ -171,19 +215,29 @@ def test_embeddings_are_tied_if_there_is_no_output_tensor(arch: str, tmp_path: P
         folder = tiny_checkpoint(arch, tmp_path / f"{tied}", tie_word_embeddings=tied)
         weights = saved_weights(folder)
         assert ("lm_head.weight" in weights) != tied
-        path = write_gguf(tmp_path / f"{tied}.gguf", tiny_model(arch, tie_word_embeddings=tied), weights)
+        path = write_gguf(
+            tmp_path / f"{tied}.gguf", tiny_model(arch, tie_word_embeddings=tied), weights
+        )
         assert GGUFFile(path).config()["tie_word_embeddings"] == tied
 
 
 def with_fields(folder: Path, checkpoint: Checkpoints, fields: dict[str, Any], **more: Any) -> Path:
     return write_gguf(
-        folder / "one.gguf", tiny_model("llama"), saved_weights(checkpoint("llama")), fields=fields, **more
+        folder / "one.gguf",
+        tiny_model("llama"),
+        saved_weights(checkpoint("llama")),
+        fields=fields,
+        **more,
     )
 
 
 def test_every_end_token_of_the_file_is_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
     fields = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7}
-    assert config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out").eos_ids == {EOS_ID, 3, 7}
+    assert config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out").eos_ids == {
+        EOS_ID,
+        3,
+        7,
+    }
 
 
 def test_a_file_without_an_end_token_has_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -215,13 +269,19 @@ def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Pat
     ],
 )
 def test_rope_scaling_is_read(
-    fields: dict[str, Any], kind: str, scaling: dict[str, Any], checkpoint: Checkpoints, tmp_path: Path
+    fields: dict[str, Any],
+    kind: str,
+    scaling: dict[str, Any],
+    checkpoint: Checkpoints,
+    tmp_path: Path,
 ) -> None:
     rotary = config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out").rotary
     assert (rotary.kind, rotary.scaling) == (kind, scaling)
 
 
-def test_a_file_without_a_theta_has_the_default_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_file_without_a_theta_has_the_default_one(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     path = with_fields(tmp_path, checkpoint, {".rope.freq_base": None})
     assert config_of(path, tmp_path / "out").rotary.theta == 10000.0
 
@@ -241,7 +301,9 @@ def test_biases_of_a_llama_are_used(tmp_path: Path) -> None:
     assert config_of(path, tmp_path / "out").attention_bias
 
 
-def test_the_unpacked_folder_has_the_weights_and_the_tokenizer(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_unpacked_folder_has_the_weights_and_the_tokenizer(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     unpack(written("llama"), tmp_path)
@@ -257,12 +319,16 @@ def test_a_missing_tensor_is_named(checkpoint: Checkpoints, tmp_path: Path) -> N
     weights = saved_weights(checkpoint("llama"))
     del weights["model.layers.1.mlp.up_proj.weight"]
     source = source_of(write_gguf(tmp_path / "one.gguf", tiny_model("llama"), weights))
-    with pytest.raises(CheckpointError, match=r"one\.gguf has no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"one\.gguf has no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"
+    ):
         model_of(checkpoint("llama"), Alone(0, 1)).load(source)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(written: Callable[..., Path]) -> None:
-    with pytest.raises(CheckpointError, match=rf"'lm_head\.weight' has the shape \({VOCAB_SIZE}, 64\), .*\(7, 64\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"'lm_head\.weight' has the shape \({VOCAB_SIZE}, 64\), .*\(7, 64\)"
+    ):
         source_of(written("llama")).read("lm_head.weight", (7, 64))
 
 
@@ -272,7 +338,9 @@ def test_an_unknown_architecture_is_named_with_those_there_are(tmp_path: Path) -
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"one\.gguf has the architecture 'mamba'; there is .*llama.*qwen3moe"):
+    with pytest.raises(
+        CheckpointError, match=r"one\.gguf has the architecture 'mamba'; there is .*llama.*qwen3moe"
+    ):
         GGUFFile(tmp_path / "one.gguf")
 
 
@@ -292,14 +360,25 @@ def test_a_file_of_something_else_is_named(content: bytes, tmp_path: Path) -> No
 
 def test_a_file_truncated_anywhere_is_named(written: Callable[..., Path], tmp_path: Path) -> None:
     content = written("llama").read_bytes()
-    for size in [*range(1, 400, 7), *range(400, len(content) - 1, len(content) // 40), len(content) - 64]:
+    for size in [
+        *range(1, 400, 7),
+        *range(400, len(content) - 1, len(content) // 40),
+        len(content) - 64,
+    ]:
         (tmp_path / "one.gguf").write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"one\.gguf"):
             GGUFFile(tmp_path / "one.gguf")
 
 
 @pytest.mark.parametrize(
-    "missing", [".block_count", ".context_length", ".embedding_length", ".attention.head_count", ".feed_forward_length"]
+    "missing",
+    [
+        ".block_count",
+        ".context_length",
+        ".embedding_length",
+        ".attention.head_count",
+        ".feed_forward_length",
+    ],
 )
 def test_a_file_without_a_needed_field_is_an_error_of_the_checkpoint(
     missing: str, checkpoint: Checkpoints, tmp_path: Path
@@ -311,12 +390,16 @@ def test_a_file_without_a_needed_field_is_an_error_of_the_checkpoint(
 def test_a_head_count_that_does_not_fit_the_tensors_is_an_error_of_the_checkpoint(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    path = with_fields(tmp_path, checkpoint, {".attention.head_count": 5, ".attention.key_length": 15})
+    path = with_fields(
+        tmp_path, checkpoint, {".attention.head_count": 5, ".attention.key_length": 15}
+    )
     with pytest.raises(CheckpointError, match=r"one\.gguf"):
         GGUFFile(path)
 
 
-def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     weights = saved_weights(checkpoint("llama"))
     del weights["model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
@@ -326,7 +409,9 @@ def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(checkpoint: C
 def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    path = with_fields(tmp_path, checkpoint, {"tokenizer.ggml.tokens": None, "tokenizer.ggml.model": "martian"})
+    path = with_fields(
+        tmp_path, checkpoint, {"tokenizer.ggml.tokens": None, "tokenizer.ggml.model": "martian"}
+    )
     with pytest.raises(CheckpointError, match=r"the tokenizer of .*one\.gguf cannot be converted"):
         unpack(path, tmp_path / "out")
 

@@ -9,7 +9,12 @@ from typing import TypeVar
 
 import torch
 
-from minisgl.distributed import DistributedCommunicator, DistributedInfo, SingleCommunicator, create_communicator
+from minisgl.distributed import (
+    DistributedCommunicator,
+    DistributedInfo,
+    SingleCommunicator,
+    create_communicator,
+)
 
 T = TypeVar("T")
 
@@ -26,7 +31,9 @@ def in_group(size: int, meeting: Path, work: Callable[[DistributedCommunicator],
     """What `work` returns on each rank; the ranks are threads."""
 
     def join(rank: int) -> T:
-        comm = create_communicator(DistributedInfo(rank, size), torch.device("cpu"), meeting, timeout_s=60)
+        comm = create_communicator(
+            DistributedInfo(rank, size), torch.device("cpu"), meeting, timeout_s=60
+        )
         try:
             return work(comm)
         finally:

@@ -17,7 +17,16 @@ from minisgl.distributed import DistributedInfo
 from minisgl.message import BatchBackendMsg, UserMsg, decoder, encode, pack_ids
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
 from minisgl.utils.mp import PullQueue, PushQueue
-from tests.engine.harness import Answer, MemoryInbox, MemoryOutbox, Prompt, WatchedEngine, collect, config_of, greedy
+from tests.engine.harness import (
+    Answer,
+    MemoryInbox,
+    MemoryOutbox,
+    Prompt,
+    WatchedEngine,
+    collect,
+    config_of,
+    greedy,
+)
 
 TIMEOUT_S = 120
 
@@ -59,7 +68,9 @@ def run_ranks(tp: int, jobs: list[Job], folder: Path) -> list[list[list[Answer]]
     ends, processes = [], []
     for rank in range(tp):
         mine, theirs = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=_rank, args=(DistributedInfo(rank, tp), jobs, folder, theirs), daemon=True)
+        process = spawn.Process(
+            target=_rank, args=(DistributedInfo(rank, tp), jobs, folder, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         ends.append(mine)
@@ -77,7 +88,9 @@ def _results(ends: list[Connection]) -> list[list[list[Answer]]]:
     while len(results) < len(ends):
         ready = wait([end for end in ends if end not in results], timeout=TIMEOUT_S)
         if not ready:
-            raise RuntimeError(f"ranks {[i for i, end in enumerate(ends) if end not in results]} are stuck")
+            raise RuntimeError(
+                f"ranks {[i for i, end in enumerate(ends) if end not in results]} are stuck"
+            )
         for end in ready:
             result = pickle.loads(end.recv_bytes())  # EOFError if the process died
             if isinstance(result, str):
@@ -91,7 +104,9 @@ def _rank(info: DistributedInfo, jobs: list[Job], folder: Path, result: Connecti
         answer: Any = [_run(info, job, folder / str(index)) for index, job in enumerate(jobs)]
     except Exception:
         answer = traceback.format_exc()
-    result.send_bytes(pickle.dumps(answer))  # `send` would share the memory of tensors, which ends with this process
+    result.send_bytes(
+        pickle.dumps(answer)
+    )  # `send` would share the memory of tensors, which ends with this process
 
 
 def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
@@ -111,5 +126,10 @@ def _inbox(info: DistributedInfo, job: Job, folder: Path) -> LeaderInbox | Follo
     if not info.is_primary:
         return FollowerInbox(PullQueue(addresses[info.rank], decoder(BatchBackendMsg)))
     uids = iter(range(len(job.prompts)))
-    rounds = [[UserMsg(next(uids), pack_ids(p), greedy(job.num_tokens)) for p in prompts] for prompts in job.rounds]
-    return LeaderInbox(RoundsInbox(rounds), [PushQueue(address, encode) for address in addresses[1:]])
+    rounds = [
+        [UserMsg(next(uids), pack_ids(p), greedy(job.num_tokens)) for p in prompts]
+        for prompts in job.rounds
+    ]
+    return LeaderInbox(
+        RoundsInbox(rounds), [PushQueue(address, encode) for address in addresses[1:]]
+    )

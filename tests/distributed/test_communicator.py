@@ -42,15 +42,21 @@ def test_all_reduce_min_takes_the_least_in_place(size: int, tmp_path: Path) -> N
 
 
 @sizes
-def test_all_gather_joins_the_last_dimension_in_the_order_of_ranks(size: int, tmp_path: Path) -> None:
+def test_all_gather_joins_the_last_dimension_in_the_order_of_ranks(
+    size: int, tmp_path: Path
+) -> None:
     expected = torch.cat([numbers(rank, 3, 4) for rank in range(size)], dim=1)
-    for x in in_group(size, tmp_path / "meeting", lambda comm: comm.all_gather(numbers(comm.info.rank, 3, 4))):
+    for x in in_group(
+        size, tmp_path / "meeting", lambda comm: comm.all_gather(numbers(comm.info.rank, 3, 4))
+    ):
         assert torch.equal(x, expected)
 
 
 @sizes
 def test_gather_gives_rank_0_everything_and_the_others_nothing(size: int, tmp_path: Path) -> None:
-    results = in_group(size, tmp_path / "meeting", lambda comm: comm.gather(numbers(comm.info.rank, 3, 4)))
+    results = in_group(
+        size, tmp_path / "meeting", lambda comm: comm.gather(numbers(comm.info.rank, 3, 4))
+    )
     assert torch.equal(results[0], torch.cat([numbers(rank, 3, 4) for rank in range(size)], dim=1))
     assert results[1:] == [None] * (size - 1)
 
@@ -58,8 +64,14 @@ def test_gather_gives_rank_0_everything_and_the_others_nothing(size: int, tmp_pa
 @sizes
 @pytest.mark.parametrize("name", ["gather", "all_gather"])
 def test_a_view_with_strides_is_gathered_like_a_copy(name: str, size: int, tmp_path: Path) -> None:
-    results = in_group(size, tmp_path / "meeting", lambda comm: getattr(comm, name)(numbers(comm.info.rank, 4, 3).T))
-    assert torch.equal(results[0], torch.cat([numbers(rank, 4, 3).T for rank in range(size)], dim=1))
+    results = in_group(
+        size,
+        tmp_path / "meeting",
+        lambda comm: getattr(comm, name)(numbers(comm.info.rank, 4, 3).T),
+    )
+    assert torch.equal(
+        results[0], torch.cat([numbers(rank, 4, 3).T for rank in range(size)], dim=1)
+    )
 
 
 @sizes
@@ -80,7 +92,9 @@ def test_broadcast_gives_all_what_rank_0_has_in_place(size: int, tmp_path: Path)
 
 def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:
     def sums(name: str, value: int) -> list[int]:
-        return in_group(2, tmp_path / name, lambda comm: int(comm.all_reduce(torch.tensor([value]))))
+        return in_group(
+            2, tmp_path / name, lambda comm: int(comm.all_reduce(torch.tensor([value])))
+        )
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.submit(sums, "one", 1), pool.submit(sums, "other", 10)

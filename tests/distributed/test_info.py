@@ -18,14 +18,16 @@ def ranks(size: int) -> list[DistributedInfo]:
 
 @given(size=sizes, each=st.integers(0, 50))
 def test_shares_are_equal_and_cover_everything_in_order(size: int, each: int) -> None:
-    shares = [info.share(size * each, "things") for info in ranks(size)]
+    shares = [info.shard(size * each, "things") for info in ranks(size)]
     assert {len(share) for share in shares} == {each}
     assert [unit for share in shares for unit in share] == list(range(size * each))
 
 
 @given(size=sizes, total=st.integers(1, 200))
-def test_padded_shares_cover_everything_in_order_and_only_the_last_are_short(size: int, total: int) -> None:
-    shares = [info.share_padded(total) for info in ranks(size)]
+def test_padded_shares_cover_everything_in_order_and_only_the_last_are_short(
+    size: int, total: int
+) -> None:
+    shares = [info.shard_padded(total) for info in ranks(size)]
     assert [unit for share in shares for unit in share] == list(range(total))
     full = -(-total // size)
     num_full = total // full
@@ -33,20 +35,22 @@ def test_padded_shares_cover_everything_in_order_and_only_the_last_are_short(siz
 
 
 @given(size=sizes, kv_each=st.integers(1, 4), group=st.integers(1, 4), replicas=st.integers(1, 8))
-def test_each_rank_has_the_kv_heads_of_its_query_heads(size: int, kv_each: int, group: int, replicas: int) -> None:
+def test_each_rank_has_the_kv_heads_of_its_query_heads(
+    size: int, kv_each: int, group: int, replicas: int
+) -> None:
     num_kv_heads = size // replicas if size % replicas == 0 else size * kv_each
     num_heads = num_kv_heads * group * size
     for info in ranks(size):
-        heads, kv_heads = info.share(num_heads, "heads"), info.share_kv_heads(num_kv_heads)
+        heads, kv_heads = info.shard(num_heads, "heads"), info.shard_kv_heads(num_kv_heads)
         assert {head * num_kv_heads // num_heads for head in heads} == set(kv_heads)
 
 
 def test_heads_that_cannot_be_divided_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"--tp 2 does not divide the model's 9 attention heads"):
-        DistributedInfo(0, 2).share(9, "attention heads")
+        DistributedInfo(0, 2).shard(9, "attention heads")
 
 
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 3), (4, 3), (8, 6)])
 def test_kv_heads_that_fit_no_rank_are_refused_by_name(size: int, num_kv_heads: int) -> None:
     with pytest.raises(ConfigError, match=f"--tp {size} .*{num_kv_heads} key/value heads"):
-        DistributedInfo(0, size).share_kv_heads(num_kv_heads)
+        DistributedInfo(0, size).shard_kv_heads(num_kv_heads)

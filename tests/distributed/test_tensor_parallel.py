@@ -23,7 +23,9 @@ NAMES = (*ARCHITECTURES, "biased llama")
 
 @pytest.fixture(scope="module", params=[2, 4])
 def answers(
-    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[list[Answer]]]:
     """Answers by model, rank and prompt."""
     biased = save_checkpoint(tiny_model("llama", **BIASED), tmp_path_factory.mktemp("biased"))
@@ -35,13 +37,17 @@ def answers(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_logits_of_rank_0_equal_the_oracles(name: str, answers: dict[str, list[list[Answer]]]) -> None:
+def test_tokens_and_logits_of_rank_0_equal_the_oracles(
+    name: str, answers: dict[str, list[list[Answer]]]
+) -> None:
     model = tiny_model("llama", **BIASED) if name == "biased llama" else tiny_model(name)
     assert_equals_oracle(Oracle(model), PROMPTS + RELATED, answers[name][0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_see_the_same_tokens_and_cache_hits(name: str, answers: dict[str, list[list[Answer]]]) -> None:
+def test_all_ranks_see_the_same_tokens_and_cache_hits(
+    name: str, answers: dict[str, list[list[Answer]]]
+) -> None:
     seen = [[(a.tokens, a.finish, a.num_cached) for a in of_rank] for of_rank in answers[name]]
     assert all(of_rank == seen[0] for of_rank in seen)
     assert max(num_cached for _, _, num_cached in seen[0]) > 0

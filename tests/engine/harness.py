@@ -31,20 +31,28 @@ def config_of(model: Path, **options: Any) -> SchedulerConfig:
     """A resolved config: float32 on the CPU, with room for a few hundred tokens unless `options` say otherwise."""
     small = {"dtype": "float32", "page_size": 4, "num_pages": 512, "max_running_requests": 32}
     return SchedulerConfig(
-        model=str(model), device="cpu", attn="torch", **{"overlap": False, "seed": 0, **small, **options}
+        model=str(model),
+        device="cpu",
+        attn="torch",
+        **{"overlap": False, "seed": 0, **small, **options},
     )
 
 
 class WatchedEngine(Engine):
     """An engine that remembers the logits of every token it chose, by request and position."""
 
-    def __init__(self, config: SchedulerConfig, info: DistributedInfo | None = None, meeting: Path | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        info: DistributedInfo | None = None,
+        meeting: Path | None = None,
+    ):
         super().__init__(config, info or DistributedInfo(), meeting)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
     def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
         if logits_BV is not None:
-            keys = [(part.req.uid, part.end) for part in plan.sampling]
+            keys = [(part.req.uid, part.end) for part in plan.sampling_slices]
             self.logits.update(zip(keys, logits_BV.clone(), strict=True))
         return super().sample(plan, logits_BV)
 
@@ -87,7 +95,9 @@ def collect(msgs: list[DetokenizeMsg], engine: WatchedEngine) -> dict[int, Answe
         answer.tokens += [] if msg.token is None else [msg.token]
         answer.finish, answer.num_cached = msg.finish, msg.num_cached
     for uid, answer in answers.items():
-        positions = sorted(position for owner, position in engine.logits if owner == uid)[: len(answer.tokens)]
+        positions = sorted(position for owner, position in engine.logits if owner == uid)[
+            : len(answer.tokens)
+        ]
         if positions:
             answer.logits_TV = torch.stack([engine.logits[uid, position] for position in positions])
     return answers
@@ -102,14 +112,18 @@ class Host:
         self.scheduler = Scheduler(config, engine, self.inbox, self.outbox)
         self._num_asked = 0
 
-    def ask(self, prompts: list[Prompt], params: SamplingParams | list[SamplingParams]) -> list[Answer]:
+    def ask(
+        self, prompts: list[Prompt], params: SamplingParams | list[SamplingParams]
+    ) -> list[Answer]:
         """Send all prompts at once and step until all are answered; checks who owns which page after each step."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         uids = range(self._num_asked, self._num_asked + len(prompts))
         self._num_asked += len(prompts)
         self._engine.logits.clear()
         self.outbox.msgs.clear()
-        self.inbox.msgs = [UserMsg(*args) for args in zip(uids, map(pack_ids, prompts), each, strict=True)]
+        self.inbox.msgs = [
+            UserMsg(*args) for args in zip(uids, map(pack_ids, prompts), each, strict=True)
+        ]
         while self.inbox.msgs or not self.scheduler.is_idle:
             self.scheduler.step()
             self.scheduler.check_integrity()

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from tests.engine.harness import Answer, Prompt
 
 LOGITS_TOLERANCE = 1e-4
-MIN_GAP = 2 * LOGITS_TOLERANCE  # between the first and second choice, so that the token is beyond doubt
+MIN_GAP = (
+    2 * LOGITS_TOLERANCE
+)  # between the first and second choice, so that the token is beyond doubt
 
 
 class Oracle:
@@ -40,7 +42,9 @@ class Oracle:
         )
         logits_TV = torch.cat(output.logits)
         best, second = logits_TV.topk(2).values.unbind(dim=1)
-        assert (best - second).min() > MIN_GAP, "the oracle hesitates: choose other weights or prompts"
+        assert (best - second).min() > MIN_GAP, (
+            "the oracle hesitates: choose other weights or prompts"
+        )
         return output.sequences[0, len(prompt) :].tolist(), logits_TV
 
 

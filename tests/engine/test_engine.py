@@ -47,11 +47,15 @@ def test_the_context_can_be_shortened(checkpoint: Checkpoints) -> None:
 
 
 def test_the_context_cannot_be_lengthened(checkpoint: Checkpoints) -> None:
-    with pytest.raises(ConfigError, match=rf"--max-seq-len must be <= {CONTEXT} \(the model's context\), got 257"):
+    with pytest.raises(
+        ConfigError, match=rf"--max-seq-len must be <= {CONTEXT} \(the model's context\), got 257"
+    ):
         limits_of(checkpoint("llama"), max_seq_len=CONTEXT + 1)
 
 
-def test_a_sliding_window_ends_the_context(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sliding_window_ends_the_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tiny_checkpoint("mistral", tmp_path, sliding_window=WINDOW)
     with caplog.at_level(logging.WARNING, logger="minisgl"):
         assert limits_of(folder)[0] == WINDOW
@@ -61,7 +65,10 @@ def test_a_sliding_window_ends_the_context(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
     folder = tiny_checkpoint("mistral", tmp_path, sliding_window=WINDOW)
-    with pytest.raises(ConfigError, match=rf"--max-seq-len must be <= {WINDOW} .*sliding window.*, got {WINDOW + 1}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"--max-seq-len must be <= {WINDOW} .*sliding window.*, got {WINDOW + 1}",
+    ):
         limits_of(folder, max_seq_len=WINDOW + 1)
 
 
@@ -89,28 +96,39 @@ def test_pages_are_as_many_as_asked_for_or_affordable_or_usable(
     options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
-    config = config_of(Path(), **{"num_pages": None, "page_size": 4, "max_running_requests": 32, **options})
+    config = config_of(
+        Path(), **{"num_pages": None, "page_size": 4, "max_running_requests": 32, **options}
+    )
     assert num_pages(config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator()) == expected
 
 
 def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
-    config = config_of(Path(), num_pages=None, page_size=4, memory_ratio=0.5, max_running_requests=32)
-    assert num_pages(config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator(), step_bytes=400_000) == 300
+    config = config_of(
+        Path(), num_pages=None, page_size=4, memory_ratio=0.5, max_running_requests=32
+    )
+    assert (
+        num_pages(
+            config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator(), step_bytes=400_000
+        )
+        == 300
+    )
 
 
 def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * 10**8, 80 * 10**9))
-    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB."
-    expected = (
-        r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. Tried to allocate 2.00 GiB; lower --memory-"
+    message = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB."
     )
+    expected = r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. Tried to allocate 2.00 GiB; lower --memory-"
     with pytest.raises(ConfigError, match=expected), out_of_memory_is_explained("loading"):
         raise torch.OutOfMemoryError(message)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(5, [1, 1, 2, 9, 9]), (3, [2, 9, 9]), (2, [9, 9])])
-def test_the_largest_step_has_all_prompt_tokens_and_all_requests(rows: int, expected: list[int]) -> None:
+def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
+    rows: int, expected: list[int]
+) -> None:
     plan = engine_module._largest_step(
         config_of(Path(), max_running_requests=rows, max_prefill_length=20), max_seq_len=10
     )
@@ -121,7 +139,9 @@ def test_the_largest_step_has_all_prompt_tokens_and_all_requests(rows: int, expe
 def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
     config = config_of(Path(), num_pages=None, memory_ratio=0.0001)
-    with pytest.raises(ConfigError, match="no memory is left for the KV cache: a page takes 1,000 bytes"):
+    with pytest.raises(
+        ConfigError, match="no memory is left for the KV cache: a page takes 1,000 bytes"
+    ):
         num_pages(config, PAGE_BYTES, 256, CPU, SingleCommunicator())
 
 
@@ -137,7 +157,9 @@ def test_weights_are_packed_if_asked_for_or_if_memory_is_ample(
 
 
 def test_auto_pages_hold_the_context(checkpoint: Checkpoints) -> None:
-    max_seq_len, pages = limits_of(checkpoint("llama"), num_pages=None, memory_ratio=0.1, max_running_requests=2)
+    max_seq_len, pages = limits_of(
+        checkpoint("llama"), num_pages=None, memory_ratio=0.1, max_running_requests=2
+    )
     assert max_seq_len == CONTEXT
     assert pages == 2 * CONTEXT // 4
 
@@ -149,14 +171,18 @@ def test_bfloat16_logits_are_near_those_of_the_oracle(
 ) -> None:
     prompts = random_prompts([1, 5, 40], VOCAB_SIZE)
     config = config_of(checkpoint(arch), dtype="bfloat16", pack_weights=pack)
-    for prompt, answer in zip(prompts, Host(WatchedEngine(config), config).ask(prompts, greedy(1)), strict=True):
+    for prompt, answer in zip(
+        prompts, Host(WatchedEngine(config), config).ask(prompts, greedy(1)), strict=True
+    ):
         _, expected_TV = oracle(arch).answer(prompt, 1)
         assert answer.logits_TV is not None
         error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
         assert error < 0.1
 
 
-def test_kernels_are_built_before_the_engine_is_ready(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_built_before_the_engine_is_ready(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the first request would wait for the compiler."""
     built: list[torch.dtype] = []
     monkeypatch.setattr(engine_module, "kernels_for", lambda x: built.append(x.dtype))
@@ -168,7 +194,9 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
     """Two chunks of one prompt without a sample, then the last: the token goes to the answer and to the pool."""
     engine = Engine(config_of(checkpoint("llama")), SingleCommunicator().info)
     [prompt] = random_prompts([20], VOCAB_SIZE)
-    req = Req(0, np.array(prompt, dtype=np.int32), SamplingParams(temperature=0.0), max_length=30, seed=0)
+    req = Req(
+        0, np.array(prompt, dtype=np.int32), SamplingParams(temperature=0.0), max_length=30, seed=0
+    )
     req.row = 3
     engine.context.page_table_RP[3, :8] = torch.tensor([9, 2, 4, 0, 7, 30, 31, 32])
     engine.context.token_pool_RL[3, :20] = torch.tensor(prompt)
@@ -179,6 +207,8 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
 
     assert outputs[:2] == [[], []]
     config = config_of(Path())
-    [expected] = Host(WatchedEngine(config_of(checkpoint("llama"))), config).ask([prompt], greedy(1))
+    [expected] = Host(WatchedEngine(config_of(checkpoint("llama"))), config).ask(
+        [prompt], greedy(1)
+    )
     assert outputs[2] == expected.tokens
     assert engine.context.token_pool_RL[3, 20] == expected.tokens[0]

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
-from tests.checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
+from tests.checkpoints import (
+    ARCHITECTURES,
+    CONTEXT,
+    VOCAB_SIZE,
+    save_checkpoint,
+    tiny_checkpoint,
+    tiny_model,
+)
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.oracle import Oracle, assert_equals_oracle
 
@@ -19,7 +26,10 @@ NUM_TOKENS = 20
 GREEDY = greedy(NUM_TOKENS)
 PROMPTS = random_prompts([1, 2, 3, 5, 15, 16, 17, 33, 64, 65, 100], VOCAB_SIZE)
 SUFFIXES = random_prompts([1, 4, 7], VOCAB_SIZE, seed=1)
-RELATED = [prompt[: len(prompt) // 2] + suffix for prompt, suffix in zip(PROMPTS[-3:], SUFFIXES, strict=True)]
+RELATED = [
+    prompt[: len(prompt) // 2] + suffix
+    for prompt, suffix in zip(PROMPTS[-3:], SUFFIXES, strict=True)
+]
 UNLIMITED = 8192
 
 Engines = Callable[..., WatchedEngine]
@@ -34,7 +44,12 @@ overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "ov
 @overlaps
 @pytest.mark.parametrize("max_prefill_length", [1, 7, 64, UNLIMITED])
 def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
-    arch: str, page_size: int, overlap: bool, max_prefill_length: int, engine: Engines, oracle: Oracles
+    arch: str,
+    page_size: int,
+    overlap: bool,
+    max_prefill_length: int,
+    engine: Engines,
+    oracle: Oracles,
 ) -> None:
     own = engine(arch, page_size)
     host = Host(own, config_of(Path(), overlap=overlap, max_prefill_length=max_prefill_length))
@@ -42,7 +57,9 @@ def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
     cold = host.ask(PROMPTS, GREEDY)
     assert_equals_oracle(oracle(arch), PROMPTS, cold)
 
-    continued = [PROMPTS[4] + cold[4].tokens + SUFFIXES[0]]  # a second turn finds the first answer in the cache
+    continued = [
+        PROMPTS[4] + cold[4].tokens + SUFFIXES[0]
+    ]  # a second turn finds the first answer in the cache
     warm_prompts = PROMPTS + RELATED + continued
     warm = host.ask(warm_prompts, GREEDY)
     assert_equals_oracle(oracle(arch), warm_prompts, warm)
@@ -57,7 +74,10 @@ def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
 def test_tokens_and_logits_equal_the_oracles_without_a_prefix_cache(
     arch: str, page_size: int, overlap: bool, engine: Engines, oracle: Oracles
 ) -> None:
-    host = Host(engine(arch, page_size), config_of(Path(), cache="naive", overlap=overlap, max_prefill_length=64))
+    host = Host(
+        engine(arch, page_size),
+        config_of(Path(), cache="naive", overlap=overlap, max_prefill_length=64),
+    )
     for _ in range(2):
         answers = host.ask(PROMPTS, GREEDY)
         assert_equals_oracle(oracle(arch), PROMPTS, answers)
@@ -86,7 +106,9 @@ def test_requests_that_lost_their_pages_still_get_the_oracles_tokens_and_logits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     num_pages = -(-(len(PROMPTS[-1]) + NUM_TOKENS) // 4)  # just enough for the longest request
-    config = config_of(checkpoint(arch), num_pages=num_pages, cache=cache, overlap=overlap, max_prefill_length=40)
+    config = config_of(
+        checkpoint(arch), num_pages=num_pages, cache=cache, overlap=overlap, max_prefill_length=40
+    )
     with caplog.at_level(logging.DEBUG, logger="minisgl.scheduler"):
         answers = Host(WatchedEngine(config), config).ask(PROMPTS, GREEDY)
     assert_equals_oracle(oracle(arch), PROMPTS, answers)
@@ -94,14 +116,18 @@ def test_requests_that_lost_their_pages_still_get_the_oracles_tokens_and_logits(
 
 
 @archs
-def test_equal_prompts_in_one_batch_get_equal_tokens(arch: str, engine: Engines, oracle: Oracles) -> None:
+def test_equal_prompts_in_one_batch_get_equal_tokens(
+    arch: str, engine: Engines, oracle: Oracles
+) -> None:
     host = Host(engine(arch), config_of(Path(), max_prefill_length=64))
     prompts = [PROMPTS[6]] * 5
     assert_equals_oracle(oracle(arch), prompts, host.ask(prompts, GREEDY))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, CONTEXT - 100])
-def test_an_answer_may_fill_the_context_to_its_last_token(num_tokens: int, engine: Engines, oracle: Oracles) -> None:
+def test_an_answer_may_fill_the_context_to_its_last_token(
+    num_tokens: int, engine: Engines, oracle: Oracles
+) -> None:
     prompt = PROMPTS[-1]
     host = Host(engine("llama"), config_of(Path()))
     [answer] = host.ask([prompt], greedy(num_tokens))
@@ -120,7 +146,10 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any]]] = {
     "tanh gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "another norm epsilon": ("llama", {"rms_norm_eps": 0.1}),
     "a large theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
     "llama3 rope": (
         "llama",
         {
@@ -154,7 +183,9 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("arch", "overrides"), DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_a_model_that_differs_equals_the_oracle(arch: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_that_differs_equals_the_oracle(
+    arch: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
     model = tiny_model(arch, **overrides)
     config = config_of(save_checkpoint(model, tmp_path), max_prefill_length=64)
     answers = Host(WatchedEngine(config), config).ask(PROMPTS, GREEDY)
@@ -162,7 +193,9 @@ def test_a_model_that_differs_equals_the_oracle(arch: str, overrides: dict[str, 
 
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
-def test_an_answer_ends_with_an_eos_token_of_either_config(place: str, tmp_path: Path, oracle: Oracles) -> None:
+def test_an_answer_ends_with_an_eos_token_of_either_config(
+    place: str, tmp_path: Path, oracle: Oracles
+) -> None:
     prompt = PROMPTS[5]
     tokens, _ = oracle("llama").answer(prompt, NUM_TOKENS)
     last = tokens[7]

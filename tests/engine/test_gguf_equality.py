@@ -51,8 +51,14 @@ def dequantized(reader: gguf.GGUFReader, num_heads: int, num_kv_heads: int) -> d
         parts = tensor.name.split(".")
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(parts[-2])
         if heads:  # row 2 i + j of a head is transformers' row i + j H/2
-            weight = weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        name = names[parts[0]] if parts[0] in names else f"model.layers.{parts[1]}.{layer_names[parts[2]]}"
+            weight = (
+                weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+            )
+        name = (
+            names[parts[0]]
+            if parts[0] in names
+            else f"model.layers.{parts[1]}.{layer_names[parts[2]]}"
+        )
         weights[f"{name}.weight"] = weight
     return weights
 
@@ -105,7 +111,9 @@ TEXTS = [
 
 
 @pytest.mark.slow
-def test_the_default_model_gives_the_tokens_of_transformers(default_model: Path, smollm2: LlamaForCausalLM) -> None:
+def test_the_default_model_gives_the_tokens_of_transformers(
+    default_model: Path, smollm2: LlamaForCausalLM
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(default_model)
@@ -116,6 +124,8 @@ def test_the_default_model_gives_the_tokens_of_transformers(default_model: Path,
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-    output = smollm2.generate(**batch, do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0)
+    output = smollm2.generate(
+        **batch, do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0
+    )
     expected = output[:, batch["input_ids"].shape[1] :].tolist()
     assert [answer.tokens for answer in answers] == expected

@@ -44,7 +44,10 @@ VOCAB_SIZE = 1000
 KINDS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # with all experts: rounding may choose no others
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    ),  # with all experts: rounding may choose no others
     "sparse_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 EXPERTS = {"moe_intermediate_size": 192, "norm_topk_prob": True}
@@ -103,7 +106,9 @@ def logits_of(model: PreTrainedModel, ids: list[int], answer: list[int]) -> Tens
     return logits[0, len(ids) - 1 :].float()
 
 
-def assert_chosen(folder: Path, model: PreTrainedModel, prompts: list[list[int]], answers: list[list[int]]) -> None:
+def assert_chosen(
+    folder: Path, model: PreTrainedModel, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
     """Each token is the best of the float32 reference, or as near to it as rounding can make up.
 
     That is twice the farthest that bfloat16 moves a logit in transformers.
@@ -144,7 +149,8 @@ def assert_chosen(folder: Path, model: PreTrainedModel, prompts: list[list[int]]
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("kind", "heads", "kv_heads"), [("qwen3", 4, 2), ("qwen3", 10, 2), ("llama", 8, 2), ("qwen3_moe", 4, 2)]
+    ("kind", "heads", "kv_heads"),
+    [("qwen3", 4, 2), ("qwen3", 10, 2), ("llama", 8, 2), ("qwen3_moe", 4, 2)],
 )
 def test_tokens_are_the_references(
     models: Models, kind: str, heads: int, kv_heads: int, options: dict[str, Any]
@@ -168,11 +174,17 @@ def test_abandoned_streams_leave_nothing_behind(models: Models) -> None:
     """Requests that end at any moment, by abort or length, while the device is a step ahead."""
     folder, _ = models("qwen3", 4, 2)
     source = random.Random(1)
-    with LLM(folder, skip_tokenizer_init=True, max_seq_len=512, max_running_requests=32, num_pages=40) as llm:
+    with LLM(
+        folder, skip_tokenizer_init=True, max_seq_len=512, max_running_requests=32, num_pages=40
+    ) as llm:
         for _ in range(30):
             prompts = [prompt(source.randint(1, 200), source) for _ in range(source.randint(1, 40))]
             params = [
-                SamplingParams(temperature=source.choice([0.0, 1.0]), max_tokens=source.randint(1, 60), ignore_eos=True)
+                SamplingParams(
+                    temperature=source.choice([0.0, 1.0]),
+                    max_tokens=source.randint(1, 60),
+                    ignore_eos=True,
+                )
                 for _ in prompts
             ]
             news = llm._run(prompts, params, wants_text=False)
@@ -189,7 +201,9 @@ def test_an_engine_after_another_has_as_much_memory(models: Models) -> None:
     folder, _ = models("qwen3", 4, 2)
     pages = []
     for _ in range(2):
-        with LLM(folder, skip_tokenizer_init=True, max_running_requests=4096, cuda_graph_max_bs=4) as llm:
+        with LLM(
+            folder, skip_tokenizer_init=True, max_running_requests=4096, cuda_graph_max_bs=4
+        ) as llm:
             pages.append(llm._scheduler._executor.limits.num_pages)
     assert abs(pages[1] - pages[0]) < 0.01 * pages[0]
 
@@ -202,7 +216,14 @@ def test_a_seeded_token_is_the_same_on_both_devices(models: Models, kind: str) -
     prompts = [prompt(20, source) for _ in range(40)]
     answers = []
     for device in ("cuda", "cpu"):
-        with LLM(folder, skip_tokenizer_init=True, device=device, dtype="float32", attn="torch", max_seq_len=64) as llm:
+        with LLM(
+            folder,
+            skip_tokenizer_init=True,
+            device=device,
+            dtype="float32",
+            attn="torch",
+            max_seq_len=64,
+        ) as llm:
             answers.append([out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[0] == answers[1]
 
@@ -211,24 +232,32 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Have every choice of tokens compared with one that is not recorded, of the same logits; count what happens."""
     log, staging = Counter[str](), Staging(engine._device)
     finish, write = engine._chooser.finish, engine._write_tables
-    engine.mask_bits.fill(0)  # until masks are made, no token may be
+    engine.grammar_masks.fill(0)  # until masks are made, no token may be
 
-    def checked(step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor) -> tuple[Tensor, LogprobsOutput | None]:
+    def checked(
+        step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor
+    ) -> tuple[Tensor, LogprobsOutput | None]:
         before_BV = logits_BV.clone()
         token_B, logprobs = finish(step, parts, logits_BV)
         own, tokens = BatchSamplingArgs.of(parts, staging), token_B.tolist()
         for field in fields(own)[2:]:
             expected = getattr(own, field.name)
-            assert torch.equal(getattr(step.args, field.name)[: len(expected)], expected), field.name
+            assert torch.equal(getattr(step.args, field.name)[: len(expected)], expected), (
+                field.name
+            )
         plain = [i for i, part in enumerate(parts) if not wants_change(part)]
         assert torch.equal(token_B[plain], sample(logits_BV, own)[plain])
         written = [int(engine.context.token_pool_RL[part.row, part.end]) for part in parts]
         assert written == tokens
         for i, part in enumerate(parts):
             if part.req.params.grammar and part.req.finish is None:
-                assert engine.mask_bits[int(own.mask_B[i])][tokens[i] // 32] >> tokens[i] % 32 & 1
+                assert (
+                    engine.grammar_masks[int(own.mask_B[i])][tokens[i] // 32] >> tokens[i] % 32 & 1
+                )
         for i, told in (logprobs.read() if logprobs else {}).items():
-            assert told.own == pytest.approx(float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4)
+            assert told.logprob == pytest.approx(
+                float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4
+            )
         log["steps"] += 1
         log["replayed"] += step.recorded is not None and len(plain) == len(parts)
         return token_B, logprobs
@@ -259,7 +288,9 @@ def test_recorded_steps_are_those_that_are_computed(
     tiny_tokenizer().save_pretrained(guided)  # for grammars; it knows fewer tokens
     for name in ("config.json", "generation_config.json"):
         text = (guided / name).read_text()
-        (guided / name).write_text(text.replace(f'"eos_token_id": {VOCAB_SIZE - 1}', f'"eos_token_id": {EOS_ID}'))
+        (guided / name).write_text(
+            text.replace(f'"eos_token_id": {VOCAB_SIZE - 1}', f'"eos_token_id": {EOS_ID}')
+        )
     source = random.Random(3)
     prompts = [prompt(source.randint(1, 90), source) for _ in range(21)]
     sizes = {"max_seq_len": 256, "page_size": 16, "max_running_requests": 24, "cache": "naive"}
@@ -267,10 +298,19 @@ def test_recorded_steps_are_those_that_are_computed(
         log = watch(llm._scheduler._executor, monkeypatch)
         for kind, asked in ASKED.items():
             log.clear()
-            each = [{"max_tokens": 60 + i, "seed": i, "ignore_eos": True, **asked[i % len(asked)]} for i in range(21)]
-            outs = llm.generate(prompts, [SamplingParams(**fields) for fields in each], use_tqdm=False)
+            each = [
+                {"max_tokens": 60 + i, "seed": i, "ignore_eos": True, **asked[i % len(asked)]}
+                for i in range(21)
+            ]
+            outs = llm.generate(
+                prompts, [SamplingParams(**fields) for fields in each], use_tqdm=False
+            )
             greedy = {"max_tokens", "seed", "ignore_eos", "temperature", "logprobs"}
-            judged = [i for i, it in enumerate(each) if it.keys() <= greedy and it.get("temperature") == 0.0]
+            judged = [
+                i
+                for i, it in enumerate(each)
+                if it.keys() <= greedy and it.get("temperature") == 0.0
+            ]
             if judged:
                 answers = [outs[i].token_ids for i in judged]
                 assert_chosen(folder, model, [prompts[i] for i in judged], answers)
@@ -286,7 +326,10 @@ def test_memory_that_is_not_owned_serves_others() -> None:
     x_BV = torch.randn(64, 1 << 16, dtype=torch.bfloat16, device="cuda")[:, 3:]
     before = torch.cuda.memory_allocated()
     view_BV = unowned(x_BV)
-    assert torch.equal(view_BV, x_BV) and (view_BV.data_ptr(), view_BV.stride()) == (x_BV.data_ptr(), x_BV.stride())
+    assert torch.equal(view_BV, x_BV) and (view_BV.data_ptr(), view_BV.stride()) == (
+        x_BV.data_ptr(),
+        x_BV.stride(),
+    )
     view_BV[5] = 7.0
     assert (x_BV[5] == 7.0).all()
     del x_BV
@@ -301,11 +344,22 @@ def test_what_is_sent_arrives_however_fast_and_much() -> None:
     places: dict[tuple[int, ...], list[int]] = {}
     for turn in range(400):
         lengths = tuple(source.integers(0, 5 if turn < 200 else 500, size=3).tolist())
-        ints, floats = source.integers(0, 99, lengths[0]).astype(np.int32), source.random(lengths[1]).astype(np.float32)
-        sent = (ints, floats, structured["a"], structured["b"], np.arange(lengths[2], dtype=np.int32))
+        ints, floats = (
+            source.integers(0, 99, lengths[0]).astype(np.int32),
+            source.random(lengths[1]).astype(np.float32),
+        )
+        sent = (
+            ints,
+            floats,
+            structured["a"],
+            structured["b"],
+            np.arange(lengths[2], dtype=np.int32),
+        )
         received = staging.send(*sent)
         if turn < 200:  # before it grew
-            assert places.setdefault(lengths, [x.data_ptr() for x in received]) == [x.data_ptr() for x in received]
+            assert places.setdefault(lengths, [x.data_ptr() for x in received]) == [
+                x.data_ptr() for x in received
+            ]
         copies = [x.clone() for x in received]
         start = staging.load(np.full(40 if turn < 300 else 2000, -1, dtype=np.int32))
         for array, x in zip(sent, received, strict=True):

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnMetadata
 from minisgl.attention.torch_backend import TorchAttentionBackend
-from minisgl.core import Batch, BatchPlan, Grammar, IntArray, Req, ReqSlice, SamplingParams, TableWrites
+from minisgl.core import (
+    Batch,
+    BatchPlan,
+    Grammar,
+    IntArray,
+    Req,
+    ReqSlice,
+    SamplingParams,
+    TableWrites,
+)
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import ForwardOutput
 from minisgl.engine import engine as engine_module
@@ -78,15 +87,21 @@ def _tensors(result: Tensor | tuple[Tensor, Tensor | None]) -> list[Tensor]:
 class RecordableAttention(TorchAttentionBackend):
     """Of a recorded step, each token is one query."""
 
-    records_graphs = True
+    captures_graphs = True
 
-    def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> BaseAttnMetadata:
+    def prepare_capture(
+        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+    ) -> BaseAttnMetadata:
         return BaseAttnMetadata()
 
-    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
+    def prepare_replay(
+        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+    ) -> None:
         assert len(start_R) == len(end_R) and (start_R < end_R).sum() > 0
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+    ) -> Tensor:
         if type(batch.attn_metadata) is not BaseAttnMetadata:
             return super().forward(q_TNH, k_TKH, v_TKH, layer, batch)
         o_TNH = q_TNH.new_empty(q_TNH.shape)
@@ -106,17 +121,27 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
 
     def record(call: Callable[[], Any], pool: None) -> tuple[Repeated, Any]:
         result = call()
-        return Repeated(call, result, log, "forward" if isinstance(result, tuple) else "choose"), result
+        return Repeated(
+            call, result, log, "forward" if isinstance(result, tuple) else "choose"
+        ), result
 
     monkeypatch.setattr(graph_module, "record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(engine_module, "create_attention_backend", lambda _, *args: RecordableAttention(*args))
+    monkeypatch.setattr(
+        engine_module, "create_attention_backend", lambda _, *args: RecordableAttention(*args)
+    )
     monkeypatch.setattr(graph_module, "Staging", FixedStaging)
 
     def make(
-        info: DistributedInfo | None = None, meeting: Path | None = None, *, counts: bool = False, **options: Any
+        info: DistributedInfo | None = None,
+        meeting: Path | None = None,
+        *,
+        counts: bool = False,
+        **options: Any,
     ) -> tuple[Host, Counter[str]]:
-        monkeypatch.setattr(graph_module, "cuda_kernels_for", lambda _: object() if counts else None)
+        monkeypatch.setattr(
+            graph_module, "cuda_kernels_for", lambda _: object() if counts else None
+        )
         config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config, info, meeting)
 
@@ -133,7 +158,9 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
             eagerly(writes)
 
         monkeypatch.setattr(engine, "_write_tables", write)
-        monkeypatch.setattr(engine._way_back, "send", lambda token_B, *others: back(token_B.clone(), *others))
+        monkeypatch.setattr(
+            engine._way_back, "send", lambda token_B, *others: back(token_B.clone(), *others)
+        )
         return Host(engine, config), log
 
     return make
@@ -150,22 +177,49 @@ def without_graphs(host: Host) -> Iterator[None]:
 KINDS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
     "sampled": [{}, {"temperature": 0.5}],
-    "filtered": [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {}, {"temperature": 0.0, "top_k": 3}],
-    "changed": [{"presence_penalty": 1.5}, {}, {"logit_bias": {7: 4.0}}, {"min_tokens": 5, "ignore_eos": False}],
+    "filtered": [
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {},
+        {"temperature": 0.0, "top_k": 3},
+    ],
+    "changed": [
+        {"presence_penalty": 1.5},
+        {},
+        {"logit_bias": {7: 4.0}},
+        {"min_tokens": 5, "ignore_eos": False},
+    ],
     "told": [{"logprobs": 2}, {}, {"logprobs": 0, "temperature": 0.0}],
-    "guided": [{"grammar": Grammar("regex", "[a-z ]{20}")}, {}, {"grammar": Grammar("regex", "(yes|no)")}],
+    "guided": [
+        {"grammar": Grammar("regex", "[a-z ]{20}")},
+        {},
+        {"grammar": Grammar("regex", "(yes|no)")},
+    ],
 }
-KINDS["all"] = [fields for each in KINDS.values() for fields in each] + [{"prompt_logprobs": 1}, {"embeds": True}]
+KINDS["all"] = [fields for each in KINDS.values() for fields in each] + [
+    {"prompt_logprobs": 1},
+    {"embeds": True},
+]
 
 
 @pytest.mark.parametrize("counts", [False, True], ids=["", "filters are recorded"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_without_graphs(kind: str, overlap: bool, counts: bool, hosts: Hosts) -> None:
+def test_tokens_are_those_without_graphs(
+    kind: str, overlap: bool, counts: bool, hosts: Hosts
+) -> None:
     host, log = hosts(overlap=overlap, counts=counts, cache="naive")
     prompts = random_prompts([3, 30, 1, 17, 40, 2] * 3, VOCAB_SIZE)
     each = [
-        SamplingParams(**{"max_tokens": 20 + i, "seed": i, "ignore_eos": True, **KINDS[kind][i % len(KINDS[kind])]})
+        SamplingParams(
+            **{
+                "max_tokens": 20 + i,
+                "seed": i,
+                "ignore_eos": True,
+                **KINDS[kind][i % len(KINDS[kind])],
+            }
+        )
         for i in range(len(prompts))
     ]
     with without_graphs(host):
@@ -176,17 +230,24 @@ def test_tokens_are_those_without_graphs(kind: str, overlap: bool, counts: bool,
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     assert log["forward"] > 15
     assert log["writes"] == 1, "pages are appended by graphs"
-    assert (log["choose"] == log["forward"]) == (kind not in ("changed", "all") and (counts or kind != "filtered"))
+    assert (log["choose"] == log["forward"]) == (
+        kind not in ("changed", "all") and (counts or kind != "filtered")
+    )
 
 
 def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
     host, log = hosts(max_prefill_length=50)
-    prompts, params = random_prompts([30, 140], VOCAB_SIZE), SamplingParams(max_tokens=1, temperature=0.0)
+    prompts, params = (
+        random_prompts([30, 140], VOCAB_SIZE),
+        SamplingParams(max_tokens=1, temperature=0.0),
+    )
     with without_graphs(host):
         expected = [host.ask([prompt], params)[0].tokens for prompt in prompts]
     other, log = hosts(max_prefill_length=50)
     assert [other.ask([prompt], params)[0].tokens for prompt in prompts] == expected
-    assert (log["forward"], log["choose"]) == (4, 2), "one step, and three of which the last samples"
+    assert (log["forward"], log["choose"]) == (4, 2), (
+        "one step, and three of which the last samples"
+    )
 
 
 @pytest.mark.parametrize("kind", ["told", "all"])
@@ -220,18 +281,25 @@ def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> 
     host, log = hosts(num_pages=40, overlap=True, max_prefill_length=60)
     prompts = random_prompts([source.randint(1, 60) for _ in range(40)], VOCAB_SIZE, seed)
     each = [
-        SamplingParams(**{"max_tokens": source.randint(5, 60), "seed": i, **source.choice(KINDS["all"][:-2])})
+        SamplingParams(
+            **{"max_tokens": source.randint(5, 60), "seed": i, **source.choice(KINDS["all"][:-2])}
+        )
         for i in range(len(prompts))
     ]
     with without_graphs(host):
         expected = host.ask(prompts, each)
-    assert [answer.tokens for answer in host.ask(prompts, each)] == [answer.tokens for answer in expected]
+    assert [answer.tokens for answer in host.ask(prompts, each)] == [
+        answer.tokens for answer in expected
+    ]
     assert host.scheduler._num_retractions > 0 and 0 < log["choose"] < log["forward"]
 
 
 def test_an_abort_between_replayed_steps_harms_nobody(hosts: Hosts) -> None:
     host, _ = hosts(overlap=True)
-    prompts, params = random_prompts([9] * 6, VOCAB_SIZE), SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    prompts, params = (
+        random_prompts([9] * 6, VOCAB_SIZE),
+        SamplingParams(max_tokens=30, seed=1, ignore_eos=True),
+    )
     expected = host.ask(prompts, params)
     step, aborted = host.scheduler.step, host._num_asked + 2
 
@@ -243,7 +311,9 @@ def test_an_abort_between_replayed_steps_harms_nobody(hosts: Hosts) -> None:
     host.scheduler.step = step_and_abort  # type: ignore[method-assign]
     answers = host.ask(prompts, params)
     assert answers[2].finish == "abort" and len(answers[2].tokens) < 30
-    assert [a.tokens for i, a in enumerate(answers) if i != 2] == [a.tokens for i, a in enumerate(expected) if i != 2]
+    assert [a.tokens for i, a in enumerate(answers) if i != 2] == [
+        a.tokens for i, a in enumerate(expected) if i != 2
+    ]
 
 
 def test_nothing_but_padding_is_written_to_what_pads(hosts: Hosts) -> None:
@@ -259,7 +329,10 @@ def test_a_filter_that_is_not_recorded_does_not_concern_greedy_requests(hosts: H
     host, log = hosts()
     for temperature, expected in ((0.0, 9), (1.0, 0)):
         log.clear()
-        host.ask([[1, 2]], SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True))
+        host.ask(
+            [[1, 2]],
+            SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True),
+        )
         assert (log["forward"], log["choose"]) == (9, expected)
 
 
@@ -281,7 +354,9 @@ def test_a_graph_has_room_for_a_page_a_request(
     assert has_room(TableWrites(pages, pages, tokens, tokens), fit) == expected
 
 
-def test_a_trial_records_few_and_counts_the_rest(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_records_few_and_counts_the_rest(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host, _ = hosts()
     engine, free = host._engine, 1000
     recorded: list[tuple[Kind, int]] = []
@@ -303,7 +378,9 @@ def test_a_trial_records_few_and_counts_the_rest(hosts: Hosts, monkeypatch: pyte
     assert graphs.fit(BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)) == (Kind.DECODES, 120)
 
 
-def test_no_graph_outlives_an_engine_that_was_interrupted(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_outlives_an_engine_that_was_interrupted(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a step half done, whose frames the exception holds: NCCL could not leave its group."""
     host, _ = hosts(overlap=True)
     engine = host._engine
@@ -319,7 +396,9 @@ def test_no_graph_outlives_an_engine_that_was_interrupted(hosts: Hosts, monkeypa
 
     monkeypatch.setattr(ForwardOutput, "wait", interrupted)
     try:
-        host.ask(random_prompts([5] * 3, VOCAB_SIZE), SamplingParams(max_tokens=20, ignore_eos=True))
+        host.ask(
+            random_prompts([5] * 3, VOCAB_SIZE), SamplingParams(max_tokens=20, ignore_eos=True)
+        )
     except KeyboardInterrupt:
         engine.close()
         gc.collect()

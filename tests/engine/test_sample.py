@@ -125,21 +125,33 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept(
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}], ids=str)
-def test_of_equally_likely_tokens_all_are_kept(filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kept(torch.tensor([1.0, 5.0, 5.0, 5.0]), SamplingParams(**filters), monkeypatch) == [1, 2, 3]
+def test_of_equally_likely_tokens_all_are_kept(
+    filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kept(torch.tensor([1.0, 5.0, 5.0, 5.0]), SamplingParams(**filters), monkeypatch) == [
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("other", [{}, {"top_k": 3}, {"min_p": 1e-40}], ids=str)
-def test_top_p_of_one_keeps_the_unlikeliest_token(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_p_of_one_keeps_the_unlikeliest_token(
+    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits_V = torch.tensor([0.0, -40.0, -80.0])
     assert kept(logits_V, SamplingParams(top_p=1.0, **other), monkeypatch) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9}], ids=str
+    "filters",
+    [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9}],
+    ids=str,
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_tokens_are_as_frequent_as_their_softmax_says(temperature: float, filters: dict[str, Any]) -> None:
+def test_tokens_are_as_frequent_as_their_softmax_says(
+    temperature: float, filters: dict[str, Any]
+) -> None:
     params = SamplingParams(temperature=temperature, **filters)
     logits_V, num_samples = random_logits(16, 1.5), 20_000
     kept_ids = kept_by_definition(logits_V, params)
@@ -188,8 +200,14 @@ def test_logits_are_left_alone() -> None:
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-38, 1e-42, 5e-324])
-def test_a_temperature_near_zero_is_almost_greedy(temperature: float, filters: dict[str, Any]) -> None:
-    for logits_V in (random_logits(SMALL, 4.0), random_logits(SMALL, 4.0) - 100, torch.tensor([0.0, -1.0, 2.0, 1.0])):
+def test_a_temperature_near_zero_is_almost_greedy(
+    temperature: float, filters: dict[str, Any]
+) -> None:
+    for logits_V in (
+        random_logits(SMALL, 4.0),
+        random_logits(SMALL, 4.0) - 100,
+        torch.tensor([0.0, -1.0, 2.0, 1.0]),
+    ):
         params = SamplingParams(temperature=temperature, **filters)
         parts = [part(params, position=position) for position in range(20)]
         chosen_B = sample(logits_V.repeat(20, 1), args_of(parts))

@@ -20,10 +20,19 @@ def seeded(seed: int | None) -> SamplingParams:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_crowd(arch: str, engine: Engines) -> None:
+def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_crowd(
+    arch: str, engine: Engines
+) -> None:
     alone = Host(engine(arch), config_of(Path())).ask([PROMPT], seeded(7))[0]
     config = config_of(Path(), overlap=True, max_prefill_length=7, seed=3)
-    others = [seeded(None), seeded(7), seeded(8), SamplingParams(max_tokens=9), seeded(-1), seeded(None)]
+    others = [
+        seeded(None),
+        seeded(7),
+        seeded(8),
+        SamplingParams(max_tokens=9),
+        seeded(-1),
+        seeded(None),
+    ]
     *_, last = Host(engine(arch, 16), config).ask([*CROWD, PROMPT], [*others, seeded(7)])
     assert last.tokens == alone.tokens
 
@@ -32,7 +41,9 @@ def test_a_seeded_request_that_lost_its_pages_gets_the_same_tokens(
     checkpoint: Callable[[str], Path], engine: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [PROMPT, *CROWD]
-    alone = [Host(engine("llama"), config_of(Path())).ask([prompt], seeded(7))[0] for prompt in prompts]
+    alone = [
+        Host(engine("llama"), config_of(Path())).ask([prompt], seeded(7))[0] for prompt in prompts
+    ]
     config = config_of(checkpoint("llama"), num_pages=24, overlap=True)
     with caplog.at_level("DEBUG", logger="minisgl.scheduler"):
         crowded = Host(WatchedEngine(config), config).ask(prompts, seeded(7))
@@ -41,7 +52,9 @@ def test_a_seeded_request_that_lost_its_pages_gets_the_same_tokens(
 
 
 def test_seeds_differ_and_so_do_positions(engine: Engines) -> None:
-    one, other = (Host(engine("llama"), config_of(Path())).ask([PROMPT], seeded(seed))[0] for seed in (1, 2))
+    one, other = (
+        Host(engine("llama"), config_of(Path())).ask([PROMPT], seeded(seed))[0] for seed in (1, 2)
+    )
     assert one.tokens != other.tokens
     assert len(set(one.tokens)) > 12
 

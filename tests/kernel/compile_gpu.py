@@ -93,28 +93,54 @@ def experts() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
         down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
-        many = [8192] if dtype == torch.bfloat16 else []  # the largest tiles are not for float32, where they spill
+        many = (
+            [8192] if dtype == torch.bfloat16 else []
+        )  # the largest tiles are not for float32, where they spill
         for tokens in (1, *(16 * few for few in gpu.experts._TILES if few), *many):
-            x, logits = torch.empty(tokens, width, dtype=dtype), torch.empty(tokens, num_experts, dtype=dtype)
-            weight, expert = logits[:, :each].contiguous(), torch.empty(tokens, each, dtype=torch.int32)
+            x, logits = (
+                torch.empty(tokens, width, dtype=dtype),
+                torch.empty(tokens, num_experts, dtype=dtype),
+            )
+            weight, expert = (
+                logits[:, :each].contiguous(),
+                torch.empty(tokens, each, dtype=torch.int32),
+            )
             gpu.route(logits, weight, expert, tokens > 1)
             gpu.moe(x, gate_up, down, weight, expert, x)
 
 
 def cuda(source: Path) -> None:
     """The kernels of a file in CUDA; those that may start before the one before them has ended have to wait for it."""
-    include = [f"-I{source.parent}", f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    include = [
+        f"-I{source.parent}",
+        f"-I{libinfo.find_include_path()}",
+        f"-I{libinfo.find_dlpack_include_path()}",
+    ]
     may_start_early = "may_start_early()" in source.read_text()
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernels.ptx", Path(folder) / "kernels.cubin"
-        output_of(nvcc(), *native._CUDA_FLAGS, "-arch=sm_90", *include, "--ptx", str(source), "-o", str(ptx))
-        usage = output_of(nvcc(), "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin))
+        output_of(
+            nvcc(),
+            *native._CUDA_FLAGS,
+            "-arch=sm_90",
+            *include,
+            "--ptx",
+            str(source),
+            "-o",
+            str(ptx),
+        )
+        usage = output_of(
+            nvcc(), "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
+        )
         size = cubin.stat().st_size
         code = {kernel.partition("(")[0]: kernel for kernel in ptx.read_text().split(".entry ")[1:]}
     for about in usage.split("Compiling entry function '")[1:]:
         symbol = about.partition("'")[0]
         name = re.search(r"::([\w<>]+)\(", output_of("c++filt", symbol))
-        registers, shared = (sum(map(int, re.findall(rf"(\d+) {what}", about))) for what in ("registers", "bytes smem"))
+        registers, shared = (
+            sum(map(int, re.findall(rf"(\d+) {what}", about)))
+            for what in ("registers", "bytes smem")
+        )
         spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", about)))
         waits = "waits" if "griddepcontrol.wait" in code[symbol] else "does not wait"
         print(
@@ -124,7 +150,9 @@ def cuda(source: Path) -> None:
 
 
 def output_of(*command: str) -> str:
-    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     return done.stdout
 
 

@@ -15,9 +15,23 @@ from minisgl.kernel import cuda_kernels_for, native
 
 STAND_IN = Path(__file__).with_name("cuda_on_cpu")
 OPTIONS = [
-    *("-std=c++20", "-O2", "-fPIC", "-U_FORTIFY_SOURCE"),  # which takes threads that are contexts for broken stacks
-    *("-fno-strict-aliasing", "-fsanitize=undefined", "-fno-sanitize=vptr", "-fsanitize-undefined-trap-on-error"),
-    *(f"-I{STAND_IN}", f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
+    *(
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-U_FORTIFY_SOURCE",
+    ),  # which takes threads that are contexts for broken stacks
+    *(
+        "-fno-strict-aliasing",
+        "-fsanitize=undefined",
+        "-fno-sanitize=vptr",
+        "-fsanitize-undefined-trap-on-error",
+    ),
+    *(
+        f"-I{STAND_IN}",
+        f"-I{libinfo.find_include_path()}",
+        f"-I{libinfo.find_dlpack_include_path()}",
+    ),
 ]
 
 
@@ -35,9 +49,14 @@ def cuda_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("kernels")
     sources = [*Path(native.__file__).with_name("csrc").glob("*.cu"), STAND_IN / "control.cpp"]
     objects = [str(folder / f"{source.stem}.o") for source in sources]
-    commands = [["c++", *OPTIONS, "-x", "c++", "-c", str(it), "-o", o] for it, o in zip(sources, objects, strict=True)]
+    commands = [
+        ["c++", *OPTIONS, "-x", "c++", "-c", str(it), "-o", o]
+        for it, o in zip(sources, objects, strict=True)
+    ]
     compilers = [subprocess.Popen(command) for command in commands]
     assert [compiler.wait() for compiler in compilers] == [0] * len(sources)
     library, ffi = folder / "cuda_on_cpu.so", Path(libinfo.find_libtvm_ffi()).parent
-    subprocess.run(["c++", "-shared", *objects, "-o", str(library), f"-L{ffi}", "-ltvm_ffi"], check=True)
+    subprocess.run(
+        ["c++", "-shared", *objects, "-o", str(library), f"-L{ffi}", "-ltvm_ffi"], check=True
+    )
     return tvm_ffi.load_module(str(library))

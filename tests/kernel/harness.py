@@ -19,7 +19,9 @@ interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-DOT_DTYPES = list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]  # the interpreter multiplies no bfloat16
+DOT_DTYPES = (
+    list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]
+)  # the interpreter multiplies no bfloat16
 
 
 def same(actual: Tensor, expected: Tensor) -> None:

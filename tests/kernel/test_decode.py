@@ -27,21 +27,36 @@ class Step:
     """Decodes of these lengths over a pool that is not a number wherever none of their contexts lies."""
 
     def __init__(
-        self, lengths: list[int], *, group: int = 3, num_kv_heads: int = 2, width: int = 64, page_size: int = 16
+        self,
+        lengths: list[int],
+        *,
+        group: int = 3,
+        num_kv_heads: int = 2,
+        width: int = 64,
+        page_size: int = 16,
     ) -> None:
         random = torch.Generator(DEVICE).manual_seed(len(lengths))
         numbers = lambda *shape: torch.randn(shape, generator=random, device=DEVICE).bfloat16()  # noqa: E731
         shuffled = lambda num: torch.randperm(num, generator=random, device=DEVICE).int()  # noqa: E731
-        num_heads, num_pages_B = group * num_kv_heads, [-(-length // page_size) for length in lengths]
+        num_heads, num_pages_B = (
+            group * num_kv_heads,
+            [-(-length // page_size) for length in lengths],
+        )
         self.page_size, self.shape = page_size, (num_heads, num_kv_heads, width)
         self.row_B = shuffled(NUM_ROWS)[: len(lengths)]
         self.position_B = torch.tensor(lengths, device=DEVICE).int() - 1
-        self.pages_RP = torch.full((NUM_ROWS, max(num_pages_B) + 1), NOBODY, dtype=torch.int32, device=DEVICE)
+        self.pages_RP = torch.full(
+            (NUM_ROWS, max(num_pages_B) + 1), NOBODY, dtype=torch.int32, device=DEVICE
+        )
         pages_X = 1 + shuffled(sum(num_pages_B) + 3)
         size = (int(pages_X.max()) + 1) * page_size
-        self.k_SKH, self.v_SKH = torch.full((2, size, num_kv_heads, width), torch.nan, device=DEVICE).bfloat16()
+        self.k_SKH, self.v_SKH = torch.full(
+            (2, size, num_kv_heads, width), torch.nan, device=DEVICE
+        ).bfloat16()
         self.slots_B = []
-        for row, length, pages in zip(self.row_B.tolist(), lengths, pages_X.split([*num_pages_B, 3]), strict=False):
+        for row, length, pages in zip(
+            self.row_B.tolist(), lengths, pages_X.split([*num_pages_B, 3]), strict=False
+        ):
             self.pages_RP[row, : len(pages)] = pages
             slots = pages.long()[:, None] * page_size + torch.arange(page_size, device=DEVICE)
             self.slots_B.append(slots.flatten()[:length])
@@ -59,14 +74,19 @@ class Step:
     def attend(self, own: BalancedDecode) -> Tensor:
         """In the middle of a tensor of which nothing else is written."""
         num_heads, _, width = self.shape
-        o_BNH = torch.full((len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE).bfloat16()
+        o_BNH = torch.full(
+            (len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE
+        ).bfloat16()
         own.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1])
         assert (o_BNH[-1] == UNTOUCHED).all() and (o_BNH[:, -1] == UNTOUCHED).all()
         assert not own._num_done.any()
         return o_BNH[:-1, :-1]
 
     def reference(self) -> Tensor:
-        o_BNH, token_B = torch.empty(self.q_BNH.shape, device=DEVICE), torch.arange(len(self.row_B), device=DEVICE)
+        o_BNH, token_B = (
+            torch.empty(self.q_BNH.shape, device=DEVICE),
+            torch.arange(len(self.row_B), device=DEVICE),
+        )
         where = self.pages_RP, self.page_size, token_B, self.row_B, self.position_B
         attend_decode_reference(self.q_BNH, self.k_SKH, self.v_SKH, *where, o_BNH)
         return o_BNH
@@ -94,7 +114,9 @@ def test_every_shape(cuda_kernels: Any, page_size: int, width: int, group: int) 
 
 
 @pytest.mark.parametrize("num_ranges", NUM_RANGES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} up to {max(lengths)}")
+@pytest.mark.parametrize(
+    "lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} up to {max(lengths)}"
+)
 def test_contexts_are_cut_anywhere(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
     step = Step(lengths)
     own = step.decode(cuda_kernels, num_ranges)
@@ -115,7 +137,9 @@ def test_a_plan_takes_the_place_of_the_one_before(cuda_kernels: Any) -> None:
 
 def test_heads_may_lie_apart(cuda_kernels: Any) -> None:
     step = Step(MIXED)
-    step.k_SKH, step.v_SKH = (x_SKH.transpose(0, 1).contiguous().transpose(0, 1) for x_SKH in (step.k_SKH, step.v_SKH))
+    step.k_SKH, step.v_SKH = (
+        x_SKH.transpose(0, 1).contiguous().transpose(0, 1) for x_SKH in (step.k_SKH, step.v_SKH)
+    )
     same(step.attend(step.decode(cuda_kernels, 5)), step.reference())
 
 
@@ -157,7 +181,9 @@ def test_each_token_counts_once(cuda_kernels: Any, lengths: list[int], num_range
 )
 def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
     row_B = torch.randperm(NUM_ROWS)[: len(lengths)].int()
-    own = BalancedDecode(cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges)
+    own = BalancedDecode(
+        cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges
+    )
     own.plan(row_B.to(DEVICE), torch.tensor(lengths, device=DEVICE).int() - 1)
 
     plan = own._plan.cpu()
@@ -167,7 +193,9 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
     tiles_B = [-(-length // TILE) for length in lengths]
     assert num_tiles == sum(tiles_B)
     assert size == max(-(-num_tiles // num_ranges), LEAST_TILES)
-    assert [request[1:] for request in requests] == torch.tensor([tiles_B, lengths, row_B.tolist()]).T.tolist()
+    assert [request[1:] for request in requests] == torch.tensor(
+        [tiles_B, lengths, row_B.tolist()]
+    ).T.tolist()
     line = [(b, tile) for b, num in enumerate(tiles_B) for tile in range(num)]
     assert [line[request[0]] for request in requests] == [(b, 0) for b in range(len(lengths))]
     assert [tuple(start) for start in starts[: -(-num_tiles // size)]] == line[::size]
@@ -176,7 +204,9 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
 def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
     num_requests = 2500
     tiles_B = torch.arange(num_requests) % 7 + 1
-    own = BalancedDecode(cuda_kernels, torch.zeros(num_requests, 1, device=DEVICE).int(), 16, (1, 1, 64), 33)
+    own = BalancedDecode(
+        cuda_kernels, torch.zeros(num_requests, 1, device=DEVICE).int(), 16, (1, 1, 64), 33
+    )
     own.plan(torch.arange(num_requests, device=DEVICE).int(), (tiles_B * TILE - 1).to(DEVICE).int())
     plan, first_B = own._plan.cpu(), tiles_B.cumsum(0) - tiles_B
     size, num_tiles = plan[:2].tolist()
@@ -189,7 +219,9 @@ def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
 
 @pytest.mark.parametrize("num_together", [1, 100])
 @pytest.mark.parametrize("seed", range(1, 13))
-@pytest.mark.parametrize("lengths", [[100, 5, 90, 161, 40], [64] * 12], ids=["cut anywhere", "cut into halves"])
+@pytest.mark.parametrize(
+    "lengths", [[100, 5, 90, 161, 40], [64] * 12], ids=["cut anywhere", "cut into halves"]
+)
 def test_any_block_may_be_the_last(
     cuda_kernels: Any, blocks: Any, lengths: list[int], seed: int, num_together: int
 ) -> None:
@@ -204,11 +236,16 @@ def test_any_block_may_be_the_last(
 
 
 @pytest.mark.parametrize("num_ranges", [1, 4, 50])
-def test_queries_and_last_tokens_may_come_late(cuda_kernels: Any, blocks: Any, num_ranges: int) -> None:
+def test_queries_and_last_tokens_may_come_late(
+    cuda_kernels: Any, blocks: Any, num_ranges: int
+) -> None:
     """The kernel before may still be writing them when this one starts."""
     step = Step(MIXED)
     expected_BNH, own = step.reference(), step.decode(cuda_kernels, num_ranges)
-    late = [step.qkv_BNH, *(x_SKH[slots[-1]] for slots in step.slots_B for x_SKH in (step.k_SKH, step.v_SKH))]
+    late = [
+        step.qkv_BNH,
+        *(x_SKH[slots[-1]] for slots in step.slots_B for x_SKH in (step.k_SKH, step.v_SKH)),
+    ]
     try:
         for place in late:
             value = place.clone()
@@ -252,7 +289,10 @@ def test_other_dtypes_are_not_taken(dtype: torch.dtype) -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    assert BalancedDecode.of(torch.zeros(2, 3, dtype=torch.int32), 16, (16, 8, 128), torch.bfloat16) is None
+    assert (
+        BalancedDecode.of(torch.zeros(2, 3, dtype=torch.int32), 16, (16, 8, 128), torch.bfloat16)
+        is None
+    )
 
 
 @pytest.mark.gpu
@@ -260,12 +300,21 @@ def test_a_cpu_has_none() -> None:
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
     """As many ranges as the device has room for; plans and layers replayed, while contexts grow."""
-    step = Step([137 * i % 925 + 140 for i in range(NUM_ROWS)], num_kv_heads=8, group=2, width=width, page_size=64)
+    step = Step(
+        [137 * i % 925 + 140 for i in range(NUM_ROWS)],
+        num_kv_heads=8,
+        group=2,
+        width=width,
+        page_size=64,
+    )
     own = BalancedDecode.of(step.pages_RP, 64, step.shape, torch.bfloat16)
     assert own
     own.plan(step.row_B, step.position_B)
     same(step.attend(own), step.reference())
-    end_B, o_2BNH = step.position_B.clone(), torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16()
+    end_B, o_2BNH = (
+        step.position_B.clone(),
+        torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16(),
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         own.plan(step.row_B, step.position_B)

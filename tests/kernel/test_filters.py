@@ -52,13 +52,17 @@ def by_definition(
     return sorted_BV.gather(1, is_kept_BV.sum(dim=1, keepdim=True) - 1).flatten().float()
 
 
-def same_tokens_are_kept(find: Any, logits_BV: Tensor, temperature: float, k: int, p: float, min_p: float) -> None:
+def same_tokens_are_kept(
+    find: Any, logits_BV: Tensor, temperature: float, k: int, p: float, min_p: float
+) -> None:
     """As by definition; a sum of float32 may see a share that is all but top_p on either side of it."""
     result_B = lowest(find, logits_BV, temperature, k, p, min_p)
     kept_B = (logits_BV.float() >= result_B[:, None]).sum(dim=1)
     told_apart_BV = logits_BV.float().masked_fill(logits_BV.abs() < SMALLEST, 0.0)
     most_B, fewest_B = (
-        (told_apart_BV >= lowest(by_definition, told_apart_BV, temperature, k, q, min_p)[:, None]).sum(dim=1)
+        (
+            told_apart_BV >= lowest(by_definition, told_apart_BV, temperature, k, q, min_p)[:, None]
+        ).sum(dim=1)
         for q in (min(p * (1 + 1e-5), 1.0), p * (1 - 1e-5) if p < 1 else p)
     )
     assert (kept_B >= fewest_B).all(), (kept_B, fewest_B)
@@ -67,7 +71,9 @@ def same_tokens_are_kept(find: Any, logits_BV: Tensor, temperature: float, k: in
 
 def numbers(batch_size: int, vocab_size: int, width: float, seed: int = 0) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    return (torch.randn(batch_size, vocab_size, generator=generator, device=DEVICE) * width).bfloat16()
+    return (
+        torch.randn(batch_size, vocab_size, generator=generator, device=DEVICE) * width
+    ).bfloat16()
 
 
 FILTERS = [
@@ -105,7 +111,9 @@ def test_counting_keeps_it_in_large_vocabularies(
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-def test_the_reference_keeps_what_the_definition_keeps(top_k: int, top_p: float, min_p: float) -> None:
+def test_the_reference_keeps_what_the_definition_keeps(
+    top_k: int, top_p: float, min_p: float
+) -> None:
     logits_BV = numbers(2, 9001, 2.0).float()
     same_tokens_are_kept(lowest_kept_reference, logits_BV, 1.0, min(top_k, 9001), top_p, min_p)
 
@@ -122,14 +130,18 @@ def test_rows_begin_and_end_anywhere(counted: Any, vocab_size: int, column: int)
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.0, 1e-30, 3e38, -3e38, math.inf, -math.inf])
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-def test_equal_logits_are_all_kept(counted: Any, top_k: int, top_p: float, min_p: float, value: float) -> None:
+def test_equal_logits_are_all_kept(
+    counted: Any, top_k: int, top_p: float, min_p: float, value: float
+) -> None:
     logits_BV = torch.full((1, 777), value, device=DEVICE).bfloat16()
     assert (logits_BV >= lowest(counted, logits_BV, 1.0, min(top_k, 777), top_p, min_p)).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125, 200.0])
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
-def test_many_ties_at_the_border(counted: Any, top_k: int, top_p: float, min_p: float, scale: float) -> None:
+def test_many_ties_at_the_border(
+    counted: Any, top_k: int, top_p: float, min_p: float, scale: float
+) -> None:
     logits_BV = numbers(2, 3000, 2.0).round() * scale
     same_tokens_are_kept(counted, logits_BV, 0.8 * scale, min(top_k, 3000), top_p, min_p)
 
@@ -137,7 +149,9 @@ def test_many_ties_at_the_border(counted: Any, top_k: int, top_p: float, min_p: 
 def test_magnitudes_at_the_ends(counted: Any) -> None:
     values = [LARGEST, 4064.0, 1.0, 2.0**-14, SMALLEST, 2.0**-16]
     logits_BV = torch.tensor([[*values, *(-x for x in values)]], device=DEVICE).bfloat16()
-    kept = [int((logits_BV >= lowest(counted, logits_BV, 1.0, k, 1.0, 0.0)).sum()) for k in range(1, 13)]
+    kept = [
+        int((logits_BV >= lowest(counted, logits_BV, 1.0, k, 1.0, 0.0)).sum()) for k in range(1, 13)
+    ]
     assert kept == [1, 2, 3, 4, 5, 7, 7, 8, 9, 10, 11, 12]
 
 
@@ -178,6 +192,8 @@ def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
 
 @pytest.mark.skipif(not shutil.which(nvcc()), reason="there is no nvcc")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_the_kernels_compile(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_kernels_compile(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
     assert native.load_cuda_kernels.__wrapped__(*capability) is not None

@@ -55,7 +55,8 @@ def test_silu(random: torch.Generator, tokens: int, width: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "width"), [(2, 2, 16), (6, 2, 64), (16, 2, 128), (40, 8, 32), (5, 1, 20)]
+    ("num_heads", "num_kv_heads", "width"),
+    [(2, 2, 16), (6, 2, 64), (16, 2, 128), (40, 8, 32), (5, 1, 20)],
 )
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_heads_are_normed_turned_and_stored(
@@ -91,7 +92,10 @@ def test_heads_are_normed_turned_and_stored(
 def test_tables_are_changed_and_looked_up(random: torch.Generator) -> None:
     pages = torch.randint(100, (7, 30), generator=random, device=DEVICE, dtype=torch.int32)
     tokens = torch.randint(1000, (7, 30 * 4), generator=random, device=DEVICE, dtype=torch.int32)
-    expected, index = pages.clone(), torch.randperm(pages.numel(), generator=random, device=DEVICE)[:40].int()
+    expected, index = (
+        pages.clone(),
+        torch.randperm(pages.numel(), generator=random, device=DEVICE)[:40].int(),
+    )
     value = torch.arange(40, dtype=torch.int32, device=DEVICE)
     expected.view(-1)[index.long()] = value
     gpu.scatter(pages, index, value)
@@ -102,14 +106,20 @@ def test_tables_are_changed_and_looked_up(random: torch.Generator) -> None:
     ids_T, slot_T = torch.empty(2, 300, dtype=torch.int64, device=DEVICE)
     gpu.look_up(row_T, position_T, tokens, pages, 4, ids_T, slot_T)
     assert torch.equal(ids_T, tokens[row_T.long(), position_T.long()].long())
-    assert torch.equal(slot_T, pages[row_T.long(), position_T.long() // 4].long() * 4 + position_T % 4)
+    assert torch.equal(
+        slot_T, pages[row_T.long(), position_T.long() // 4].long() * 4 + position_T % 4
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_words", [256, 16])
 @pytest.mark.parametrize("vocab_size", [32, 130, 9001])
 def test_banned_tokens_and_no_others_lose_their_logits(
-    random: torch.Generator, monkeypatch: pytest.MonkeyPatch, vocab_size: int, num_words: int, dtype: torch.dtype
+    random: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    vocab_size: int,
+    num_words: int,
+    dtype: torch.dtype,
 ) -> None:
     """Masks lie in memory of the host, which a GPU reads, too."""
     monkeypatch.setattr("minisgl.kernel.gpu.mask._WORDS", num_words)
@@ -146,7 +156,9 @@ def test_tokens_are_the_best_after_noise(
             hidden = (kept_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
             kept_BV = kept_BV.masked_fill(hidden, -torch.inf)
         noise_BV = gumbel_noise(seed_B, position_B.long(), vocab_size)
-        assert torch.equal(token_B.long(), (kept_BV + temperature_B[:, None] * noise_BV).argmax(dim=1))
+        assert torch.equal(
+            token_B.long(), (kept_BV + temperature_B[:, None] * noise_BV).argmax(dim=1)
+        )
 
 
 @pytest.mark.parametrize("num_kept", [1, 40, 9001])
@@ -158,9 +170,14 @@ def test_blocks_without_noise_hold_no_best_token(
     monkeypatch.setattr(gpu.sample, "_PROGRAMS", 24)
     logits_BV = numbers(random, 12, 9001) * width
     temperature_B = torch.tensor([0.0, 1e-30, 0.1, 1.0, 1.0, 100.0] * 2, device=DEVICE)
-    seed_B, position_B = torch.arange(12, device=DEVICE) - 6, torch.arange(12, device=DEVICE).int() % 5
+    seed_B, position_B = (
+        torch.arange(12, device=DEVICE) - 6,
+        torch.arange(12, device=DEVICE).int() % 5,
+    )
     lowest_B = logits_BV.sort(descending=True).values[:, num_kept - 1].contiguous()
-    token_B = gpu.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B)
+    token_B = gpu.choose_tokens(
+        logits_BV, lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B
+    )
     noise_BV = gumbel_noise(seed_B, position_B.long(), 9001) * temperature_B[:, None]
     hidden_BV = (logits_BV < lowest_B[:, None]) & (temperature_B > 0)[:, None]
     expected_B = (logits_BV + noise_BV).masked_fill(hidden_BV, -torch.inf).argmax(dim=1)
@@ -169,7 +186,11 @@ def test_blocks_without_noise_hold_no_best_token(
 
 def test_the_most_noise_there_is_wins_from_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)
-    seed_B, position_B, token = torch.tensor([64], device=DEVICE), torch.tensor([7], device=DEVICE), 9096
+    seed_B, position_B, token = (
+        torch.tensor([64], device=DEVICE),
+        torch.tensor([7], device=DEVICE),
+        9096,
+    )
     noise_BV = gumbel_noise(seed_B, position_B, token + 10)
     logits_BV = torch.full_like(noise_BV, -40.0)
     logits_BV[0, token], logits_BV[0, 3] = 0.0, noise_BV[0, token] - noise_BV[0, 3] - 0.01
@@ -181,7 +202,9 @@ def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
     ints = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     logits_BV = torch.zeros(1, 5000, device=DEVICE)
     logits_BV[0, [70, 3000, 4999]] = 1.0
-    token_B = gpu.choose_tokens(logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints)
+    token_B = gpu.choose_tokens(
+        logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints
+    )
     assert token_B.tolist() == [70]
 
 
@@ -191,21 +214,34 @@ def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
 def test_the_product_of_one_token(
     random: torch.Generator, has_bias: bool, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
-    x, weight = numbers(random, 1, inputs, dtype=dtype), numbers(random, outputs, inputs, dtype=dtype) / inputs**0.5
+    x, weight = (
+        numbers(random, 1, inputs, dtype=dtype),
+        numbers(random, outputs, inputs, dtype=dtype) / inputs**0.5,
+    )
     bias = numbers(random, outputs, dtype=dtype) if has_bias else None
-    expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    expected = torch.nn.functional.linear(
+        x.float(), weight.float(), None if bias is None else bias.float()
+    )
     same(gpu.one_token_linear(x, weight, bias), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize(("page_size", "width"), [(1, 64), (16, 128), (3, 20)])
-def test_decodes(random: torch.Generator, page_size: int, width: int, group: int, dtype: torch.dtype) -> None:
+def test_decodes(
+    random: torch.Generator, page_size: int, width: int, group: int, dtype: torch.dtype
+) -> None:
     num_kv_heads, num_pages = 2, 400 // page_size
     pool = numbers(random, 2, num_pages * page_size, num_kv_heads, width, dtype=dtype)
-    pages = torch.randperm(num_pages, generator=random, device=DEVICE).int()[: num_pages // 4 * 4].view(4, -1)
+    pages = (
+        torch.randperm(num_pages, generator=random, device=DEVICE)
+        .int()[: num_pages // 4 * 4]
+        .view(4, -1)
+    )
     q = numbers(random, 9, group * num_kv_heads, width, dtype=dtype)
-    token, row, position = (torch.tensor(x, device=DEVICE) for x in ([8, 0, 3], [2, 0, 3], [0, 95, 41]))
+    token, row, position = (
+        torch.tensor(x, device=DEVICE) for x in ([8, 0, 3], [2, 0, 3], [0, 95, 41])
+    )
     outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
     gpu.attend_decode(q, *pool, pages, page_size, token, row, position, outputs[0])
     attend_decode_reference(q, *pool, pages, page_size, token, row, position, outputs[1])
@@ -213,20 +249,20 @@ def test_decodes(random: torch.Generator, page_size: int, width: int, group: int
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("num_shared", [0, 4, 64, 92])
+@pytest.mark.parametrize("num_shared_tokens", [0, 4, 64, 92])
 @pytest.mark.parametrize(("batch_size", "group"), [(1, 2), (5, 1), (40, 3)])
 def test_decodes_that_share_their_first_pages(
-    random: torch.Generator, batch_size: int, group: int, num_shared: int, dtype: torch.dtype
+    random: torch.Generator, batch_size: int, group: int, num_shared_tokens: int, dtype: torch.dtype
 ) -> None:
     page_size, num_kv_heads, width = 4, 2, 32
     pool = numbers(random, 2, 4000, num_kv_heads, width, dtype=dtype)
     pages = torch.randperm(1000, generator=random, device=DEVICE).int()[: 40 * 25].view(40, 25)
-    pages[:, : num_shared // page_size] = pages[0, : num_shared // page_size]
+    pages[:, : num_shared_tokens // page_size] = pages[0, : num_shared_tokens // page_size]
     q = numbers(random, batch_size, group * num_kv_heads, width, dtype=dtype)
     row = torch.randperm(40, generator=random, device=DEVICE)[:batch_size]
-    position = torch.randint(num_shared, 100, (batch_size,), generator=random, device=DEVICE)
+    position = torch.randint(num_shared_tokens, 100, (batch_size,), generator=random, device=DEVICE)
     shared, token = (
-        torch.tensor([num_shared], dtype=torch.int32, device=DEVICE),
+        torch.tensor([num_shared_tokens], dtype=torch.int32, device=DEVICE),
         torch.arange(batch_size, device=DEVICE),
     )
     outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
@@ -258,4 +294,6 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     for line in lines:
         assert line.endswith(", follows" if line.startswith("find_lowest") else ", waits"), line
         assert int(line.split(" of shared memory")[0].split()[-1]) < SHARED_MEMORY, line
-        assert " 0 spilled" in line or "spilled of torch.float32" in line, line  # float32 is not there for speed
+        assert " 0 spilled" in line or "spilled of torch.float32" in line, (
+            line
+        )  # float32 is not there for speed

@@ -16,8 +16,12 @@ pytestmark = pytest.mark.gpu
 FEW = 4  # tokens whose experts are not listed
 
 
-def distinct_logits(random: torch.Generator, tokens: int, num_experts: int, dtype: torch.dtype) -> Tensor:
-    return (torch.rand(tokens, num_experts, generator=random, device=DEVICE).argsort(dim=1) / 16).to(dtype)
+def distinct_logits(
+    random: torch.Generator, tokens: int, num_experts: int, dtype: torch.dtype
+) -> Tensor:
+    return (
+        torch.rand(tokens, num_experts, generator=random, device=DEVICE).argsort(dim=1) / 16
+    ).to(dtype)
 
 
 def routed(logits_TE: Tensor, each: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -30,10 +34,16 @@ def routed(logits_TE: Tensor, each: int, *, normalize: bool) -> tuple[Tensor, Te
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "each"), [(0, 5, 2), (1, 1, 1), (3, 5, 5), (9, 5, 3), (4, 128, 8), (2, 60, 6)]
+    ("tokens", "num_experts", "each"),
+    [(0, 5, 2), (1, 1, 1), (3, 5, 5), (9, 5, 3), (4, 128, 8), (2, 60, 6)],
 )
 def test_tokens_go_to_the_best_experts(
-    random: torch.Generator, tokens: int, num_experts: int, each: int, normalize: bool, dtype: torch.dtype
+    random: torch.Generator,
+    tokens: int,
+    num_experts: int,
+    each: int,
+    normalize: bool,
+    dtype: torch.dtype,
 ) -> None:
     logits_TE = distinct_logits(random, tokens, num_experts, dtype)
     weight_TA, expert_TA = routed(logits_TE, each, normalize=normalize)
@@ -60,19 +70,27 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist() -> None:
 def test_each_expert_lists_its_pairs_in_order(
     random: torch.Generator, tokens: int, each: int, num_experts: int
 ) -> None:
-    expert_TA = torch.randint(max(1, num_experts - 2), (tokens, each), generator=random, device=DEVICE)
+    expert_TA = torch.randint(
+        max(1, num_experts - 2), (tokens, each), generator=random, device=DEVICE
+    )
     for dtype in (torch.int32, torch.int64):
         pair_EP, count_E = gpu.list_pairs(expert_TA.to(dtype), num_experts)
         for expert, count in enumerate(count_E.tolist()):
-            assert torch.equal(pair_EP[expert, :count], (expert_TA.flatten() == expert).nonzero().flatten().int())
+            assert torch.equal(
+                pair_EP[expert, :count], (expert_TA.flatten() == expert).nonzero().flatten().int()
+            )
 
 
-def experts(random: torch.Generator, num: int, width: int, mlp_width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def experts(
+    random: torch.Generator, num: int, width: int, mlp_width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     gate_up_EXD = numbers(random, num, 2 * mlp_width, width, dtype=dtype) / width**0.5
     return gate_up_EXD, numbers(random, num, width, mlp_width, dtype=dtype) / mlp_width**0.5
 
 
-def check(x_TD: Tensor, weights: tuple[Tensor, Tensor], weight_TA: Tensor, expert_TA: Tensor) -> None:
+def check(
+    x_TD: Tensor, weights: tuple[Tensor, Tensor], weight_TA: Tensor, expert_TA: Tensor
+) -> None:
     y_TD = torch.full_like(x_TD, torch.nan)
     gpu.moe(x_TD, *weights, weight_TA, expert_TA, y_TD)
     wide = moe_reference(x_TD.float(), *(w.float() for w in weights), weight_TA.float(), expert_TA)
@@ -81,7 +99,8 @@ def check(x_TD: Tensor, weights: tuple[Tensor, Tensor], weight_TA: Tensor, exper
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize(
-    ("num_experts", "each", "width", "mlp_width"), [(5, 3, 20, 10), (3, 1, 130, 70), (16, 8, 24, 12), (2, 2, 36, 90)]
+    ("num_experts", "each", "width", "mlp_width"),
+    [(5, 3, 20, 10), (3, 1, 130, 70), (16, 8, 24, 12), (2, 2, 36, 90)],
 )
 @pytest.mark.parametrize("tokens", [0, 1, FEW, FEW + 1, 7, 40])
 def test_experts(
@@ -96,7 +115,9 @@ def test_experts(
     weights = experts(random, num_experts, width, mlp_width, dtype)
     score_TE = torch.rand(tokens, num_experts, generator=random, device=DEVICE)
     weight_TA, expert_TA = score_TE.topk(each)
-    check(numbers(random, tokens, width, dtype=dtype), weights, weight_TA.to(dtype), expert_TA.int())
+    check(
+        numbers(random, tokens, width, dtype=dtype), weights, weight_TA.to(dtype), expert_TA.int()
+    )
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -107,7 +128,12 @@ def test_rows_longer_than_a_block(
     monkeypatch.setattr(gpu.experts, "_BLOCK", 32)
     monkeypatch.setattr(gpu.experts, "_DOWN_NUMBERS", 64)
     weight_TA, expert_TA = torch.rand(tokens, 3, generator=random, device=DEVICE).topk(2)
-    check(numbers(random, tokens, 70, dtype=dtype), experts(random, 3, 70, 90, dtype), weight_TA.to(dtype), expert_TA)
+    check(
+        numbers(random, tokens, 70, dtype=dtype),
+        experts(random, 3, 70, 90, dtype),
+        weight_TA.to(dtype),
+        expert_TA,
+    )
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -121,16 +147,24 @@ def test_experts_that_everybody_or_nobody_chose(
     unused = torch.ones(num_experts, dtype=torch.bool, device=DEVICE)
     unused[expert_TA.flatten()] = False
     gate_up_EXD[unused], down_EDF[unused] = torch.nan, torch.nan
-    x_TD, weight_TA = numbers(random, tokens, 70, dtype=dtype), numbers(random, tokens, 2, dtype=dtype)
+    x_TD, weight_TA = (
+        numbers(random, tokens, 70, dtype=dtype),
+        numbers(random, tokens, 2, dtype=dtype),
+    )
     check(x_TD, (gate_up_EXD, down_EDF), weight_TA, expert_TA)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 8, 100, 256, 500, 3000])
-def test_experts_of_real_widths_in_a_graph(random: torch.Generator, tokens: int, dtype: torch.dtype) -> None:
+def test_experts_of_real_widths_in_a_graph(
+    random: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
     weights = experts(random, 128, 2048, 768, dtype)
-    x_TD, logits_TE = numbers(random, tokens, 2048, dtype=dtype), distinct_logits(random, tokens, 128, dtype)
+    x_TD, logits_TE = (
+        numbers(random, tokens, 2048, dtype=dtype),
+        distinct_logits(random, tokens, 128, dtype),
+    )
     y_TD = moe(x_TD, *weights, *route(logits_TE, 8, True))  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -143,7 +177,9 @@ def test_experts_of_real_widths_in_a_graph(random: torch.Generator, tokens: int,
     same(y_TD, wide.to(dtype))
 
 
-def test_a_cpu_takes_the_references(monkeypatch: pytest.MonkeyPatch, random: torch.Generator) -> None:
+def test_a_cpu_takes_the_references(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator
+) -> None:
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: object())
     logits_TE, weights = torch.randn(3, 5), experts(random, 5, 8, 4, torch.float32)
     routes = route(logits_TE, 2, True)

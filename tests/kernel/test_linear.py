@@ -10,7 +10,10 @@ import torch
 from minisgl.kernel import CpuLinear
 
 INPUTS, OUTPUTS = 96, 40
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # relative to the sum of absolute products
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 2.0**-7,
+}  # relative to the sum of absolute products
 
 
 @pytest.fixture
@@ -24,7 +27,9 @@ def mkldnn_enabled() -> Iterator[None]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_cpu_linear_equals_float64(dtype: torch.dtype, pack: bool, bias: bool, num_tokens: int) -> None:
+def test_cpu_linear_equals_float64(
+    dtype: torch.dtype, pack: bool, bias: bool, num_tokens: int
+) -> None:
     random = torch.Generator().manual_seed(num_tokens)
     weight_FD = torch.randn(OUTPUTS, INPUTS, generator=random).to(dtype)
     bias_F = torch.randn(OUTPUTS, generator=random).to(dtype) if bias else None

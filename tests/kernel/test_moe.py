@@ -11,14 +11,20 @@ from minisgl.kernel import moe_reference
 WIDTH, MLP_WIDTH = 12, 10
 
 
-def loop(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+def loop(
+    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+) -> Tensor:
     """In float64, token by token."""
     out_TD = torch.zeros_like(x_TD, dtype=torch.float64)
     for token, x_D in enumerate(x_TD.double()):
-        for weight, expert in zip(weight_TA[token].tolist(), expert_TA[token].tolist(), strict=True):
+        for weight, expert in zip(
+            weight_TA[token].tolist(), expert_TA[token].tolist(), strict=True
+        ):
             gate_F = gate_up_EXD[expert, :MLP_WIDTH].double() @ x_D
             up_F = gate_up_EXD[expert, MLP_WIDTH:].double() @ x_D
-            out_TD[token] += weight * (down_EDF[expert].double() @ (gate_F / (1 + torch.exp(-gate_F)) * up_F))
+            out_TD[token] += weight * (
+                down_EDF[expert].double() @ (gate_F / (1 + torch.exp(-gate_F)) * up_F)
+            )
     return out_TD
 
 
@@ -42,5 +48,7 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     gate_up_EXD = torch.full((3, 2 * MLP_WIDTH, WIDTH), torch.nan)
     down_EDF = torch.full((3, WIDTH, MLP_WIDTH), torch.nan)
     gate_up_EXD[1], down_EDF[1] = 1.0, 1.0
-    out_TD = moe_reference(torch.ones(2, WIDTH), gate_up_EXD, down_EDF, torch.ones(2, 1), torch.ones(2, 1).long())
+    out_TD = moe_reference(
+        torch.ones(2, WIDTH), gate_up_EXD, down_EDF, torch.ones(2, 1), torch.ones(2, 1).long()
+    )
     assert torch.isfinite(out_TD).all()

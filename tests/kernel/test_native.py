@@ -53,15 +53,21 @@ def same(results: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", SIZES)
-def test_norms(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype) -> None:
-    x, residual, weight = (torch.randn(n, 72, generator=random).to(dtype) for n in (tokens, tokens, 1))
+def test_norms(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
+    x, residual, weight = (
+        torch.randn(n, 72, generator=random).to(dtype) for n in (tokens, tokens, 1)
+    )
     same(both(monkeypatch, lambda: rms_norm(x, weight[0], 1e-5)), dtype)
     same(both(monkeypatch, lambda: add_rms_norm(x, residual.clone(), weight[0], 1e-5)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [32, 130, 5000])
-def test_masks(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, vocab_size: int, dtype: torch.dtype) -> None:
+def test_masks(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, vocab_size: int, dtype: torch.dtype
+) -> None:
     logits_BV = torch.randn(4, vocab_size, generator=random).to(dtype)
     bits_XW = torch.randint(-(2**31), 2**31, (2, -(-vocab_size // 32)), generator=random).int()
 
@@ -78,7 +84,9 @@ def test_masks(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, vocab_s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", SIZES)
-def test_silu(monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype) -> None:
+def test_silu(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
     gate, up = (torch.randn(tokens, 130, generator=random) * 20).to(dtype).chunk(2, dim=1)
     same(both(monkeypatch, lambda: silu_and_mul(gate, up)), dtype)
 
@@ -97,19 +105,24 @@ def test_heads_are_normed_turned_and_stored(
 ) -> None:
     qkv = torch.randn(tokens, 6 + 2 + 2, width, generator=random).to(dtype)
     rotation = Rotation(
-        *torch.randn(2, 50, width, generator=random).to(dtype), torch.randint(50, (tokens,), generator=random)
+        *torch.randn(2, 50, width, generator=random).to(dtype),
+        torch.randint(50, (tokens,), generator=random),
     )
     weights = torch.randn(2, width, generator=random).to(dtype)
     slot_T = torch.randperm(500, generator=random)[:tokens]
 
     def call() -> Tensor:
-        pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(1, 2)  # head first, as the pool has it
+        pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(
+            1, 2
+        )  # head first, as the pool has it
         norms = HeadNorms(weights[0], weights[1], 1e-5) if has_norms else None
         mine = qkv.clone()
         rotate_and_store(mine, norms, rotation, slot_T, pools[0], pools[1])
         return torch.cat((mine.flatten(), pools.flatten()))
 
-    tolerance = {torch.float32: 2e-5, torch.bfloat16: 6e-2}[dtype]  # torch rounds after every operator
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 6e-2}[
+        dtype
+    ]  # torch rounds after every operator
     compiled, reference = both(monkeypatch, call)
     torch.testing.assert_close(compiled, reference, atol=tolerance, rtol=tolerance)
 
@@ -118,13 +131,21 @@ def test_heads_are_normed_turned_and_stored(
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("width", [20, 64, 128])
 def test_decodes(
-    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, width: int, group: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    random: torch.Generator,
+    width: int,
+    group: int,
+    dtype: torch.dtype,
 ) -> None:
     page_size, num_kv_heads = 4, 2
     pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
     page_table = torch.randperm(100, generator=random).int().view(4, 25)
     q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
-    token, row, position = torch.tensor([8, 0, 3]), torch.tensor([2, 0, 3]), torch.tensor([0, 98, 41])
+    token, row, position = (
+        torch.tensor([8, 0, 3]),
+        torch.tensor([2, 0, 3]),
+        torch.tensor([0, 98, 41]),
+    )
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
@@ -138,7 +159,11 @@ def test_decodes(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 5), (7, 3), (100, 128)])
 def test_causal_softmax(
-    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, start: int, length: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    random: torch.Generator,
+    start: int,
+    length: int,
+    dtype: torch.dtype,
 ) -> None:
     score = (torch.randn(2, 3 * length, start + length, generator=random) * 30).to(dtype)
 
@@ -155,12 +180,17 @@ def test_causal_softmax(
 def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
     assert kernels_for(torch.empty(1, dtype=torch.float16)) is None
     assert kernels_for(torch.empty(1, device="meta")) is None
-    assert torch.equal(rms_norm(torch.ones(1, 4).half(), torch.ones(4).half(), 0.0), torch.ones(1, 4).half())
+    assert torch.equal(
+        rms_norm(torch.ones(1, 4).half(), torch.ones(4).half(), 0.0), torch.ones(1, 4).half()
+    )
 
 
 @pytest.mark.parametrize(
     ("load", "compiler"),
-    [(native.load_cpu_kernels.__wrapped__, "c++"), (partial(native.load_cuda_kernels.__wrapped__, 9, 0), "nvcc")],
+    [
+        (native.load_cpu_kernels.__wrapped__, "c++"),
+        (partial(native.load_cuda_kernels.__wrapped__, 9, 0), "nvcc"),
+    ],
 )
 def test_without_a_compiler_the_reference_is_used_and_it_is_said_why(
     load: Callable[[], object],

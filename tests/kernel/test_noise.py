@@ -55,7 +55,9 @@ GOLDEN = {  # first five tokens; what a seed gives must never change
 
 @pytest.mark.parametrize(("seed", "position"), GOLDEN)
 def test_noise_is_what_it_always_was(seed: int, position: int) -> None:
-    torch.testing.assert_close(noise(seed, position, 5), torch.tensor(GOLDEN[seed, position]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        noise(seed, position, 5), torch.tensor(GOLDEN[seed, position]), atol=1e-5, rtol=0
+    )
 
 
 def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
@@ -76,7 +78,9 @@ def test_noise_has_the_quantiles_of_a_gumbel_distribution(quantile: float) -> No
 @pytest.mark.parametrize("vary", ["seed", "seed's high half", "position"])
 def test_neighbouring_requests_have_unrelated_noise(vary: str) -> None:
     steps = torch.arange(64)
-    seed_B = {"seed": steps, "seed's high half": steps << 32, "position": torch.zeros_like(steps)}[vary]
+    seed_B = {"seed": steps, "seed's high half": steps << 32, "position": torch.zeros_like(steps)}[
+        vary
+    ]
     position_B = steps if vary == "position" else torch.zeros_like(steps)
     noise_BV = gumbel_noise(seed_B, position_B, 4096).double()
     correlation_BB = torch.corrcoef(noise_BV) - torch.eye(64)
@@ -92,7 +96,9 @@ def test_neighbouring_tokens_have_unrelated_noise() -> None:
 def test_noise_of_a_request_is_the_same_in_any_batch_and_any_vocabulary() -> None:
     seed_B, position_B = torch.tensor([5, 9, -3]), torch.tensor([2, 2, 40])
     together = gumbel_noise(seed_B, position_B, 1000)
-    alone = torch.stack([noise(int(s), int(p), 1000) for s, p in zip(seed_B, position_B, strict=True)])
+    alone = torch.stack(
+        [noise(int(s), int(p), 1000) for s, p in zip(seed_B, position_B, strict=True)]
+    )
     assert torch.equal(together, alone)
     assert torch.equal(together[:, :77], gumbel_noise(seed_B, position_B, 77))
 

@@ -24,22 +24,30 @@ def by_formula(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 64), (7, 576), (15, 16), (2, 1)], ids=str)
 @pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 1e4])
-def test_rms_norm_equals_its_formula(size: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_equals_its_formula(
+    size: float, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x, weight_D = (numbers(*shape) * size).to(dtype), numbers(shape[-1], seed=1).to(dtype)
     normed = rms_norm(x, weight_D, EPS)
     assert normed.dtype == dtype
-    torch.testing.assert_close(normed.double(), by_formula(x, weight_D, EPS), atol=1e-6, rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        normed.double(), by_formula(x, weight_D, EPS), atol=1e-6, rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("mean", [1.0, 100.0])
 def test_a_mean_is_not_taken_away(mean: float) -> None:
     x, weight_D = numbers(4, 32) + mean, torch.ones(32)
-    torch.testing.assert_close(rms_norm(x, weight_D, EPS).double(), by_formula(x, weight_D, EPS), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rms_norm(x, weight_D, EPS).double(), by_formula(x, weight_D, EPS), atol=1e-5, rtol=0
+    )
 
 
 def test_epsilon_counts() -> None:
     x, weight_D = numbers(4, 32), torch.ones(32)
-    torch.testing.assert_close(rms_norm(x, weight_D, 2.0).double(), by_formula(x, weight_D, 2.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rms_norm(x, weight_D, 2.0).double(), by_formula(x, weight_D, 2.0), atol=1e-5, rtol=0
+    )
 
 
 def test_zeros_stay_zeros() -> None:
@@ -50,7 +58,10 @@ def test_one_outlier_leaves_the_other_rows_alone() -> None:
     x = numbers(3, 64)
     x[1, 5] = 1e6
     torch.testing.assert_close(
-        rms_norm(x, torch.ones(64), EPS).double(), by_formula(x, torch.ones(64), EPS), atol=1e-5, rtol=1e-5
+        rms_norm(x, torch.ones(64), EPS).double(),
+        by_formula(x, torch.ones(64), EPS),
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 

@@ -25,7 +25,9 @@ def pools(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("layout", ["slot first", "head first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 1, 20, SLOTS])
-def test_store_kv_writes_its_slots_and_no_others(tokens: int, dtype: torch.dtype, layout: str) -> None:
+def test_store_kv_writes_its_slots_and_no_others(
+    tokens: int, dtype: torch.dtype, layout: str
+) -> None:
     random = torch.Generator().manual_seed(tokens)
     slot_T = torch.randperm(SLOTS, generator=random)[:tokens]
     k_TKH, v_TKH = torch.randn(2, tokens, HEADS, WIDTH, generator=random).to(dtype)

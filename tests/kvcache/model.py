@@ -16,7 +16,9 @@ def ids(*tokens: int) -> IntArray:
 
 def whole_pages(first_tokens: str, page_size: int) -> IntArray:
     """One page for each letter: equal letters, equal pages."""
-    return np.array([ord(letter) * 100 + i for letter in first_tokens for i in range(page_size)], dtype=np.int32)
+    return np.array(
+        [ord(letter) * 100 + i for letter in first_tokens for i in range(page_size)], dtype=np.int32
+    )
 
 
 class PageDict:
@@ -65,4 +67,9 @@ class PageDict:
 def snapshot(cache: BasePrefixCache, handles: list[BaseCacheHandle]) -> tuple[object, ...]:
     """What can be seen of a cache from outside."""
     held = sorted(cache.check_integrity().tolist())
-    return held, cache.num_pages, cache.num_evictable, [cache.pages(handle).tolist() for handle in handles]
+    return (
+        held,
+        cache.num_pages,
+        cache.num_evictable,
+        [cache.pages(handle).tolist() for handle in handles],
+    )

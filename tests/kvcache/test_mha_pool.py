@@ -21,7 +21,10 @@ def test_a_pool_takes_the_bytes_it_announces() -> None:
     pool = make_pool()
     num_elements = sum(pool.k_cache(i).numel() + pool.v_cache(i).numel() for i in range(LAYERS))
 
-    assert MHAKVCache.page_bytes(LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, itemsize=4) * PAGES == num_elements * 4
+    assert (
+        MHAKVCache.page_bytes(LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, itemsize=4) * PAGES
+        == num_elements * 4
+    )
 
 
 def test_store_writes_one_layer_at_its_slots_and_nothing_else() -> None:
@@ -33,9 +36,15 @@ def test_store_writes_one_layer_at_its_slots_and_nothing_else() -> None:
 
     assert torch.equal(pool.k_cache(1)[slot_T], k_TKH)
     assert torch.equal(pool.v_cache(1)[slot_T], v_TKH)
-    store_kv(torch.zeros_like(k_TKH), torch.zeros_like(v_TKH), pool.k_cache(1), pool.v_cache(1), slot_T)
+    store_kv(
+        torch.zeros_like(k_TKH), torch.zeros_like(v_TKH), pool.k_cache(1), pool.v_cache(1), slot_T
+    )
     assert all(not pool.k_cache(i).any() and not pool.v_cache(i).any() for i in range(LAYERS))
 
 
 def test_a_layer_is_seen_as_slots_by_heads_by_dim() -> None:
-    assert make_pool().k_cache(0).shape == make_pool().v_cache(2).shape == (PAGES * PAGE_SIZE, HEADS, HEAD_DIM)
+    assert (
+        make_pool().k_cache(0).shape
+        == make_pool().v_cache(2).shape
+        == (PAGES * PAGE_SIZE, HEADS, HEAD_DIM)
+    )

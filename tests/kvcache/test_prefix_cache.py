@@ -46,7 +46,12 @@ def test_insert_says_which_pages_the_caller_keeps(cache: BasePrefixCache) -> Non
     second = insert(cache, "abde", 20)
 
     taken = [
-        set(range(start + result.num_existing // cache.page_size, start + result.handle.num_tokens // cache.page_size))
+        set(
+            range(
+                start + result.num_existing // cache.page_size,
+                start + result.handle.num_tokens // cache.page_size,
+            )
+        )
         for start, result in ((10, first), (20, second))
     ]
     assert set(cache.check_integrity().tolist()) == taken[0] | taken[1]
@@ -98,7 +103,9 @@ def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePr
     cache.lock(handle)
     before = snapshot(cache, [handle])
 
-    with pytest.raises(CapacityError, match=rf"{cache.num_evictable + 1} pages wanted, {cache.num_evictable} free"):
+    with pytest.raises(
+        CapacityError, match=rf"{cache.num_evictable + 1} pages wanted, {cache.num_evictable} free"
+    ):
         cache.evict(cache.num_evictable + 1)
     assert snapshot(cache, [handle]) == before
 

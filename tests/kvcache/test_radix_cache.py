@@ -19,7 +19,9 @@ class Tree(RadixPrefixCache):
     """A radix tree over words whose letters are pages."""
 
     def put(self, word: str, first_page: int) -> InsertResult:
-        return self.insert(self.tokens(word), np.arange(first_page, first_page + len(word), dtype=np.int32))
+        return self.insert(
+            self.tokens(word), np.arange(first_page, first_page + len(word), dtype=np.int32)
+        )
 
     def get(self, word: str) -> list[int]:
         return self.pages(self.match(self.tokens(word))).tolist()
@@ -201,7 +203,10 @@ def test_matching_again_and_again_leaves_no_litter() -> None:
 
 def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
     tree = full_tree(30)
-    handles = [tree.match(np.array([3 * leaf, 3 * leaf + 1, 3 * leaf + 2], dtype=np.int32)) for leaf in range(1, 30, 2)]
+    handles = [
+        tree.match(np.array([3 * leaf, 3 * leaf + 1, 3 * leaf + 2], dtype=np.int32))
+        for leaf in range(1, 30, 2)
+    ]
     for handle in handles:
         tree.lock(handle)
     for _ in range(1000):

@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from minisgl.errors import CapacityError
 from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache
 from tests.kvcache.model import PageDict, Tokens, ids
 
-SEQUENCES = st.lists(st.integers(0, 1), max_size=12).map(tuple)  # two tokens only: everything shares prefixes
+SEQUENCES = st.lists(st.integers(0, 1), max_size=12).map(
+    tuple
+)  # two tokens only: everything shares prefixes
 Lock = tuple[BaseCacheHandle, Tokens]
 
 
@@ -75,7 +85,9 @@ class RadixMachine(RuleBasedStateMachine):
         gone = self.model.remove(pages)
         assert len(pages) == len(set(pages)) == len(gone) >= num_pages
         assert gone <= unlocked
-        self._check_order([last_used[it] for it in gone], [last_used[it] for it in unlocked - gone], num_pages)
+        self._check_order(
+            [last_used[it] for it in gone], [last_used[it] for it in unlocked - gone], num_pages
+        )
 
     def _check_order(self, gone: list[int], left: list[int], num_pages: int) -> None:
         """Nothing left is older than what went, and no more went than had to: all but the newest were too few."""

@@ -24,10 +24,15 @@ class RandomSource:
 
     def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        weight = self.weights.setdefault(name, torch.randn(shape, generator=random) / shape[-1] ** 0.5)
+        weight = self.weights.setdefault(
+            name, torch.randn(shape, generator=random) / shape[-1] ** 0.5
+        )
         assert weight.shape == shape
         copies = self.copies.setdefault(name, torch.zeros(shape, dtype=torch.int64))
-        part = tuple(slice(p.start, p.stop) for p in (parts.get("rows", range(shape[0])), *_cols(shape, parts)))
+        part = tuple(
+            slice(p.start, p.stop)
+            for p in (parts.get("rows", range(shape[0])), *_cols(shape, parts))
+        )
         copies[part] += 1
         return weight[part].clone()
 

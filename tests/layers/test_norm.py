@@ -43,7 +43,9 @@ def test_fused_norm_adds_the_residual_and_hands_on_the_sum() -> None:
     sum_TD = x_TD + residual_TD
     normed_TD, handed_on_TD = norm.forward(x_TD.clone(), residual_TD.clone())
     torch.testing.assert_close(handed_on_TD, sum_TD)
-    torch.testing.assert_close(normed_TD.double(), by_formula(sum_TD, source.weights["norm.weight"]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        normed_TD.double(), by_formula(sum_TD, source.weights["norm.weight"]), atol=1e-5, rtol=0
+    )
 
 
 def test_fused_norm_without_a_residual_hands_on_its_input_unchanged() -> None:
@@ -53,7 +55,9 @@ def test_fused_norm_without_a_residual_hands_on_its_input_unchanged() -> None:
     x_TD = numbers(5, WIDTH)
     normed_TD, handed_on_TD = norm.forward(x_TD.clone(), None)
     assert torch.equal(handed_on_TD, x_TD)
-    torch.testing.assert_close(normed_TD.double(), by_formula(x_TD, source.weights["norm.weight"]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        normed_TD.double(), by_formula(x_TD, source.weights["norm.weight"]), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("dtype", "atol"), DTYPES.items())
@@ -68,4 +72,6 @@ def test_gelu_and_mul_equals_its_formula(dtype: torch.dtype, atol: float) -> Non
     gate, up = numbers(7, WIDTH, dtype=dtype), numbers(7, WIDTH, dtype=dtype, seed=1)
     x = gate.double()
     gelu = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    torch.testing.assert_close(gelu_and_mul(gate, up).double(), gelu * up.double(), atol=atol, rtol=atol)
+    torch.testing.assert_close(
+        gelu_and_mul(gate, up).double(), gelu * up.double(), atol=atol, rtol=atol
+    )

@@ -67,7 +67,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "yarn with one scale only": new(rope_type="yarn", mscale=1.5, **YARN),
     "yarn with other bounds": new(rope_type="yarn", beta_fast=16.0, beta_slow=2.0, **YARN),
     "yarn with fractional bounds": new(rope_type="yarn", truncate=False, **YARN),
-    "yarn of a small factor": new(rope_type="yarn", factor=1.0, original_max_position_embeddings=512),
+    "yarn of a small factor": new(
+        rope_type="yarn", factor=1.0, original_max_position_embeddings=512
+    ),
     "yarn of the whole context": old(type="yarn", factor=2.0),
 }
 
@@ -78,7 +80,9 @@ def read(spelling: dict[str, Any], folder: Path) -> RotaryConfig:
 
 
 def numbers(num_heads: int) -> Tensor:
-    return torch.randn(POSITIONS, num_heads, HEAD_DIM, generator=torch.Generator().manual_seed(num_heads))
+    return torch.randn(
+        POSITIONS, num_heads, HEAD_DIM, generator=torch.Generator().manual_seed(num_heads)
+    )
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS.keys())
@@ -88,7 +92,9 @@ def test_turned_heads_equal_those_of_transformers(spelling: dict[str, Any], tmp_
 
     oracle = LlamaRotaryEmbedding(LlamaConfig(**json.loads(json.dumps({**BASE, **spelling}))))
     cos, sin = oracle(q_TNH, position_T[None])
-    expected = apply_rotary_pos_emb(q_TNH.transpose(0, 1)[None], k_TKH.transpose(0, 1)[None], cos, sin)
+    expected = apply_rotary_pos_emb(
+        q_TNH.transpose(0, 1)[None], k_TKH.transpose(0, 1)[None], cos, sin
+    )
 
     rope = get_rope(read(spelling, tmp_path), POSITIONS, torch.float32)
     for x_TNH, turned in zip((q_TNH, k_TKH), expected, strict=True):
@@ -100,7 +106,9 @@ def test_turned_heads_equal_those_of_transformers(spelling: dict[str, Any], tmp_
 def test_the_spellings_of_one_rope_mean_the_same(tmp_path: Path) -> None:
     assert read(SPELLINGS["old yarn by type"], tmp_path) == read(SPELLINGS["new yarn"], tmp_path)
     assert read(SPELLINGS["old llama3"], tmp_path) == read(SPELLINGS["new llama3"], tmp_path)
-    assert read(SPELLINGS["old linear by type"], tmp_path) == read(SPELLINGS["new linear"], tmp_path)
+    assert read(SPELLINGS["old linear by type"], tmp_path) == read(
+        SPELLINGS["new linear"], tmp_path
+    )
 
 
 def test_kinds_differ_from_each_other(tmp_path: Path) -> None:
@@ -123,32 +131,49 @@ def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
     frequency = 5e3 ** (-torch.arange(half, dtype=torch.float64) / half) / divisors.double()
     angle_T1X = torch.outer(position_T.double(), frequency)[:, None]
     a, b = x_TNH.double().chunk(2, dim=-1)
-    expected = torch.cat((a * angle_T1X.cos() - b * angle_T1X.sin(), b * angle_T1X.cos() + a * angle_T1X.sin()), dim=-1)
+    expected = torch.cat(
+        (a * angle_T1X.cos() - b * angle_T1X.sin(), b * angle_T1X.cos() + a * angle_T1X.sin()),
+        dim=-1,
+    )
     torch.testing.assert_close(turned.double(), expected, atol=2e-4, rtol=0)
 
 
 def test_llama3_written_as_divisors_is_llama3() -> None:
     """GGUF files hold what converters compute: default frequency over stretched frequency."""
     default = 5e3 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**{**BASE, **SPELLINGS["new llama3"]}), "cpu")
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(**{**BASE, **SPELLINGS["new llama3"]}), "cpu"
+    )
     scaling = {"divisors": (default / stretched).tolist()}
     llama3 = get_rope(RotaryConfig(HEAD_DIM, 5e3, 512, "llama3", LLAMA3), POSITIONS, torch.float32)
-    divided = get_rope(RotaryConfig(HEAD_DIM, 5e3, 512, "divided", scaling), POSITIONS, torch.float32)
+    divided = get_rope(
+        RotaryConfig(HEAD_DIM, 5e3, 512, "divided", scaling), POSITIONS, torch.float32
+    )
     x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
     torch.testing.assert_close(
-        rotate(x_TNH, divided.forward(position_T)), rotate(x_TNH, llama3.forward(position_T)), atol=2e-4, rtol=0
+        rotate(x_TNH, divided.forward(position_T)),
+        rotate(x_TNH, llama3.forward(position_T)),
+        atol=2e-4,
+        rtol=0,
     )
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "su"])
 def test_an_unknown_kind_is_named_with_those_there_are(kind: str) -> None:
-    with pytest.raises(CheckpointError, match=f"rope type '{kind}' is not supported; there is .*yarn"):
+    with pytest.raises(
+        CheckpointError, match=f"rope type '{kind}' is not supported; there is .*yarn"
+    ):
         get_rope(RotaryConfig(HEAD_DIM, 1e4, 512, kind), 10, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [("linear", "factor"), ("llama3", "low_freq_factor"), ("yarn", "factor"), ("divided", "divisors")],
+    [
+        ("linear", "factor"),
+        ("llama3", "low_freq_factor"),
+        ("yarn", "factor"),
+        ("divided", "divisors"),
+    ],
 )
 def test_a_missing_parameter_is_named(kind: str, missing: str) -> None:
     scaling = {name: value for name, value in LLAMA3.items() if name != missing}
@@ -165,6 +190,9 @@ def test_bfloat16_heads_stay_bfloat16() -> None:
     rope = get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.bfloat16)
     x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
     turned = rotate(x_TNH.bfloat16(), rope.forward(position_T))
-    exact = rotate(x_TNH, get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.float32).forward(position_T))
+    exact = rotate(
+        x_TNH,
+        get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.float32).forward(position_T),
+    )
     assert turned.dtype == torch.bfloat16
     torch.testing.assert_close(turned.float(), exact, atol=5e-2, rtol=0)

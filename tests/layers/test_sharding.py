@@ -46,7 +46,9 @@ def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: b
     layer = MoELayer(WIDTH, MLP_WIDTH, 5, 2, comm, normalize=normalize)
     layer.load(source, "mlp")
     nothing: Any = None
-    return layer.forward(X_TD, Context(nothing, nothing, nothing, nothing, create_moe_backend("torch")))
+    return layer.forward(
+        X_TD, Context(nothing, nothing, nothing, nothing, create_moe_backend("torch"))
+    )
 
 
 def embedding(comm: DistributedCommunicator, source: RandomSource, *, vocab_size: int) -> Tensor:
@@ -55,7 +57,9 @@ def embedding(comm: DistributedCommunicator, source: RandomSource, *, vocab_size
     return layer.forward(torch.arange(vocab_size).flip(0))
 
 
-def head(comm: DistributedCommunicator, source: RandomSource, *, vocab_size: int, tied: bool) -> Tensor | None:
+def head(
+    comm: DistributedCommunicator, source: RandomSource, *, vocab_size: int, tied: bool
+) -> Tensor | None:
     embed = VocabParallelEmbedding(vocab_size, WIDTH, comm)
     embed.load(source, "embed")
     layer = ParallelLMHead(vocab_size, WIDTH, comm, embed if tied else None)
@@ -90,7 +94,9 @@ def test_a_sharded_layer_equals_the_whole_one(forward: Forward, size: int, tmp_p
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("forward", CASES.values(), ids=CASES.keys())
-def test_the_ranks_together_read_each_weight_once(forward: Forward, size: int, tmp_path: Path) -> None:
+def test_the_ranks_together_read_each_weight_once(
+    forward: Forward, size: int, tmp_path: Path
+) -> None:
     source = RandomSource()
     for rank in range(size):
         forward(Alone(rank, size), source)
@@ -112,7 +118,9 @@ def test_experts_are_stacked_as_they_are_read() -> None:
             return tensor
 
     num_experts = 20
-    MoELayer(WIDTH, MLP_WIDTH, num_experts, 2, SingleCommunicator(), normalize=True).load(Source(), "mlp")
+    MoELayer(WIDTH, MLP_WIDTH, num_experts, 2, SingleCommunicator(), normalize=True).load(
+        Source(), "mlp"
+    )
     assert len(read) == 1 + 3 * num_experts
     assert most <= 6
 
@@ -131,13 +139,15 @@ def test_heads_of_all_ranks_are_the_heads_of_one(size: int, num_kv_heads: int) -
     def heads(info: DistributedInfo) -> tuple[Tensor, Tensor, Tensor]:
         layer = LinearQKVMerged(WIDTH, num_heads, num_kv_heads, head_dim, info, bias=True)
         layer.load(RandomSource(), "attn.qkv_proj")
-        return layer.forward_heads(X_TD).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+        return layer.forward_heads(X_TD).split(
+            [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1
+        )
 
     whole_q, *whole_kv = heads(DistributedInfo())
     of_ranks = [heads(DistributedInfo(rank, size)) for rank in range(size)]
     torch.testing.assert_close(torch.cat([q for q, _, _ in of_ranks], dim=1), whole_q)
     for rank, (_, *kv) in enumerate(of_ranks):
-        held = DistributedInfo(rank, size).share_kv_heads(num_kv_heads)
+        held = DistributedInfo(rank, size).shard_kv_heads(num_kv_heads)
         torch.testing.assert_close(kv, [x[:, held.start : held.stop] for x in whole_kv])
 
 
@@ -152,6 +162,8 @@ def test_heads_of_all_ranks_are_the_heads_of_one(size: int, num_kv_heads: int) -
         ),
     ],
 )
-def test_what_the_ranks_cannot_divide_is_named(make: Callable[[DistributedInfo], Any], message: str) -> None:
+def test_what_the_ranks_cannot_divide_is_named(
+    make: Callable[[DistributedInfo], Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"--tp 4 .*{message}"):
         make(DistributedInfo(0, 4))

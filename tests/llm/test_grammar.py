@@ -42,11 +42,15 @@ def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> It
 
 
 def params(kind: str, text: str, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 60, "temperature": 0.0, "grammar": Grammar(kind, text), **fields})  # type: ignore[arg-type]
+    return SamplingParams(
+        **{"max_tokens": 60, "temperature": 0.0, "grammar": Grammar(kind, text), **fields}
+    )  # type: ignore[arg-type]
 
 
 def json_params(schema: dict[str, Any], **fields: Any) -> SamplingParams:
-    return params("json_schema", json.dumps(schema), **{"max_tokens": 150, "temperature": 1.0, **fields})
+    return params(
+        "json_schema", json.dumps(schema), **{"max_tokens": 150, "temperature": 1.0, **fields}
+    )
 
 
 def is_person(text: str) -> bool:
@@ -58,7 +62,9 @@ def is_person(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fields", [{}, {"presence_penalty": 2.0, "logit_bias": {7: 3.0}}], ids=["plain", "changed"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"presence_penalty": 2.0, "logit_bias": {7: 3.0}}], ids=["plain", "changed"]
+)
 def test_the_best_of_what_the_grammar_allows_is_chosen(llm: LLM, fields: dict[str, Any]) -> None:
     """A grammar for which Python finds the allowed tokens by itself."""
     tokenizer, model = tiny_tokenizer(), tiny_model(ARCH)
@@ -66,7 +72,9 @@ def test_the_best_of_what_the_grammar_allows_is_chosen(llm: LLM, fields: dict[st
     said, expected = "", list[int]()
     while len(said) < 12:
         with torch.no_grad():
-            logits_V: Tensor = model(torch.tensor([ids_of(PROMPT) + expected])).logits[0, -1].float()
+            logits_V: Tensor = (
+                model(torch.tensor([ids_of(PROMPT) + expected])).logits[0, -1].float()
+            )
         for token, bias in fields.get("logit_bias", {}).items():
             logits_V[token] += bias
         for token in set(expected):
@@ -102,7 +110,9 @@ def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
         json_params(PERSON, seed=3),
         SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, top_p=0.9),
         params("regex", "[a-z ]{5,30}", temperature=1.0, seed=8, frequency_penalty=0.5),
-        params("lark", 'start: "<" name ">"\nname: /[a-z]+/', temperature=1.0, seed=1, max_tokens=30),
+        params(
+            "lark", 'start: "<" name ">"\nname: /[a-z]+/', temperature=1.0, seed=1, max_tokens=30
+        ),
     ]
     alone = [llm.generate(PROMPT, kind, use_tqdm=False)[0] for kind in kinds]
     crowd = llm.generate([PROMPT] * len(kinds), kinds, use_tqdm=False)
@@ -120,9 +130,19 @@ def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}}, "stop", "[a-c]"),
         ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True}, "stop", "[a-c]"),
         ("[a-c]*", {"logit_bias": {EOS_ID: 100}}, "stop", ""),
-        ("[a-c]+", {"logit_bias": {EOS_ID: 100}, "ignore_eos": True, "skip_special_tokens": False}, "stop", "[a-c]"),
+        (
+            "[a-c]+",
+            {"logit_bias": {EOS_ID: 100}, "ignore_eos": True, "skip_special_tokens": False},
+            "stop",
+            "[a-c]",
+        ),
         ("", {"min_tokens": 3, "top_p": 0.9}, "stop", ""),
-        ("[a-c]{3}|[a-c]{3} end", {"stop": (" e",), "logit_bias": {EOS_ID: -100}}, "stop", "[a-c]{3}"),
+        (
+            "[a-c]{3}|[a-c]{3} end",
+            {"stop": (" e",), "logit_bias": {EOS_ID: -100}},
+            "stop",
+            "[a-c]{3}",
+        ),
     ],
 )
 def test_an_answer_ends_with_its_match_or_before(
@@ -134,11 +154,15 @@ def test_an_answer_ends_with_its_match_or_before(
 
 
 def test_log_probabilities_are_those_before_the_mask(llm: LLM) -> None:
-    [plain] = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3), use_tqdm=False)
+    [plain] = llm.generate(
+        PROMPT, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3), use_tqdm=False
+    )
     [guided] = llm.generate(PROMPT, params("regex", "[0-9]", logprobs=3), use_tqdm=False)
     assert plain.logprobs and guided.logprobs
-    assert [token for token, _ in guided.logprobs[0].top] == [token for token, _ in plain.logprobs[0].top]
-    assert guided.logprobs[0].own < plain.logprobs[0].top[0][1]
+    assert [token for token, _ in guided.logprobs[0].top] == [
+        token for token, _ in plain.logprobs[0].top
+    ]
+    assert guided.logprobs[0].logprob < plain.logprobs[0].top[0][1]
     assert guided.text.isdigit()
 
 
@@ -160,7 +184,9 @@ def test_log_probabilities_are_those_before_the_mask(llm: LLM) -> None:
         ("lark", "start: " + "(" * 10000 + '"a"' + ")" * 10000, "too deeply nested"),
     ],
 )
-def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM, kind: str, text: str, reason: str) -> None:
+def test_a_grammar_that_cannot_be_followed_is_refused(
+    llm: LLM, kind: str, text: str, reason: str
+) -> None:
     with pytest.raises(RequestError, match=re.escape(reason)) as refusal:
         llm.generate([PROMPT, PROMPT], [params("regex", "yes"), params(kind, text)], use_tqdm=False)
     assert refusal.value.param == "grammar"
@@ -174,11 +200,17 @@ CHAIN = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(3500)} | {"r3500"
     ("kind", "text", "answer"),
     [
         ("json_schema", json.dumps({"$defs": CHAIN, "$ref": "#/$defs/r0"}), '"yes"'),
-        ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(7000)) + 'r7000: "yes"', "yes"),
+        (
+            "lark",
+            "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(7000)) + 'r7000: "yes"',
+            "yes",
+        ),
     ],
     ids=["references", "rules"],
 )
-def test_a_grammar_of_thousands_of_links_is_followed(llm: LLM, kind: str, text: str, answer: str) -> None:
+def test_a_grammar_of_thousands_of_links_is_followed(
+    llm: LLM, kind: str, text: str, answer: str
+) -> None:
     """By recursion, which once overflowed the stack of the process."""
     assert len(text) < MAX_GRAMMAR
     [out] = llm.generate(PROMPT, params(kind, text), use_tqdm=False)
@@ -199,28 +231,42 @@ def test_what_would_take_long_to_compile_is_refused(llm: LLM, kind: str, text: s
     assert "limits." not in str(refusal.value)
 
 
-def test_a_refusal_quotes_nothing_but_the_mistake(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_quotes_nothing_but_the_mistake(
+    llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
     schema = json.dumps({"type": "object", "properties": {"secret": {"type": "animal"}}})
-    for text in (f"start: %json {schema}", f'start: "secret" other\nother: %json {schema}', "start: secret"):
+    for text in (
+        f"start: %json {schema}",
+        f'start: "secret" other\nother: %json {schema}',
+        "start: secret",
+    ):
         with pytest.raises(RequestError, match=r"animal|unknown name") as refusal:
             llm.generate(PROMPT, params("lark", text), use_tqdm=False)
         assert "|" not in str(refusal.value) and "other" not in str(refusal.value)
     assert capfd.readouterr().err == ""
 
 
-def test_requests_that_lose_their_pages_keep_their_place_in_the_match(checkpoint: Callable[[str], Path]) -> None:
+def test_requests_that_lose_their_pages_keep_their_place_in_the_match(
+    checkpoint: Callable[[str], Path],
+) -> None:
     each = [json_params(PERSON, seed=seed) for seed in range(8)]
     answers = []
     for num_pages in (256, 45):
-        with make(checkpoint(ARCH), max_running_requests=8, num_pages=num_pages, overlap=True) as llm:
-            answers.append([out.token_ids for out in llm.generate([PROMPT] * 8, each, use_tqdm=False)])
+        with make(
+            checkpoint(ARCH), max_running_requests=8, num_pages=num_pages, overlap=True
+        ) as llm:
+            answers.append(
+                [out.token_ids for out in llm.generate([PROMPT] * 8, each, use_tqdm=False)]
+            )
             retractions = llm._scheduler._num_retractions
     assert retractions > 0
     assert answers[0] == answers[1]
 
 
 def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path]) -> None:
-    each = [json_params(PERSON, seed=seed) for seed in range(3)] + [SamplingParams(max_tokens=9, temperature=0.0)]
+    each = [json_params(PERSON, seed=seed) for seed in range(3)] + [
+        SamplingParams(max_tokens=9, temperature=0.0)
+    ]
     answers = []
     for tp in (1, 2):
         with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
@@ -234,10 +280,16 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
     checkpoint: Callable[[str], Path], tp: int, fields: dict[str, Any]
 ) -> None:
     """Only rank 0 finds out, when it makes a mask."""
-    many = json.dumps({"anyOf": [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]})
+    many = json.dumps(
+        {"anyOf": [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]}
+    )
     with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
         with pytest.raises(RequestError, match="too many expressions"):
-            llm.generate(PROMPT, params("json_schema", many, logit_bias={EOS_ID: -100}, **fields), use_tqdm=False)
+            llm.generate(
+                PROMPT,
+                params("json_schema", many, logit_bias={EOS_ID: -100}, **fields),
+                use_tqdm=False,
+            )
         assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
 
 
@@ -263,7 +315,17 @@ def test_masks_are_made_while_the_device_computes(
         for owner, name in ((engine, "_compute"), (engine, "sample"), (ForwardOutput, "wait")):
             watch(owner, name)
         llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert events == ["_compute", "sample", "_compute", "sample", "wait", "_compute", "sample", "wait", "wait"]
+        assert events == [
+            "_compute",
+            "sample",
+            "_compute",
+            "sample",
+            "wait",
+            "_compute",
+            "sample",
+            "wait",
+            "wait",
+        ]
         events.clear()
         scheduler = llm._scheduler
         for owner, name in (
@@ -278,8 +340,12 @@ def test_masks_are_made_while_the_device_computes(
         assert events[:19] == ["plan", "prepare", "_compute", "start_masks", "send", *step, *step]
 
 
-@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str)
-def test_an_abandoned_match_is_in_nobodys_way(checkpoint: Callable[[str], Path], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str
+)
+def test_an_abandoned_match_is_in_nobodys_way(
+    checkpoint: Callable[[str], Path], options: dict[str, Any]
+) -> None:
     """Its masks may be being made: when its matcher is wanted again, and when the engine ends."""
     wanted = params("regex", "[a-c]{40}", ignore_eos=True)
     with make(checkpoint(ARCH), **options) as llm:

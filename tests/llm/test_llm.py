@@ -30,7 +30,13 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 def make(folder: Path, **options: Any) -> LLM:
     """A small one. With overlap, masks are made by threads, too, as for a GPU."""
-    small = {"device": "cpu", "dtype": "float32", "page_size": 4, "num_pages": 256, "max_running_requests": 4}
+    small = {
+        "device": "cpu",
+        "dtype": "float32",
+        "page_size": 4,
+        "num_pages": 256,
+        "max_running_requests": 4,
+    }
     llm = LLM(folder, **{**small, **options})
     if options.get("overlap"):
         llm._scheduler.grammars._executor = LLExecutor(2)
@@ -81,7 +87,9 @@ def test_texts_are_continued_as_transformers_does_more_of_them_than_there_are_ro
     llm: LLM, continuation: Callable[..., list[int]]
 ) -> None:
     outputs = llm.generate(PROMPTS * 2, greedy(12), use_tqdm=False)
-    assert [output.token_ids for output in outputs] == [continuation(ids_of(prompt), 12) for prompt in PROMPTS] * 2
+    assert [output.token_ids for output in outputs] == [
+        continuation(ids_of(prompt), 12) for prompt in PROMPTS
+    ] * 2
     for prompt, output in zip(PROMPTS * 2, outputs, strict=True):
         assert output.text == text_of(output.token_ids)
         assert output.finish_reason == "length"
@@ -151,7 +159,9 @@ def test_a_conversation_goes_through_the_template_and_several_do_too(
     llm: LLM, continuation: Callable[..., list[int]]
 ) -> None:
     turns = [{"role": "user", "content": "hi"}]
-    ids = tiny_tokenizer()("<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    ids = tiny_tokenizer()(
+        "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+    )
     expected = continuation(ids["input_ids"], 6)
     (one,) = llm.chat(turns, greedy(6))
     assert one.token_ids == expected
@@ -160,10 +170,19 @@ def test_a_conversation_goes_through_the_template_and_several_do_too(
     assert len(two) == 2
 
 
-def test_tools_of_a_conversation_go_to_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._tokenizer._tokenizer, "chat_template", "{% if tools %}{{ tools[0].name }}{% endif %}dog")
+def test_tools_of_a_conversation_go_to_the_template(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        llm._tokenizer._tokenizer,
+        "chat_template",
+        "{% if tools %}{{ tools[0].name }}{% endif %}dog",
+    )
     turns = [{"role": "user", "content": "hi"}]
-    (with_tools,), (without,) = llm.chat(turns, greedy(1), tools=[{"name": "fox " * 9}]), llm.chat(turns, greedy(1))
+    (with_tools,), (without,) = (
+        llm.chat(turns, greedy(1), tools=[{"name": "fox " * 9}]),
+        llm.chat(turns, greedy(1)),
+    )
     assert with_tools.num_prompt > without.num_prompt
 
 
@@ -209,7 +228,9 @@ def test_a_stream_that_is_dropped_is_closed(llm: LLM) -> None:
     ],
     ids=["empty", "outside", "negative", "huge", "long"],
 )
-def test_a_refused_prompt_says_why_and_nothing_else_is_lost(llm: LLM, prompt: list[int], reason: str) -> None:
+def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
+    llm: LLM, prompt: list[int], reason: str
+) -> None:
     before = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
     with pytest.raises(RequestError, match=reason):
         llm.generate([PROMPTS[0], prompt, PROMPTS[1]], LONG, use_tqdm=False)
@@ -239,7 +260,10 @@ def test_two_streams_can_be_read_in_turns(llm: LLM) -> None:
     alone = [output.token_ids for output in llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)]
     streams = [llm.stream(prompt, greedy(10)) for prompt in PROMPTS[:2]]
     pairs = zip(*streams, strict=True)
-    assert [list(tokens) for tokens in zip(*([news.token for news in pair] for pair in pairs), strict=True)] == alone
+    assert [
+        list(tokens)
+        for tokens in zip(*([news.token for news in pair] for pair in pairs), strict=True)
+    ] == alone
 
 
 def test_a_seeded_answer_does_not_depend_on_its_batch(llm: LLM) -> None:
@@ -276,14 +300,22 @@ def test_the_context_manager_lets_errors_through(folder: Path) -> None:
         _ = 1 / 0
 
 
-def test_two_of_them_live_side_by_side(folder: Path, checkpoint: Callable[[str], Path], llm: LLM) -> None:
+def test_two_of_them_live_side_by_side(
+    folder: Path, checkpoint: Callable[[str], Path], llm: LLM
+) -> None:
     first = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
     with make(checkpoint("llama")) as other, make(folder) as twin:
         different = other.generate(PROMPTS, greedy(6), use_tqdm=False)
-        assert [o.token_ids for o in twin.generate(PROMPTS, greedy(6), use_tqdm=False)] == [o.token_ids for o in first]
-        assert [o.token_ids for o in llm.generate(PROMPTS, greedy(6), use_tqdm=False)] == [o.token_ids for o in first]
+        assert [o.token_ids for o in twin.generate(PROMPTS, greedy(6), use_tqdm=False)] == [
+            o.token_ids for o in first
+        ]
+        assert [o.token_ids for o in llm.generate(PROMPTS, greedy(6), use_tqdm=False)] == [
+            o.token_ids for o in first
+        ]
     assert [o.token_ids for o in different] != [o.token_ids for o in first]
-    assert [o.token_ids for o in llm.generate(PROMPTS, greedy(6), use_tqdm=False)] == [o.token_ids for o in first]
+    assert [o.token_ids for o in llm.generate(PROMPTS, greedy(6), use_tqdm=False)] == [
+        o.token_ids for o in first
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +328,9 @@ def test_two_of_them_live_side_by_side(folder: Path, checkpoint: Callable[[str],
         ({"max_seq_len": CONTEXT + 1}, "--max-seq-len"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:
+def test_an_option_that_cannot_be_is_refused_by_name(
+    folder: Path, options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         make(folder, **options)
 
@@ -307,7 +341,9 @@ def test_a_model_that_is_not_there_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_does_and_leave_nothing(folder: Path, llm: LLM, tmp_path: Path) -> None:
+def test_two_ranks_say_what_one_does_and_leave_nothing(
+    folder: Path, llm: LLM, tmp_path: Path
+) -> None:
     alone = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
     before = children()
     with make(folder, tp=2, overlap=True) as pair:
@@ -324,9 +360,17 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(folder: Path, llm: LLM, t
         next(unfinished)
     unfinished.close()
     expected = [output.token_ids for output in alone]
-    assert [output.token_ids for output in together] == [output.token_ids for output in again] == expected
+    assert (
+        [output.token_ids for output in together]
+        == [output.token_ids for output in again]
+        == expected
+    )
     assert not rank.is_alive()
-    left = [child for child in children() - before if "resource_tracker" not in " ".join(child.cmdline())]
+    left = [
+        child
+        for child in children() - before
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
     assert left == []
 
 
@@ -356,7 +400,9 @@ def test_after_a_step_that_broke_nothing_is_taken_any_more(
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> None:
     with make(folder, skip_tokenizer_init=True) as bare:
-        [expected], [answer] = (each.generate([ids_of("the dog")], greedy(5), use_tqdm=False) for each in (llm, bare))
+        [expected], [answer] = (
+            each.generate([ids_of("the dog")], greedy(5), use_tqdm=False) for each in (llm, bare)
+        )
         assert (answer.token_ids, answer.text) == (expected.token_ids, "")
         parts = list(bare.stream([ids_of("the dog")], greedy(5)))
         assert [part.token for part in parts] == expected.token_ids

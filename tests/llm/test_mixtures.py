@@ -19,9 +19,21 @@ from tests.llm.test_llm import ARCH, ids_of, make
 KINDS = [
     SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=80, seed=1, grammar=Grammar("json_schema", json.dumps(PERSON))),
-    SamplingParams(max_tokens=30, seed=2, grammar=Grammar("regex", "[a-z ]{5,30}"), ignore_eos=True, min_tokens=6),
+    SamplingParams(
+        max_tokens=30,
+        seed=2,
+        grammar=Grammar("regex", "[a-z ]{5,30}"),
+        ignore_eos=True,
+        min_tokens=6,
+    ),
     SamplingParams(max_tokens=9, grammar=Grammar("regex", "(")),
-    SamplingParams(max_tokens=5, temperature=0.0, grammar=Grammar("regex", "[a-c]+"), prompt_logprobs=2, logprobs=1),
+    SamplingParams(
+        max_tokens=5,
+        temperature=0.0,
+        grammar=Grammar("regex", "[a-c]+"),
+        prompt_logprobs=2,
+        logprobs=1,
+    ),
     SamplingParams(max_tokens=0, prompt_logprobs=0),
     SamplingParams(max_tokens=0, embeds=True),
 ]
@@ -38,7 +50,10 @@ class Crowd:
         self.news: list[list[DetokenizeMsg]] = []
 
     def send(self) -> None:
-        kind, prompt = self._random.randrange(len(KINDS)), ids_of(PROMPT) * self._random.choice([1, 2, 5, 9])
+        kind, prompt = (
+            self._random.randrange(len(KINDS)),
+            ids_of(PROMPT) * self._random.choice([1, 2, 5, 9]),
+        )
         params = replace(KINDS[kind], priority=self._random.choice([0, 0, 1, -1]))
         self._mailbox.to_scheduler.append(UserMsg(len(self.asked), pack_ids(prompt), params))
         self.asked.append((kind, prompt))
@@ -54,7 +69,9 @@ class Crowd:
         self._scheduler.check_integrity()
         for news in self._mailbox.take():
             said = self.news[news.uid]
-            assert not (said and (said[-1].finish or said[-1].error)), "something came after the end"
+            assert not (said and (said[-1].finish or said[-1].error)), (
+                "something came after the end"
+            )
             said.append(news)
 
     def run(self, num_steps: int) -> None:
@@ -68,11 +85,15 @@ class Crowd:
             self.step()
 
 
-@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str
+)
 def test_each_of_a_crowd_has_one_end_and_its_own_answer(
     checkpoint: Callable[[str], Path], options: dict[str, int]
 ) -> None:
-    with make(checkpoint(ARCH), max_running_requests=6, num_pages=60, max_prefill_length=13, **options) as llm:
+    with make(
+        checkpoint(ARCH), max_running_requests=6, num_pages=60, max_prefill_length=13, **options
+    ) as llm:
         crowd = Crowd(llm, seed=5)
         crowd.run(150)
         scheduler = llm._scheduler

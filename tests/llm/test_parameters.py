@@ -50,7 +50,9 @@ def logits_after() -> Callable[[list[int]], Tensor]:
 
 
 def params(num_tokens: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields})
+    return SamplingParams(
+        **{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields}
+    )
 
 
 def answer(llm: LLM, **fields: Any) -> list[int]:
@@ -65,7 +67,12 @@ def answer(llm: LLM, **fields: Any) -> list[int]:
         {"frequency_penalty": -1.5},
         {"repetition_penalty": 1.6},
         {"repetition_penalty": 0.7},
-        {"presence_penalty": -0.5, "frequency_penalty": 0.8, "repetition_penalty": 1.2, "logit_bias": {7: 1.5, 9: -2}},
+        {
+            "presence_penalty": -0.5,
+            "frequency_penalty": 0.8,
+            "repetition_penalty": 1.2,
+            "logit_bias": {7: 1.5, 9: -2},
+        },
     ],
     ids=str,
 )
@@ -81,7 +88,9 @@ def test_penalties_and_bias_follow_their_definition(
             factor = fields.get("repetition_penalty", 1)
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
         for token, count in Counter(expected).items():
-            logits[token] -= fields.get("presence_penalty", 0) + count * fields.get("frequency_penalty", 0)
+            logits[token] -= fields.get("presence_penalty", 0) + count * fields.get(
+                "frequency_penalty", 0
+            )
         expected.append(int(logits.argmax()))
     assert answer(llm, **fields) == expected
     assert answer(llm) != expected
@@ -93,14 +102,16 @@ def test_a_biased_token_always_or_never_shows(llm: LLM) -> None:
     assert set(answer(llm, logit_bias={5: 100})) == {5}
 
 
-def test_log_probabilities_are_transformers(llm: LLM, logits_after: Callable[[list[int]], Tensor]) -> None:
+def test_log_probabilities_are_transformers(
+    llm: LLM, logits_after: Callable[[list[int]], Tensor]
+) -> None:
     fields = {"logprobs": 5, "temperature": 0.7, "seed": 3, "top_k": 9, "presence_penalty": 0.5}
     [out] = llm.generate(PROMPT, params(**fields), use_tqdm=False)
     assert out.logprobs is not None and len(out.logprobs) == NUM_TOKENS
     ids = ids_of(PROMPT)
     for token, told in zip(out.token_ids, out.logprobs, strict=True):
         logprob_V = torch.log_softmax(logits_after(ids), dim=0)
-        assert told.own == pytest.approx(float(logprob_V[token]), abs=1e-3)
+        assert told.logprob == pytest.approx(float(logprob_V[token]), abs=1e-3)
         top, top_ids = logprob_V.topk(5)
         assert [token for token, _ in told.top] == top_ids.tolist()
         assert [logprob for _, logprob in told.top] == pytest.approx(top.tolist(), abs=1e-3)
@@ -125,7 +136,9 @@ def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:
     [out] = llm.generate(PROMPT, params(stop_token_ids=(stop, VOCAB_SIZE - 1)), use_tqdm=False)
     assert (out.token_ids, out.finish_reason) == (plain[: end + 1], "stop")
     assert out.text == text_of(plain[:end])
-    late = llm.generate(PROMPT, params(stop_token_ids=(stop,), min_tokens=end + 2), use_tqdm=False)[0].token_ids
+    late = llm.generate(PROMPT, params(stop_token_ids=(stop,), min_tokens=end + 2), use_tqdm=False)[
+        0
+    ].token_ids
     assert late[:end] == plain[:end] and stop not in late[: end + 2]
 
 
@@ -133,7 +146,10 @@ def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:
 def test_a_stop_text_ends_the_answer_wherever_the_tokens_begin(llm: LLM, include: bool) -> None:
     text = text_of(answer(llm))
     stops = {text[at : at + size] for at in range(0, len(text) - 5, 3) for size in (1, 2, 5)}
-    several = [params(stop=("never there", stop), include_stop_str_in_output=include) for stop in sorted(stops)]
+    several = [
+        params(stop=("never there", stop), include_stop_str_in_output=include)
+        for stop in sorted(stops)
+    ]
     outs = llm.generate([PROMPT] * len(several), several, use_tqdm=False)
     streamed = [""] * len(several)
     for news in llm.stream([PROMPT] * len(several), several):
@@ -172,7 +188,9 @@ def test_parameters_are_a_requests_own(llm: LLM) -> None:
 
 
 def test_more_rows_than_are_changed_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [params(8, logit_bias={10 + i: 100}, presence_penalty=1.0, logprobs=1) for i in range(4)]
+    kinds = [
+        params(8, logit_bias={10 + i: 100}, presence_penalty=1.0, logprobs=1) for i in range(4)
+    ]
     together = llm.generate([PROMPT] * 4, kinds, use_tqdm=False)
     monkeypatch.setattr(choose_module, "_ROWS", 3)
     apart = llm.generate([PROMPT] * 4, kinds, use_tqdm=False)
@@ -181,14 +199,20 @@ def test_more_rows_than_are_changed_at_a_time(llm: LLM, monkeypatch: pytest.Monk
 
 
 def test_a_bias_for_a_token_that_is_not_there_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}\)") as refusal:
+    with pytest.raises(
+        RequestError, match=rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}\)"
+    ) as refusal:
         answer(llm, logit_bias={VOCAB_SIZE: 1.0})
     assert refusal.value.param == "logit_bias"
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": {2**70: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (-5,)}])
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {2**70: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (-5,)}]
+)
 def test_what_can_be_no_token_id_is_refused_at_once(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=r"a token id of .* must be in \[0, 2147483647\]") as refusal:
+    with pytest.raises(
+        InvalidRequest, match=r"a token id of .* must be in \[0, 2147483647\]"
+    ) as refusal:
         params(**fields)
     assert refusal.value.param in fields
 
@@ -196,6 +220,8 @@ def test_what_can_be_no_token_id_is_refused_at_once(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize("token", [VOCAB_SIZE, 2_000_000_000])
 def test_a_token_to_stop_at_that_there_is_not_is_refused(llm: LLM, token: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=1, stop_token_ids=(token,))
-    with pytest.raises(RequestError, match=rf"token id {token} is outside \[0, {VOCAB_SIZE}\)") as caught:
+    with pytest.raises(
+        RequestError, match=rf"token id {token} is outside \[0, {VOCAB_SIZE}\)"
+    ) as caught:
         llm.generate(PROMPT, params, use_tqdm=False)
     assert caught.value.param == "stop_token_ids"

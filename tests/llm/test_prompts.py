@@ -21,7 +21,13 @@ from tests.llm.test_llm import ARCH, make
 KINDS: dict[str, dict[str, Any]] = {
     "in turn": {"overlap": False},
     "overlapping, in chunks": {"overlap": True, "max_prefill_length": 7},
-    "short of pages": {"overlap": True, "max_prefill_length": 7, "num_pages": 24, "max_seq_len": 96, "cache": "naive"},
+    "short of pages": {
+        "overlap": True,
+        "max_prefill_length": 7,
+        "num_pages": 24,
+        "max_seq_len": 96,
+        "cache": "naive",
+    },
     "on a GPU": {"device": "cuda", "attn": "torch", "max_prefill_length": 7},
 }
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -45,7 +51,7 @@ def check(prompt: list[int], told: list[TokenLogprobs | None] | None, num_top: i
     logprob_TV = reference(prompt)
     for i, entry in enumerate(told[1:]):
         assert entry is not None
-        assert entry.own == pytest.approx(float(logprob_TV[i, prompt[i + 1]]), abs=1e-3)
+        assert entry.logprob == pytest.approx(float(logprob_TV[i, prompt[i + 1]]), abs=1e-3)
         top, ids = logprob_TV[i].topk(num_top)
         assert [token for token, _ in entry.top] == ids.tolist()
         assert [logprob for _, logprob in entry.top] == pytest.approx(top.tolist(), abs=1e-3)
@@ -54,11 +60,17 @@ def check(prompt: list[int], told: list[TokenLogprobs | None] | None, num_top: i
 @pytest.mark.parametrize("max_tokens", [0, 20])
 def test_log_probabilities_of_prompts_are_transformers(llm: LLM, max_tokens: int) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, prompt_logprobs=2, ignore_eos=True
+    )
     for _ in range(2):  # the second time, all of it could have come from the cache
         outs = llm.generate(prompts, params, use_tqdm=False)
         for prompt, out in zip(prompts, outs, strict=True):
-            assert (len(out.token_ids), out.finish_reason, out.num_cached) == (max_tokens, "length", 0)
+            assert (len(out.token_ids), out.finish_reason, out.num_cached) == (
+                max_tokens,
+                "length",
+                0,
+            )
             check(prompt, out.prompt_logprobs, num_top=2)
     llm._scheduler.check_integrity()
     if max_tokens and llm._scheduler.cache.num_pages == 24:
@@ -68,7 +80,9 @@ def test_log_probabilities_of_prompts_are_transformers(llm: LLM, max_tokens: int
 def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=1)
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-    asking = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    asking = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=0
+    )
     alone = [out.token_ids for out in llm.generate(prompts, plain, use_tqdm=False)]
     each = [asking if i % 2 else plain for i in range(len(prompts))]
     mixed = llm.generate(prompts, each, use_tqdm=False)
@@ -81,7 +95,9 @@ def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) 
             assert out.prompt_logprobs is None
 
 
-def test_more_rows_than_are_made_logits_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_are_made_logits_at_a_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts_module, "_ROWS", 3)
     [prompt] = random_prompts([26], VOCAB_SIZE, seed=2)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1), use_tqdm=False)
@@ -92,7 +108,12 @@ def test_a_prompt_alone_may_fill_the_context_but_for_a_token(llm: LLM) -> None:
     limit = min(CONTEXT, llm._scheduler._limits.max_seq_len)
     [prompt] = random_prompts([limit - 1], VOCAB_SIZE, seed=3)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=0), use_tqdm=False)
-    assert (out.text, out.token_ids, out.finish_reason, out.num_prompt) == ("", [], "length", limit - 1)
+    assert (out.text, out.token_ids, out.finish_reason, out.num_prompt) == (
+        "",
+        [],
+        "length",
+        limit - 1,
+    )
 
 
 @torch.no_grad()
@@ -120,7 +141,10 @@ def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:
     prompts = random_prompts([28, 21, 14, 7, 7, 14], VOCAB_SIZE, seed=6)
     plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = [out.token_ids for out in llm.generate(prompts, plain, use_tqdm=False)]
-    each = [replace(plain, embeds=True, prompt_logprobs=0 if i % 2 else None) for i in range(len(prompts))]
+    each = [
+        replace(plain, embeds=True, prompt_logprobs=0 if i % 2 else None)
+        for i in range(len(prompts))
+    ]
     vectors: dict[int, Any] = {}
     tokens: list[list[int | None]] = [[] for _ in prompts]
     for index, news, _ in llm._run(list(prompts), each, wants_text=False):
@@ -135,6 +159,8 @@ def test_ranks_work_together(checkpoint: Callable[[str], Path]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=4)
     with make(checkpoint(ARCH), tp=2, overlap=True, max_prefill_length=7) as llm:
         check_embeddings(prompts, llm.embed(prompts))
-        outs = llm.generate(prompts, SamplingParams(max_tokens=3, prompt_logprobs=2), use_tqdm=False)
+        outs = llm.generate(
+            prompts, SamplingParams(max_tokens=3, prompt_logprobs=2), use_tqdm=False
+        )
     for prompt, out in zip(prompts, outs, strict=True):
         check(prompt, out.prompt_logprobs, num_top=2)

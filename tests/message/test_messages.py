@@ -67,7 +67,10 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BatchBackendMsg, BatchBackendMsg([])),
     (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
-    (TokenizerMsg, TokenizeMsg(3, Conversation(CHAT, {"add_generation_prompt": False}, {"a": [1]}), SAMPLING)),
+    (
+        TokenizerMsg,
+        TokenizeMsg(3, Conversation(CHAT, {"add_generation_prompt": False}, {"a": [1]}), SAMPLING),
+    ),
     (TokenizerMsg, TokenizeMsg(3, TokenIds(pack_ids([5, 6])), SAMPLING)),
     (TokenizerMsg, EncodeMsg(3, "text \0", add_special_tokens=False)),
     (TokenizerMsg, EncodeMsg(3, Conversation(CHAT))),
@@ -77,8 +80,14 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (TokenizerMsg, AbortMsg(4)),
     (TokenizerMsg, ShutdownMsg()),
     (TokenizerMsg, ShutdownMsg(pass_on=True)),
-    (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 0), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)])),
-    (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, 7, TokenLogprobs(-0.5, [(3, -0.25)]), SAMPLING)])),
+    (
+        TokenizerMsg,
+        BatchTokenizerMsg([DetokenizeMsg(1, 0), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)]),
+    ),
+    (
+        TokenizerMsg,
+        BatchTokenizerMsg([DetokenizeMsg(1, 7, TokenLogprobs(-0.5, [(3, -0.25)]), SAMPLING)]),
+    ),
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
     (TokenizerMsg, BatchTokenizerMsg([], STATS)),
     (FrontendMsg, BatchFrontendMsg([], STATS)),
@@ -99,7 +108,11 @@ def test_a_message_survives_the_wire(types: Any, msg: BaseMsg) -> None:
 
 
 def test_every_message_is_tried() -> None:
-    declared = {thing for thing in vars(package).values() if isinstance(thing, type) and issubclass(thing, BaseMsg)}
+    declared = {
+        thing
+        for thing in vars(package).values()
+        if isinstance(thing, type) and issubclass(thing, BaseMsg)
+    }
     concrete = {it for it in declared if not it.__name__.startswith("Base")}
     tried = {type(msg) for _, msg in ROUND_TRIPS} | {
         DetokenizeMsg,
@@ -146,7 +159,8 @@ def test_a_wrong_field_is_refused(fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"\xc1", b"\x81", encode(AbortBackendMsg(1))[:-1], encode(AbortBackendMsg(1)) + b"x"]
+    "raw",
+    [b"", b"\xc1", b"\x81", encode(AbortBackendMsg(1))[:-1], encode(AbortBackendMsg(1)) + b"x"],
 )
 def test_what_is_no_msgpack_is_refused(raw: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
@@ -161,7 +175,9 @@ def test_random_bytes_raise_nothing_else(raw: bytes) -> None:
 
 
 def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
-    raw = encode(UserMsg(1, b"", SAMPLING)).replace(msgspec.msgpack.encode(0.9), msgspec.msgpack.encode(9.9))
+    raw = encode(UserMsg(1, b"", SAMPLING)).replace(
+        msgspec.msgpack.encode(0.9), msgspec.msgpack.encode(9.9)
+    )
 
     with pytest.raises((msgspec.ValidationError, InvalidRequest), match="top_p"):
         decoder(BackendMsg)(raw)
@@ -199,7 +215,9 @@ def test_ids_come_back_from_a_list_or_an_array(ids: list[int]) -> None:
 
     assert len(packed) == 4 * len(ids)
     assert unpack_ids(packed).tolist() == ids
-    assert pack_ids(np.array(ids, dtype=np.int32)) == pack_ids(np.array(ids, dtype=np.int64)) == packed
+    assert (
+        pack_ids(np.array(ids, dtype=np.int32)) == pack_ids(np.array(ids, dtype=np.int64)) == packed
+    )
 
 
 def test_ids_are_little_endian_on_every_machine() -> None:
@@ -235,10 +253,17 @@ def test_ids_cut_in_the_middle_are_refused() -> None:
         (QueueFull(9, 8), 429, "queue_full", None),
     ],
 )
-def test_an_error_keeps_its_status_code_and_words(error: RequestError, status: int, code: str, param: str) -> None:
+def test_an_error_keeps_its_status_code_and_words(
+    error: RequestError, status: int, code: str, param: str
+) -> None:
     reply = ReplyError.of(error)
 
-    assert (reply.status, reply.code, reply.param, reply.message) == (status, code, param, str(error))
+    assert (reply.status, reply.code, reply.param, reply.message) == (
+        status,
+        code,
+        param,
+        str(error),
+    )
 
 
 def test_a_reply_with_a_finish_or_an_error_is_the_last() -> None:

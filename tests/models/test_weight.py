@@ -34,7 +34,9 @@ def load(folder: Path) -> None:
 
 
 @pytest.fixture(params=["llama", "mistral"], ids=["one_file", "shards"])
-def folder(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+def folder(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> Path:
     """A checkpoint of its own, to be damaged."""
     return Path(shutil.copytree(checkpoint(request.param), tmp_path / "model"))
 
@@ -47,7 +49,9 @@ def weights_of(arch: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
-def test_tensors_and_their_parts_are_those_that_were_saved(arch: str, checkpoint: Callable[[str], Path]) -> None:
+def test_tensors_and_their_parts_are_those_that_were_saved(
+    arch: str, checkpoint: Callable[[str], Path]
+) -> None:
     source = open_checkpoint(checkpoint(arch), torch.float32, CPU)
     for name, weight in weights_of(arch).items():
         shape = tuple(weight.shape)
@@ -56,7 +60,9 @@ def test_tensors_and_their_parts_are_those_that_were_saved(arch: str, checkpoint
         assert torch.equal(source.read(name, shape, rows=rows), weight[rows.start : rows.stop])
         if len(shape) == 2:
             cols = range(3, shape[1] - 5)
-            assert torch.equal(source.read(name, shape, cols=cols), weight[:, cols.start : cols.stop])
+            assert torch.equal(
+                source.read(name, shape, cols=cols), weight[:, cols.start : cols.stop]
+            )
             both = source.read(name, shape, rows=rows, cols=cols)
             assert torch.equal(both, weight[rows.start : rows.stop, cols.start : cols.stop])
 
@@ -104,7 +110,9 @@ def test_each_rank_reads_its_part_of_a_weight_and_no_more(
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_model_reads_every_tensor_of_its_checkpoint(arch: str, checkpoint: Callable[[str], Path]) -> None:
+def test_a_model_reads_every_tensor_of_its_checkpoint(
+    arch: str, checkpoint: Callable[[str], Path]
+) -> None:
     source = RandomSource()
     make(checkpoint(arch)).load(source)
     files = checkpoint(arch).glob("*.safetensors")
@@ -167,7 +175,9 @@ def test_a_truncated_file_is_named(keep: float, folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("content", [b"garbage" * 1000, b"\0" * 5000, b"\xff" * 5000], ids=["text", "zeros", "ones"])
+@pytest.mark.parametrize(
+    "content", [b"garbage" * 1000, b"\0" * 5000, b"\xff" * 5000], ids=["text", "zeros", "ones"]
+)
 def test_a_file_of_something_else_is_named(content: bytes, folder: Path) -> None:
     any_file(folder).write_bytes(content)
     with pytest.raises(CheckpointError, match=any_file(folder).name):
@@ -184,12 +194,16 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
 def test_a_missing_shard_is_named(folder: Path) -> None:
     any_file(folder).unlink()
-    with pytest.raises(CheckpointError, match=r"weights are missing: .*model-00001-of-00005\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"weights are missing: .*model-00001-of-00005\.safetensors"
+    ):
         load(folder)
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": 3}', b"\xff\xff"], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"{}", b'{"weight_map": 3}', b"\xff\xff"], ids=repr
+)
 def test_a_damaged_index_is_named(content: bytes, folder: Path) -> None:
     (folder / INDEX).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{INDEX} cannot be read"):

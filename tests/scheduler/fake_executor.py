@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, Req, ReqSlice, SamplingParams, TableWrites, TokenLogprobs
+from minisgl.core import (
+    BatchPlan,
+    FinishReason,
+    Req,
+    ReqSlice,
+    SamplingParams,
+    TableWrites,
+    TokenLogprobs,
+)
 from minisgl.engine import EngineLimits, ForwardOutput
 
 Fingerprints = NDArray[np.int64]
@@ -43,7 +51,9 @@ def fingerprints(tokens: list[int], prefix: int = EMPTY_PREFIX) -> list[int]:
     return result
 
 
-def reference_answer(prompt: list[int], params: SamplingParams, limits: EngineLimits) -> tuple[list[int], FinishReason]:
+def reference_answer(
+    prompt: list[int], params: SamplingParams, limits: EngineLimits
+) -> tuple[list[int], FinishReason]:
     """What a request must be answered, whatever runs beside it."""
     room = limits.max_seq_len - len(prompt)
     prefix, answer = fingerprints(prompt)[-1], list[int]()
@@ -69,7 +79,7 @@ class _Launched:
     """A slice, and where its request stood when it was launched."""
 
     part: ReqSlice
-    scores: bool
+    scores_prompt: bool
     row: int
     pages: NDArray[np.int32]
 
@@ -95,7 +105,9 @@ class FakeOutput(ForwardOutput):
         return {
             index: bytes([it.part.end])
             for index, it in enumerate(self.launched)
-            if it.part.req.params.embeds and it.part.samples and it.part.end == it.part.req.num_prompt
+            if it.part.req.params.embeds
+            and it.part.samples
+            and it.part.end == it.part.req.num_prompt
         }
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
@@ -106,7 +118,7 @@ class FakeOutput(ForwardOutput):
                 for i in range(it.part.start, min(it.part.end, it.part.req.num_prompt - 1))
             ]
             for index, it in enumerate(self.launched)
-            if it.scores
+            if it.scores_prompt
         }
 
     def wait(self) -> list[int]:
@@ -129,8 +141,10 @@ class FakeExecutor:
         self.limits = replace(limits, num_rows=num_rows)
         self.page_table_RP = np.full((num_rows, pages_per_row), GARBAGE, dtype=np.int32)
         self.token_pool_RL = np.full((num_rows, limits.max_seq_len), GARBAGE, dtype=np.int32)
-        self.kv_S: Fingerprints = np.full(limits.num_pages * limits.page_size, GARBAGE, dtype=np.int64)
-        self.mask_bits = np.empty((num_rows, 1), dtype=np.int32)
+        self.kv_S: Fingerprints = np.full(
+            limits.num_pages * limits.page_size, GARBAGE, dtype=np.int64
+        )
+        self.grammar_masks = np.empty((num_rows, 1), dtype=np.int32)
         self.plans: list[list[tuple[int, int, int, bool]]] = []
         self._asynchronous = asynchronous
         self._newest: FakeOutput | None = None
@@ -143,7 +157,9 @@ class FakeExecutor:
     def _forward(self, plan: BatchPlan) -> None:
         if self._newest:
             self._newest.compute()
-        self.plans.append([(part.req.uid, part.start, part.end, part.samples) for part in plan.slices])
+        self.plans.append(
+            [(part.req.uid, part.start, part.end, part.samples) for part in plan.slices]
+        )
         self._write_tables(plan.writes)
         self._check_shared(plan)
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
@@ -165,10 +181,10 @@ class FakeExecutor:
 
     def _check_shared(self, plan: BatchPlan) -> None:
         """What a plan says all slices have in common, they have, in whole pages that are computed."""
-        num_pages = plan.num_shared // self.limits.page_size
+        num_pages = plan.num_shared_tokens // self.limits.page_size
         rows = [self.page_table_RP[part.row, :num_pages].tolist() for part in plan.slices]
         assert all(row == rows[0] for row in rows)
-        assert all(plan.num_shared <= part.start for part in plan.slices)
+        assert all(plan.num_shared_tokens <= part.start for part in plan.slices)
 
     def forget(self, pages: NDArray[np.int32]) -> None:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""
@@ -190,15 +206,21 @@ class FakeExecutor:
     def check_still_held(self, launched: list[_Launched]) -> None:
         """Until a plan is finished its requests keep their rows, and the rows keep their pages."""
         for it in launched:
-            assert it.part.req.row == it.row, f"{it.part.req} was released while a launched batch refers to it"
+            assert it.part.req.row == it.row, (
+                f"{it.part.req} was released while a launched batch refers to it"
+            )
             now = self.page_table_RP[it.row, : len(it.pages)]
-            assert np.array_equal(now, it.pages), f"{it.part.req} was remapped while a launched batch refers to it"
+            assert np.array_equal(now, it.pages), (
+                f"{it.part.req} was remapped while a launched batch refers to it"
+            )
 
     def _remember(self, part: ReqSlice) -> _Launched:
         row = part.req.row
         assert row is not None
         num_pages = -(-part.end // self.limits.page_size)
-        return _Launched(part, part.req.scores, row, self.page_table_RP[row, :num_pages].copy())
+        return _Launched(
+            part, part.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
+        )
 
     def _store(self, it: _Launched) -> int:
         """Write a slice's KV; the fingerprint of its last position."""
@@ -210,13 +232,17 @@ class FakeExecutor:
         return new[-1]
 
     def _write_token(self, it: _Launched, token: int) -> None:
-        assert it.part.end < self.limits.max_seq_len, f"{it.part.req} has no place for another token"
+        assert it.part.end < self.limits.max_seq_len, (
+            f"{it.part.req} has no place for another token"
+        )
         self.token_pool_RL[it.row, it.part.end] = token
 
     def _check_kv(self, it: _Launched, end: int) -> None:
         kv = self.kv_S[self._slots(it, end)]
         wrong = np.flatnonzero(kv != self._truth_of(it.part.req)[:end])
-        assert len(wrong) == 0, f"{it.part.req} reads wrong KV at positions {wrong.tolist()} of {end}"
+        assert len(wrong) == 0, (
+            f"{it.part.req} reads wrong KV at positions {wrong.tolist()} of {end}"
+        )
 
     def _slots(self, it: _Launched, end: int) -> NDArray[np.int64]:
         position = np.arange(end)
@@ -240,5 +266,9 @@ def _check_plan(plan: BatchPlan) -> None:
     for part in plan.slices:
         req = part.req
         assert req.finish is None, f"{req} has ended and is planned"
-        assert req.num_computed == part.start < part.end <= req.num_tokens, f"{req} cannot compute {part}"
-        assert part.samples == (part.end == req.num_tokens), f"{req}: {part} must sample if it is the last"
+        assert req.num_computed == part.start < part.end <= req.num_tokens, (
+            f"{req} cannot compute {part}"
+        )
+        assert part.samples == (part.end == req.num_tokens), (
+            f"{req}: {part} must sample if it is the last"
+        )

@@ -9,7 +9,15 @@ from typing import Any
 
 from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.engine import EngineLimits
-from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, EngineStats, ReplyError, UserMsg, pack_ids
+from minisgl.message import (
+    AbortBackendMsg,
+    BackendMsg,
+    DetokenizeMsg,
+    EngineStats,
+    ReplyError,
+    UserMsg,
+    pack_ids,
+)
 from minisgl.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler.fake_executor import FakeExecutor, reference_answer
 
@@ -19,7 +27,9 @@ MANY = 10_000
 
 
 def make_limits(num_pages: int = 64, page_size: int = 4, max_seq_len: int = 64) -> EngineLimits:
-    return EngineLimits(num_pages, page_size, min(max_seq_len, num_pages * page_size), VOCAB_SIZE, EOS)
+    return EngineLimits(
+        num_pages, page_size, min(max_seq_len, num_pages * page_size), VOCAB_SIZE, EOS
+    )
 
 
 def exactly(num_tokens: int, priority: int = 0) -> SamplingParams:
@@ -84,7 +94,12 @@ class Host:
     """One scheduler. Each step checks who owns what, and spoils the KV of pages that are free."""
 
     def __init__(
-        self, limits: EngineLimits | None = None, *, num_rows: int = 8, asynchronous: bool = True, **options: Any
+        self,
+        limits: EngineLimits | None = None,
+        *,
+        num_rows: int = 8,
+        asynchronous: bool = True,
+        **options: Any,
     ) -> None:
         self.limits = limits or make_limits()
         self.executor = FakeExecutor(self.limits, num_rows, asynchronous=asynchronous)
@@ -157,14 +172,23 @@ class Host:
                 assert answer.tokens == tokens[: len(answer.tokens)], f"uid {uid}"
             else:
                 assert (answer.tokens, answer.finish) == (tokens, finish), f"uid {uid}"
-                scores = [(token, TokenLogprobs(float(token), [(i, 0.0)])) for i, token in enumerate(prompt)]
-                scored = None if params.prompt_logprobs is None else [(prompt[0], None), *scores[1:]]
+                scores = [
+                    (token, TokenLogprobs(float(token), [(i, 0.0)]))
+                    for i, token in enumerate(prompt)
+                ]
+                scored = (
+                    None if params.prompt_logprobs is None else [(prompt[0], None), *scores[1:]]
+                )
                 assert answer.prompt == scored, f"uid {uid}"
-                assert answer.embedding == (bytes([len(prompt)]) if params.embeds else None), f"uid {uid}"
+                assert answer.embedding == (bytes([len(prompt)]) if params.embeds else None), (
+                    f"uid {uid}"
+                )
 
     def check_nothing_is_left(self) -> None:
         scheduler, cache = self.scheduler, self.scheduler.cache
-        assert not (scheduler._live or scheduler._retiring or scheduler._in_flight or scheduler._news)
+        assert not (
+            scheduler._live or scheduler._retiring or scheduler._in_flight or scheduler._news
+        )
         assert len(scheduler.prefill) == len(scheduler.decode) == len(cache._held) == 0
         assert cache.num_available == self.limits.num_pages, "a page is neither free nor evictable"
         scheduler.table.check_integrity(rows_in_use=[])

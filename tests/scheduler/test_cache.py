@@ -54,9 +54,12 @@ class Pages:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "num_tokens", "num_pages"), [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 7, 7), (16, 33, 3)]
+    ("page_size", "num_tokens", "num_pages"),
+    [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 7, 7), (16, 33, 3)],
 )
-def test_a_page_that_is_filled_in_part_counts_whole(page_size: int, num_tokens: int, num_pages: int) -> None:
+def test_a_page_that_is_filled_in_part_counts_whole(
+    page_size: int, num_tokens: int, num_pages: int
+) -> None:
     assert Pages(8, page_size=page_size).manager.num_pages_for(num_tokens) == num_pages
 
 
@@ -71,7 +74,8 @@ def test_admission_gives_a_row_with_the_tokens_and_pages_for_all_of_them() -> No
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "reserve", "fits"), [(32, 0, True), (33, 0, False), (29, 1, False), (28, 1, True)]
+    ("num_tokens", "reserve", "fits"),
+    [(32, 0, True), (33, 0, False), (29, 1, False), (28, 1, True)],
 )
 def test_admission_counts_to_the_page(num_tokens: int, reserve: int, fits: bool) -> None:
     """At the edge of capacity neither one page is wasted nor one too many promised."""
@@ -86,7 +90,12 @@ def test_a_refused_admission_changes_nothing() -> None:
     req = pages.request(20)
 
     assert not pages.manager.try_admit(req, reserve=0)
-    assert (req.row, req.num_cached, req.num_computed, pages.manager.num_available) == (None, None, 0, 4)
+    assert (req.row, req.num_cached, req.num_computed, pages.manager.num_available) == (
+        None,
+        None,
+        0,
+        4,
+    )
     pages.manager.check_integrity([])
     pages.table.check_integrity([])
 
@@ -220,14 +229,14 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
 def test_requests_with_a_cached_prefix_share_its_pages() -> None:
     pages = Pages(30)
     first = pages.admitted(10)
-    assert pages.manager.num_shared([first]) == 0, "nobody to share with"
+    assert pages.manager.num_shared_tokens([first]) == 0, "nobody to share with"
     first.num_computed = 10
     pages.manager.share(first)
     second, third = pages.admitted(12), pages.admitted(6)
-    assert pages.manager.num_shared([first, second]) == 8
-    assert pages.manager.num_shared([third, second, first]) == 4
+    assert pages.manager.num_shared_tokens([first, second]) == 8
+    assert pages.manager.num_shared_tokens([third, second, first]) == 4
     other = pages.admitted(9, first_token=100)
-    assert pages.manager.num_shared([first, other]) == 0
+    assert pages.manager.num_shared_tokens([first, other]) == 0
 
 
 def test_what_was_written_for_a_row_that_came_back_is_not_written() -> None:

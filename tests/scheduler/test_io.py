@@ -23,7 +23,15 @@ from minisgl.message import (
     encode,
     pack_ids,
 )
-from minisgl.scheduler import FollowerInbox, Inbox, LeaderInbox, Scheduler, SchedulerConfig, ZmqInbox, ZmqOutbox
+from minisgl.scheduler import (
+    FollowerInbox,
+    Inbox,
+    LeaderInbox,
+    Scheduler,
+    SchedulerConfig,
+    ZmqInbox,
+    ZmqOutbox,
+)
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue, private_folder
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
@@ -70,8 +78,14 @@ def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
         msgs: list[BackendMsg] = []
         for _ in range(random.choice([0, 0, 1, 2])):
             uid += 1
-            prompt = [uid % 3] * random.randint(1, 20) + random.choices(range(VOCAB_SIZE), k=random.randint(0, 9))
-            msgs.append(UserMsg(uid, pack_ids(prompt), SamplingParams(max_tokens=random.choice([None, 5, 20]))))
+            prompt = [uid % 3] * random.randint(1, 20) + random.choices(
+                range(VOCAB_SIZE), k=random.randint(0, 9)
+            )
+            msgs.append(
+                UserMsg(
+                    uid, pack_ids(prompt), SamplingParams(max_tokens=random.choice([None, 5, 20]))
+                )
+            )
         if random.random() < 0.2:
             msgs.append(AbortBackendMsg(random.randint(0, uid)))
         parcels.append(msgs)
@@ -82,13 +96,15 @@ class Rank:
     """A scheduler with an executor of its own."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self.executor = FakeExecutor(make_limits(num_pages=24, page_size=4), num_rows=6, asynchronous=True)
+        self.executor = FakeExecutor(
+            make_limits(num_pages=24, page_size=4), num_rows=6, asynchronous=True
+        )
         self.book = AnswerBook()
         config = SchedulerConfig(overlap=True, seed=5, max_prefill_length=16)
         self.scheduler = Scheduler(config, self.executor, inbox, self.book)
 
     def sampling(self) -> dict[int, bytes]:
-        return {uid: req.sampling for uid, req in self.scheduler._live.items()}
+        return {uid: req.packed_sampling for uid, req in self.scheduler._live.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,7 +120,9 @@ def test_leader_and_followers_make_the_same_plans(connect: Connect, seed: int) -
         leader.scheduler.run()
     finally:
         for (push, _), thread in zip(ends, threads, strict=True):
-            push.put(BatchBackendMsg([ExitMsg()]))  # read only by those whom the leader left waiting
+            push.put(
+                BatchBackendMsg([ExitMsg()])
+            )  # read only by those whom the leader left waiting
             thread.join(timeout=20)
 
     assert len(leader.executor.plans) > 100

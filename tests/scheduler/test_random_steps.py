@@ -38,7 +38,9 @@ class Guest:
 
     def _submit(self) -> None:
         prompt = self._prompt()
-        for _ in range(self.random.choice([1, 1, 2, 3])):  # the same prompt several times in one step
+        for _ in range(
+            self.random.choice([1, 1, 2, 3])
+        ):  # the same prompt several times in one step
             uid = self.host.submit(prompt, self._params(len(prompt)))
             if self.random.random() < 0.05:
                 self.host.abort(uid)
@@ -49,7 +51,9 @@ class Guest:
         """The beginning of an earlier prompt and answer, and something new."""
         limit = self.host.limits.max_seq_len - 1
         known = self.random.choice(self.texts) if self.texts else []
-        known = known[: self.random.randint(0, self.random.choice([0, limit // 4, limit // 2, limit]))]
+        known = known[
+            : self.random.randint(0, self.random.choice([0, limit // 4, limit // 2, limit]))
+        ]
         room = limit - len(known)
         num_new = min(room, self.random.choice([0, 1, 2, 3, 5, 8, room])) or (not known)
         return known + self.random.choices(range(VOCAB_SIZE), k=num_new)
@@ -71,14 +75,18 @@ class Guest:
 
     def _submit_impossible(self) -> None:
         too_long = [2] * (self.host.limits.max_seq_len + self.random.choice([0, 1, 1000]))
-        self.refused.add(self.host.submit(self.random.choice([[], too_long, [VOCAB_SIZE], [3, -1]])))
+        self.refused.add(
+            self.host.submit(self.random.choice([[], too_long, [VOCAB_SIZE], [3, -1]]))
+        )
 
     def check_finishes(self) -> None:
         """Who was neither aborted nor impossible came to a proper end."""
         for uid in self.host.asked:
             answer = self.host.answer(uid)
             assert (answer.error is not None) == (uid in self.refused), f"uid {uid}: {answer.error}"
-            assert answer.finish != "abort" or uid in self.aborted, f"uid {uid} ended though nobody aborted it"
+            assert answer.finish != "abort" or uid in self.aborted, (
+                f"uid {uid} ended though nobody aborted it"
+            )
 
 
 def _random_host(random: Random, page_size: int, **options: object) -> Host:
@@ -86,7 +94,9 @@ def _random_host(random: Random, page_size: int, **options: object) -> Host:
     max_seq_len = random.choice([9, 24, 40, 64])
     num_pages = -(-max_seq_len // page_size) + random.choice([0, 0, 1, 2, 5, 100])
     limits = make_limits(num_pages, page_size, max_seq_len)
-    return Host(limits, num_rows=random.choice([1, 3, 5, 16]), asynchronous=random.random() < 0.7, **options)
+    return Host(
+        limits, num_rows=random.choice([1, 3, 5, 16]), asynchronous=random.random() < 0.7, **options
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -98,13 +108,17 @@ def test_every_request_gets_its_tokens_and_one_end(
 ) -> None:
     for seed in range(3):
         random = Random(f"{overlap} {cache} {page_size} {max_prefill_length} {seed}")
-        host = _random_host(random, page_size, overlap=overlap, cache=cache, max_prefill_length=max_prefill_length)
+        host = _random_host(
+            random, page_size, overlap=overlap, cache=cache, max_prefill_length=max_prefill_length
+        )
         guest = Guest(host, random)
         for _ in range(NUM_STEPS):
             guest.act()
             if host.is_busy:
                 host.step()
         num_slices_for_a_prompt = 2 + host.limits.max_seq_len // max_prefill_length
-        host.drain(max_steps=100 + len(host.open_uids) * host.limits.max_seq_len * num_slices_for_a_prompt)
+        host.drain(
+            max_steps=100 + len(host.open_uids) * host.limits.max_seq_len * num_slices_for_a_prompt
+        )
         host.check_answers()
         guest.check_finishes()

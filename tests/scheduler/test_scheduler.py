@@ -36,11 +36,21 @@ def prompt_that_stops(num_answer: int) -> list[int]:
 @pytest.mark.parametrize(
     ("prompt", "params", "code", "message"),
     [
-        (prompt_of(65), SamplingParams(), "context_length_exceeded", "65 tokens .* the limit is 64"),
+        (
+            prompt_of(65),
+            SamplingParams(),
+            "context_length_exceeded",
+            "65 tokens .* the limit is 64",
+        ),
         (prompt_of(64), SamplingParams(), "context_length_exceeded", "together 65"),
         (prompt_of(60), exactly(5), "context_length_exceeded", "max_tokens is 5: together 65"),
         ([], SamplingParams(), "invalid_value", "the prompt is empty"),
-        ([2, VOCAB_SIZE, 3], SamplingParams(), "invalid_value", rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}"),
+        (
+            [2, VOCAB_SIZE, 3],
+            SamplingParams(),
+            "invalid_value",
+            rf"token id {VOCAB_SIZE} is outside \[0, {VOCAB_SIZE}",
+        ),
         ([2, -7], SamplingParams(), "invalid_value", "token id -7"),
     ],
 )
@@ -93,7 +103,9 @@ def test_an_answer_goes_on_to_the_end_of_the_context_without_max_tokens(overlap:
 
 @OVERLAP
 @pytest.mark.parametrize("num_answer", [1, 2, 5])
-def test_nothing_is_delivered_after_an_end_of_sequence_token(overlap: bool, num_answer: int) -> None:
+def test_nothing_is_delivered_after_an_end_of_sequence_token(
+    overlap: bool, num_answer: int
+) -> None:
     host = Host(overlap=overlap)
     answer = host.ask(prompt_that_stops(num_answer))
 
@@ -171,7 +183,10 @@ def test_a_request_may_be_aborted_at_any_moment(overlap: bool, num_steps: int) -
 
 def test_an_abort_is_answered_in_the_step_that_takes_it_in() -> None:
     host = Host(num_rows=1)
-    running, waiting = host.submit(prompt_of(5), exactly(20)), host.submit(prompt_of(6), exactly(20))
+    running, waiting = (
+        host.submit(prompt_of(5), exactly(20)),
+        host.submit(prompt_of(6), exactly(20)),
+    )
     host.step(2)
     host.abort(running)
     host.abort(waiting)
@@ -253,12 +268,17 @@ def test_identical_prompts_of_one_step_do_not_touch_each_others_pages(overlap: b
 
 
 @pytest.mark.parametrize(("cache", "steps_to_wait"), [("radix", 1), ("naive", 0)])
-def test_a_prompt_waits_a_step_for_the_one_that_computes_its_beginning(cache: str, steps_to_wait: int) -> None:
+def test_a_prompt_waits_a_step_for_the_one_that_computes_its_beginning(
+    cache: str, steps_to_wait: int
+) -> None:
     host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800), cache=cache)
     prefix = prompt_of(400)
     uids = [host.submit(prefix + prompt_of(10, salt), exactly(3)) for salt in range(4)]
     host.step(1 + steps_to_wait)
-    started = [{uid: end - start for uid, start, end, _ in plan if end - start > 1} for plan in host.executor.plans]
+    started = [
+        {uid: end - start for uid, start, end, _ in plan if end - start > 1}
+        for plan in host.executor.plans
+    ]
     if cache == "radix":
         assert started == [{uids[0]: 410}, dict.fromkeys(uids[1:], 10)]
     else:
@@ -291,7 +311,9 @@ def test_a_prompt_that_is_scored_does_not_wait_for_what_it_cannot_use() -> None:
 
 @OVERLAP
 @pytest.mark.parametrize("max_prefill_length", [1, 7])
-def test_a_running_request_gets_a_token_in_every_step_of_a_long_prefill(overlap: bool, max_prefill_length: int) -> None:
+def test_a_running_request_gets_a_token_in_every_step_of_a_long_prefill(
+    overlap: bool, max_prefill_length: int
+) -> None:
     host = Host(overlap=overlap, max_prefill_length=max_prefill_length)
     running = host.submit(prompt_of(2), exactly(60))
     host.step(4)
@@ -312,7 +334,9 @@ def test_no_step_computes_more_prompt_tokens_than_allowed(budget: int) -> None:
         host.submit(prompt_of(20, salt), exactly(4))
     host.drain()
 
-    prompts = [sum(end - start for _, start, end, _ in plan if end <= 20) for plan in host.executor.plans]
+    prompts = [
+        sum(end - start for _, start, end, _ in plan if end <= 20) for plan in host.executor.plans
+    ]
     assert max(prompts) == min(budget, 100)
 
 
@@ -385,7 +409,9 @@ def test_the_least_urgent_is_retracted_even_if_it_is_older(overlap: bool) -> Non
 
 @OVERLAP
 def test_an_urgent_prompt_is_not_retracted_half_computed_for_others_that_run(overlap: bool) -> None:
-    host = Host(make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive")
+    host = Host(
+        make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive"
+    )
     running = host.submit(prompt_of(4), exactly(30, priority=1))
     host.step(6)
     urgent = host.submit(prompt_of(20, salt=1), exactly(10))
@@ -484,7 +510,9 @@ def test_nobody_is_retracted_while_an_ended_request_is_about_to_give_its_pages_b
 @OVERLAP
 def test_the_oldest_request_is_not_retracted_for_a_younger_one(overlap: bool) -> None:
     """Its tokens come step by step to its end, whatever waits or runs beside it."""
-    host = Host(make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive")
+    host = Host(
+        make_limits(num_pages=10, page_size=4), overlap=overlap, max_prefill_length=1, cache="naive"
+    )
     oldest = host.submit(prompt_of(4), exactly(30))
     host.step(3)
     for salt in range(1, 5):
@@ -527,7 +555,9 @@ def test_a_hit_at_the_first_admission_is_what_is_reported() -> None:
     uids = [host.submit(prompt_of(5, salt), exactly(24)) for salt in range(2)]
     host.drain()
 
-    restarts = [start for plan in host.executor.plans for _, start, end, _ in plan if end - start > 1]
+    restarts = [
+        start for plan in host.executor.plans for _, start, end, _ in plan if end - start > 1
+    ]
     assert restarts[:2] == [0, 0]
     assert restarts[2] > 0, "the second was retracted and found a part of itself"
     assert [host.answer(uid).num_cached for uid in uids] == [0, 0]
@@ -545,7 +575,9 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
     while host.is_busy:
         host.step()
         scheduler, last = host.scheduler, host.stats[-1]
-        assert last.num_running == len(scheduler.decode.running) + (scheduler.prefill.half_computed is not None)
+        assert last.num_running == len(scheduler.decode.running) + (
+            scheduler.prefill.half_computed is not None
+        )
         assert last.num_running + last.num_waiting == len(scheduler._live)
         assert last.num_pages_used == 16 - scheduler.cache.num_available
         assert last.num_pages == 16

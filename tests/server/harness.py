@@ -46,7 +46,9 @@ class FakeWorker:
 
     def __init__(self, addresses: Addresses) -> None:
         decode = decoder(TokenizerMsg)
-        self._inboxes: list[AsyncPullQueue[TokenizerMsg]] = [AsyncPullQueue(a, decode) for a in addresses.tokenizers]
+        self._inboxes: list[AsyncPullQueue[TokenizerMsg]] = [
+            AsyncPullQueue(a, decode) for a in addresses.tokenizers
+        ]
         self._frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -87,12 +89,16 @@ class FakeWorker:
 
 
 @asynccontextmanager
-async def office(max_open_requests: int = 8, num_tokenizer: int = 1) -> AsyncIterator[tuple[Frontend, FakeWorker]]:
+async def office(
+    max_open_requests: int = 8, num_tokenizer: int = 1
+) -> AsyncIterator[tuple[Frontend, FakeWorker]]:
     """A running frontend and the worker that it talks to."""
     with private_folder() as folder:
         addresses = Addresses(folder, num_tokenizer)
         queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
-        replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(addresses.frontend, decoder(FrontendMsg))
+        replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
+            addresses.frontend, decoder(FrontendMsg)
+        )
         frontend = Frontend(queues, replies, max_open_requests)
         worker = FakeWorker(addresses)
         running = asyncio.create_task(frontend.run())
@@ -103,7 +109,9 @@ async def office(max_open_requests: int = 8, num_tokenizer: int = 1) -> AsyncIte
             with contextlib.suppress(asyncio.CancelledError):
                 await running
             await worker.stop()
-            for queue in queues:  # writers before readers: they wait for what they have put to be taken
+            for (
+                queue
+            ) in queues:  # writers before readers: they wait for what they have put to be taken
                 queue.close()
             worker.close()
             replies.close()

@@ -14,7 +14,15 @@ import pytest
 from fastapi import FastAPI
 
 from minisgl.core import SamplingParams
-from minisgl.message import AbortMsg, CodecReply, DecodeMsg, ReplyError, TextLogprobs, TokenizeMsg, UserReply
+from minisgl.message import (
+    AbortMsg,
+    CodecReply,
+    DecodeMsg,
+    ReplyError,
+    TextLogprobs,
+    TokenizeMsg,
+    UserReply,
+)
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.dialect import Dialect
 from minisgl.server.dialect.reasoning import PARSERS
@@ -113,7 +121,9 @@ def test_a_whole_chat_answer_is_openais_object() -> None:
         assert answer == {
             "object": "chat.completion",
             "model": "m",
-            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+            "choices": [
+                {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+            ],
             "usage": {
                 "prompt_tokens": 5,
                 "completion_tokens": 3,
@@ -130,7 +140,9 @@ def test_several_prompts_give_several_choices_in_order_and_one_usage() -> None:
         call = app.post(TEXT, prompt=["a", "b", "c"])
         uids = [(await app.worker.take()).uid for _ in range(3)]
         for uid in reversed(uids):
-            app.worker.say(UserReply(uid, f"<{uids.index(uid)}>", finish="length", num_prompt=2, num_output=1))
+            app.worker.say(
+                UserReply(uid, f"<{uids.index(uid)}>", finish="length", num_prompt=2, num_output=1)
+            )
         await call.done
         answer = json.loads(call.body)
         assert answer["object"] == "text_completion"
@@ -157,13 +169,23 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
             question = await app.worker.take()
             app.worker.put(CodecReply(question.uid, text=text))
         uids = [(await app.worker.take()).uid for _ in range(2)]
-        first = {"logprobs": ANSWER_LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS, "num_prompt": 2, "num_output": 1}
-        app.worker.say(UserReply(uids[0], "yo", **first), UserReply(uids[1], prompt_logprobs=PROMPT_LOGPROBS[:1]))
+        first = {
+            "logprobs": ANSWER_LOGPROBS,
+            "prompt_logprobs": PROMPT_LOGPROBS,
+            "num_prompt": 2,
+            "num_output": 1,
+        }
+        app.worker.say(
+            UserReply(uids[0], "yo", **first),
+            UserReply(uids[1], prompt_logprobs=PROMPT_LOGPROBS[:1]),
+        )
         for uid in uids:
             app.worker.say(UserReply(uid, finish="length"))
         await call.done
         events = events_of(call)[:-1] if stream else [json.loads(call.body)]
-        choices = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
+        choices = [
+            choice for event in events for choice in event["choices"] if choice["index"] == 0
+        ]
         assert "".join(choice["text"] for choice in choices) == "<s>hiyo"
         (logprobs,) = (choice["logprobs"] for choice in choices if choice["logprobs"])
         assert logprobs == {
@@ -203,7 +225,9 @@ def test_a_chat_stream_byte_by_byte() -> None:
         head = f'"id": "{first["id"]}", "object": "chat.completion.chunk", "created": {first["created"]}, "model": "m"'
 
         def event(delta: str, finish: str) -> str:
-            choice = f'{{"index": 0, "delta": {delta}, "logprobs": null, "finish_reason": {finish}}}'
+            choice = (
+                f'{{"index": 0, "delta": {delta}, "logprobs": null, "finish_reason": {finish}}}'
+            )
             return f'data: {{{head}, "choices": [{choice}]}}\n\n'
 
         assert call.body.decode() == (
@@ -269,7 +293,10 @@ def test_a_streams_first_piece_is_sent_before_its_second_is_made() -> None:
         await until(lambda: b"first" in call.body)
         app.worker.say(UserReply(uid, "second", finish="stop"))
         await call.done
-        assert [event["choices"][0]["text"] for event in events_of(call)[:-1]] == ["first", "second"]
+        assert [event["choices"][0]["text"] for event in events_of(call)[:-1]] == [
+            "first",
+            "second",
+        ]
 
     scene(play)
 
@@ -313,7 +340,9 @@ def test_what_is_wrong_with_a_prompt_is_said_of_the_field_that_the_client_sent(
         call = app.post(route, **body)
         msg = await app.worker.take()
         refusal = ReplyError(400, "invalid_value", "it is bad")
-        app.worker.put((CodecReply if isinstance(msg, DecodeMsg) else UserReply)(msg.uid, error=refusal))
+        app.worker.put(
+            (CodecReply if isinstance(msg, DecodeMsg) else UserReply)(msg.uid, error=refusal)
+        )
         await call.done
         assert_is_error(call, 400, message="it is bad", param=field)
 
@@ -324,7 +353,9 @@ def test_if_one_of_several_prompts_is_refused_all_are() -> None:
     async def play(app: App) -> None:
         call = app.post(TEXT, prompt=["a", "b"], stream=True)
         first, second = [(await app.worker.take()).uid for _ in range(2)]
-        app.worker.say(UserReply(first, "text"), UserReply(second, error=ReplyError(400, "c", "no", None)))
+        app.worker.say(
+            UserReply(first, "text"), UserReply(second, error=ReplyError(400, "c", "no", None))
+        )
         await call.done
         assert_is_error(call, 400, message="no")
         assert await app.worker.take() == AbortMsg(first)
@@ -343,7 +374,12 @@ def test_an_engine_that_dies_in_mid_stream_is_the_last_event(route: str) -> None
         assert call.status == 200
         error = events_of(call)[-1]
         assert error == {
-            "error": {"message": "the engine is gone", "type": "server_error", "param": None, "code": "engine_failed"}
+            "error": {
+                "message": "the engine is gone",
+                "type": "server_error",
+                "param": None,
+                "code": "engine_failed",
+            }
         }
 
     scene(play)
@@ -357,7 +393,9 @@ def test_an_engine_that_dies_before_the_first_token_is_a_503(route: str, stream:
         await app.worker.take()
         app.frontend.fail("the engine is gone")
         await call.done
-        assert_is_error(call, 503, message="the engine is gone", type="server_error", code="engine_failed")
+        assert_is_error(
+            call, 503, message="the engine is gone", type="server_error", code="engine_failed"
+        )
         again = app.post(route)
         await again.done
         assert_is_error(again, 503, message="the engine is gone")
@@ -382,7 +420,9 @@ def test_a_grammar_that_fails_in_the_middle_of_an_answer_is_said_of_its_field(st
 @all_routes
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(route: str, stream: bool, started: bool) -> None:
+def test_a_client_that_goes_away_aborts_its_request(
+    route: str, stream: bool, started: bool
+) -> None:
     async def play(app: App) -> None:
         call = app.post(route, stream=stream)
         uid = (await app.worker.take()).uid
@@ -390,7 +430,9 @@ def test_a_client_that_goes_away_aborts_its_request(route: str, stream: bool, st
         witness_uid = (await app.worker.take()).uid
         if started:
             app.worker.say(UserReply(uid, "part"), UserReply(witness_uid, "seen"))
-            await until(lambda: b"seen" in witness.body)  # and so has "part" been, whether it is shown or not
+            await until(
+                lambda: b"seen" in witness.body
+            )  # and so has "part" been, whether it is shown or not
         call.hang_up()
         assert await app.worker.take() == AbortMsg(uid)
         await call.done
@@ -424,7 +466,13 @@ def test_models_lists_the_one_that_is_served() -> None:
         assert json.loads(call.body) == {
             "object": "list",
             "data": [
-                {"id": "m", "object": "model", "created": 1234, "owned_by": "minisgl", "max_model_len": 100},
+                {
+                    "id": "m",
+                    "object": "model",
+                    "created": 1234,
+                    "owned_by": "minisgl",
+                    "max_model_len": 100,
+                },
             ],
         }
 
@@ -453,7 +501,9 @@ def test_retrieving_another_model_is_a_404(name: str) -> None:
     async def play(app: App) -> None:
         call = app.call("GET", f"/v1/models/{name}")
         await call.done
-        error = assert_is_error(call, 404, type="invalid_request_error", param="model", code="model_not_found")
+        error = assert_is_error(
+            call, 404, type="invalid_request_error", param="model", code="model_not_found"
+        )
         assert repr(name) in error["message"]
 
     scene(play)
@@ -485,7 +535,9 @@ def test_the_version_is_the_packages() -> None:
         ("BREW", CHAT, 405),
     ],
 )
-def test_a_wrong_route_or_method_is_an_error_that_names_it(method: str, path: str, status: int) -> None:
+def test_a_wrong_route_or_method_is_an_error_that_names_it(
+    method: str, path: str, status: int
+) -> None:
     async def play(app: App) -> None:
         call = app.call(method, path)
         await call.done
@@ -549,7 +601,10 @@ def test_another_model_is_a_404(route: str) -> None:
     ("fields", "param"),
     [
         ({"temperature": "hot"}, "temperature"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]}, "messages.1.role"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]},
+            "messages.1.role",
+        ),
         ({"tempature": 1}, "tempature"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
@@ -568,7 +623,10 @@ def test_another_model_is_a_404(route: str) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"usage": True}}, "stream_options.usage"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+        ),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"stop": 3}, "stop"),
         ({"stop": ["a", 3]}, "stop.1"),
@@ -590,7 +648,10 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
 
 @pytest.mark.parametrize(
     ("prompt", "param", "said"),
-    [([-1], "prompt.0", "greater than or equal to 0"), ([[5], [2**31]], "prompt.1.0", "less than or equal to")],
+    [
+        ([-1], "prompt.0", "greater than or equal to 0"),
+        ([[5], [2**31]], "prompt.1.0", "less than or equal to"),
+    ],
 )
 def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, said: str) -> None:
     async def play(app: App) -> None:
@@ -617,7 +678,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title"
         (RESPONSES, {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}}, "text"),  # type: ignore[dict-item]
     ],
 )
-def test_a_grammar_that_is_too_long_is_said_of_its_field(route: str, fields: dict[str, Any], param: str) -> None:
+def test_a_grammar_that_is_too_long_is_said_of_its_field(
+    route: str, fields: dict[str, Any], param: str
+) -> None:
     async def play(app: App) -> None:
         call = app.post(route, **fields)
         await call.done
@@ -649,7 +712,19 @@ def test_what_no_message_can_carry_is_refused_and_takes_no_place(fields: dict[st
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"nonsense", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 2000, b'{"model": 1e5', b"{}"]
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 2000,
+        b'{"model": 1e5',
+        b"{}",
+    ],
 )
 def test_a_body_that_is_no_request_is_a_400(raw: bytes) -> None:
     async def play(app: App) -> None:
@@ -689,7 +764,10 @@ def test_many_streams_at_once_do_not_mix() -> None:
         msgs: list[TokenizeMsg] = [await app.worker.take() for _ in calls]
         for piece in range(5):
             app.worker.say(
-                *(UserReply(m.uid, f"{m.prompt}.{piece} ", finish="stop" if piece == 4 else None) for m in msgs)
+                *(
+                    UserReply(m.uid, f"{m.prompt}.{piece} ", finish="stop" if piece == 4 else None)
+                    for m in msgs
+                )
             )
         await asyncio.gather(*(call.done for call in calls))
         for i, call in enumerate(calls):
@@ -709,7 +787,10 @@ def test_a_stream_of_several_answers_begins_with_the_first_of_each_prompt() -> N
         for uid in uids:
             app.worker.say(UserReply(uid, finish="stop"))
         await call.done
-        shown = [(event["choices"][0]["index"], event["choices"][0]["text"]) for event in events_of(call)[:-1]]
+        shown = [
+            (event["choices"][0]["index"], event["choices"][0]["text"])
+            for event in events_of(call)[:-1]
+        ]
         assert shown[:2] == [(1, "<1>"), (2, "<2>")]
 
     scene(play)

@@ -41,7 +41,10 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "api_key": (["--api-key", "a, b", "--api-key", "c"], ("a", "b", "c")),
     "tool_call_parser": (["--tool-call-parser", "mistral"], "mistral"),
     "reasoning_parser": (["--reasoning-parser", "qwen3"], "qwen3"),
-    "cors_origins": (["--cors-origins", "https://a.org,http://b:80"], ("https://a.org", "http://b:80")),
+    "cors_origins": (
+        ["--cors-origins", "https://a.org,http://b:80"],
+        ("https://a.org", "http://b:80"),
+    ),
     "max_open_requests": (["--max-open-requests", "1"], 1),
     "max_body_mb": (["--max-body-mb", "1"], 1),
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
@@ -104,7 +107,9 @@ def test_a_flag_that_is_on_or_off_has_both_forms(name: str) -> None:
         ("start_timeout_s", "0"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused_with_the_flag_and_the_value(name: str, value: str) -> None:
+def test_a_value_out_of_bounds_is_refused_with_the_flag_and_the_value(
+    name: str, value: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"{flag(name)} .*got {re.escape(value)}"):
         parse_args([f"{flag(name)}={value}"])
 
@@ -157,7 +162,9 @@ def test_the_documentation_lists_every_flag_and_no_other() -> None:
 
 
 def test_the_documentation_has_every_default() -> None:
-    documented = dict(re.findall(r"^\| `(--[a-z-]+)` \| (\S+) \|", FEATURES.read_text(), re.MULTILINE))
+    documented = dict(
+        re.findall(r"^\| `(--[a-z-]+)` \| (\S+) \|", FEATURES.read_text(), re.MULTILINE)
+    )
     words: dict[Any, str] = {None: "auto", (): "none", False: "off", True: "on"}
     defaults = {flag(field.name): field.default for field in dataclasses.fields(ServerConfig)}
     assert documented == {
@@ -167,7 +174,8 @@ def test_the_documentation_has_every_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["", "a.org", "https://a.org/", "https://a.org/page", "https://", "https://*,,", "null"]
+    "origin",
+    ["", "a.org", "https://a.org/", "https://a.org/page", "https://", "https://*,,", "null"],
 )
 def test_what_no_browser_would_send_as_its_origin_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="--cors-origins must be"):
@@ -192,7 +200,9 @@ def test_a_server_that_was_to_be_closed_does_not_start_open(
     assert not re.search("K[12]", str(refusal.value)), "it repeats a key"
 
 
-def test_no_key_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MINISGL_API_KEY", "sk-secret")
     with pytest.raises(SystemExit):
         parse_args(["--api-key", "sk-hidden", "--help"])

@@ -24,17 +24,29 @@ def raw(vector: list[float]) -> bytes:
 @pytest.mark.parametrize("encoding_format", [None, "float", "base64"])
 def test_vectors_come_in_the_order_of_their_inputs(encoding_format: str | None) -> None:
     async def play(app: App) -> None:
-        call = app.post(ROUTE, model="m", input=["a", "b"], encoding_format=encoding_format, user="me")
+        call = app.post(
+            ROUTE, model="m", input=["a", "b"], encoding_format=encoding_format, user="me"
+        )
         msgs = [await app.worker.take() for _ in range(2)]
-        assert [(msg.prompt, msg.sampling) for msg in msgs] == [("a", ONLY_EMBED), ("b", ONLY_EMBED)]
+        assert [(msg.prompt, msg.sampling) for msg in msgs] == [
+            ("a", ONLY_EMBED),
+            ("b", ONLY_EMBED),
+        ]
         for msg, vector in reversed(list(zip(msgs, VECTORS, strict=True))):
             app.worker.say(UserReply(msg.uid, finish="length", num_prompt=3, embedding=raw(vector)))
         await call.done
         assert call.status == 200
         answer = json.loads(call.body)
         data = answer.pop("data")
-        assert answer == {"object": "list", "model": "m", "usage": {"prompt_tokens": 6, "total_tokens": 6}}
-        assert [(entry["object"], entry["index"]) for entry in data] == [("embedding", 0), ("embedding", 1)]
+        assert answer == {
+            "object": "list",
+            "model": "m",
+            "usage": {"prompt_tokens": 6, "total_tokens": 6},
+        }
+        assert [(entry["object"], entry["index"]) for entry in data] == [
+            ("embedding", 0),
+            ("embedding", 1),
+        ]
         for entry, vector in zip(data, VECTORS, strict=True):
             told = entry["embedding"]
             if encoding_format == "base64":
@@ -73,7 +85,9 @@ def test_ids_go_on_as_they_are() -> None:
         ({"temperature": 1}, 400, "temperature"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(fields: dict[str, Any], status: int, param: str) -> None:
+def test_what_cannot_be_embedded_is_refused_by_name(
+    fields: dict[str, Any], status: int, param: str
+) -> None:
     async def play(app: App) -> None:
         call = app.post(ROUTE, **{"model": "m", "input": "a", **fields})
         await call.done
@@ -86,7 +100,9 @@ def test_if_one_input_is_too_long_the_other_is_aborted_and_the_error_says_input(
     async def play(app: App) -> None:
         call = app.post(ROUTE, model="m", input=["a", "b"])
         first, second = [(await app.worker.take()).uid for _ in range(2)]
-        app.worker.say(UserReply(second, error=ReplyError(400, "context_length_exceeded", "101 tokens")))
+        app.worker.say(
+            UserReply(second, error=ReplyError(400, "context_length_exceeded", "101 tokens"))
+        )
         await call.done
         assert_is_error(call, 400, code="context_length_exceeded", param="input")
         assert await app.worker.take() == AbortMsg(first)

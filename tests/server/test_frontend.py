@@ -33,7 +33,9 @@ def test_a_prompt_reaches_the_worker_and_its_replies_come_back_in_order() -> Non
             msg = await worker.take()
             assert msg == TokenizeMsg(msg.uid, "hello", PARAMS)
             worker.say(UserReply(msg.uid, "a"))
-            worker.say(UserReply(msg.uid, "b"), UserReply(msg.uid, "c", finish="length", num_output=3))
+            worker.say(
+                UserReply(msg.uid, "b"), UserReply(msg.uid, "c", finish="length", num_output=3)
+            )
             replies = [reply async for _, reply in generation]
             assert [reply.text for reply in replies] == ["a", "b", "c"]
             assert replies[-1].num_output == 3
@@ -84,7 +86,9 @@ def test_beyond_the_limit_requests_are_refused_and_accepted_again_when_one_ends(
             await first.next()
             frontend.submit(["c"], PARAMS)
             assert frontend.num_open == 2
-            assert [(await worker.take()).prompt for _ in range(2)] == ["b", "c"], "a refused prompt was sent"
+            assert [(await worker.take()).prompt for _ in range(2)] == ["b", "c"], (
+                "a refused prompt was sent"
+            )
 
     run(scene())
 
@@ -101,7 +105,9 @@ def test_closing_aborts_what_has_not_ended_once_and_on_its_own_way() -> None:
             assert frontend.num_open == 0
             assert generation.has_ended
             for i in (0, 2):
-                assert await worker.take(i) == AbortMsg(uids[i]), "the abort follows its request on the same queue"
+                assert await worker.take(i) == AbortMsg(uids[i]), (
+                    "the abort follows its request on the same queue"
+                )
             next_one = frontend.submit(["d", "e", "f"], PARAMS)
             for i in range(3):
                 assert isinstance(await worker.take(i), TokenizeMsg), "nothing was aborted twice"
@@ -116,7 +122,11 @@ def test_replies_to_a_request_that_was_given_up_are_dropped() -> None:
             given_up, kept = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
             uids = [(await worker.take()).uid for _ in range(2)]
             given_up.close()
-            worker.say(UserReply(uids[0], "late"), UserReply(uids[0], finish="abort"), UserReply(12345, "unknown"))
+            worker.say(
+                UserReply(uids[0], "late"),
+                UserReply(uids[0], finish="abort"),
+                UserReply(12345, "unknown"),
+            )
             worker.say(UserReply(uids[1], "b", finish="stop"))
             assert [reply.text async for _, reply in kept] == ["b"]
             assert frontend.num_open == 0
@@ -129,10 +139,16 @@ def test_a_refusal_arrives_with_its_status_and_the_other_prompts_are_aborted() -
         async with office() as (frontend, worker):
             generation = frontend.submit(["a", "b"], PARAMS)
             first, second = [(await worker.take()).uid for _ in range(2)]
-            worker.say(UserReply(first, error=ReplyError(418, "teapot", "short and stout", "spout")))
+            worker.say(
+                UserReply(first, error=ReplyError(418, "teapot", "short and stout", "spout"))
+            )
             with pytest.raises(RequestError, match="short and stout") as refusal:
                 await generation.next()
-            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (418, "teapot", "spout")
+            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (
+                418,
+                "teapot",
+                "spout",
+            )
             generation.close()
             assert await worker.take() == AbortMsg(second)
             assert frontend.num_open == 0
@@ -143,7 +159,9 @@ def test_a_refusal_arrives_with_its_status_and_the_other_prompts_are_aborted() -
 def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None:
     async def scene() -> None:
         async with office() as (frontend, worker):
-            waiting = [frontend.submit(["a"], PARAMS) for _ in range(3)] + [frontend.submit(["b", "c"], PARAMS)]
+            waiting = [frontend.submit(["a"], PARAMS) for _ in range(3)] + [
+                frontend.submit(["b", "c"], PARAMS)
+            ]
             tasks = [asyncio.create_task(generation.next()) for generation in waiting]
             half_read = frontend.submit(["d"], PARAMS)
             uid = [(await worker.take()).uid for _ in range(6)][-1]
@@ -264,10 +282,16 @@ def test_a_question_is_refused_by_the_tokenizer_or_by_an_engine_that_is_gone() -
     async def scene() -> None:
         async with office() as (frontend, worker):
             asking = asyncio.create_task(frontend.decode([1]))
-            worker.put(CodecReply((await worker.take()).uid, error=ReplyError(400, "c", "no", "tokens")))
+            worker.put(
+                CodecReply((await worker.take()).uid, error=ReplyError(400, "c", "no", "tokens"))
+            )
             with pytest.raises(RequestError, match="no") as refusal:
                 await asking
-            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (400, "c", "tokens")
+            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (
+                400,
+                "c",
+                "tokens",
+            )
             asking = asyncio.create_task(frontend.decode([1]))
             await worker.take()
             frontend.fail("gone")

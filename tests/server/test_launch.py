@@ -21,7 +21,10 @@ def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
 
 
 def test_of_two_servers_that_load_at_once_the_second_to_be_ready_is_refused_the_port() -> None:
-    with _listen(ServerConfig(port=0)) as first, _listen(ServerConfig(port=first.getsockname()[1])) as second:
+    with (
+        _listen(ServerConfig(port=0)) as first,
+        _listen(ServerConfig(port=first.getsockname()[1])) as second,
+    ):
         _accept_connections(first)
         with pytest.raises(ConfigError, match="--port"):
             _accept_connections(second)
@@ -52,7 +55,10 @@ def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_1(
-    argv: list[str], said: str, capfd: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+    argv: list[str],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = str(tmp_path_factory.mktemp("empty"))
     assert launch_server([arg.format(folder=folder) for arg in argv]) == 1
@@ -76,5 +82,7 @@ def test_what_stands_before_the_workers_and_in_light_ones_imports_nothing_heavy(
     modules: str, without: list[str]
 ) -> None:
     script = f"import sys, {modules}; print(*sorted(set({without}) & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == []

@@ -23,7 +23,8 @@ Samples = dict[str, float]
 def parse(text: str) -> Samples:
     """The samples, under their names and labels."""
     return {
-        sample.name.removeprefix("minisgl_") + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        sample.name.removeprefix("minisgl_")
+        + "".join(f" {value}" for value in sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -46,10 +47,14 @@ def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
         seen = await scrape(app)
         assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"]) == (28, 16)
         assert seen["output_tokens_total"] == 16
-        assert seen["time_to_first_token_seconds_count"] == seen["request_duration_seconds_count"] == 4
+        assert (
+            seen["time_to_first_token_seconds_count"] == seen["request_duration_seconds_count"] == 4
+        )
         assert seen["inter_token_latency_seconds_count"] == 12
         assert seen["aborts_total"] == 0
-        assert seen[f"http_requests_total {CHAT} 200"] == seen[f"http_requests_total {TEXT} 200"] == 2
+        assert (
+            seen[f"http_requests_total {CHAT} 200"] == seen[f"http_requests_total {TEXT} 200"] == 2
+        )
 
     scene(play)
 
@@ -65,7 +70,10 @@ def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.see(UserReply(0, num_output=6, finish="abort"))
     seen = parse(metrics.expose().decode())
     assert seen["time_to_first_token_seconds_sum"] == 0.5
-    assert (seen["inter_token_latency_seconds_sum"], seen["inter_token_latency_seconds_count"]) == (0.75, 2)
+    assert (seen["inter_token_latency_seconds_sum"], seen["inter_token_latency_seconds_count"]) == (
+        0.75,
+        2,
+    )
     assert seen["request_duration_seconds_sum"] == 3
     assert seen["output_tokens_total"] == 6
 
@@ -76,7 +84,11 @@ def test_a_prompt_without_an_answer_is_counted_once() -> None:
     watch.see(UserReply(0))
     watch.see(UserReply(0, finish="length", num_prompt=5, num_cached=4))
     seen = parse(metrics.expose().decode())
-    assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"], seen["output_tokens_total"]) == (5, 4, 0)
+    assert (
+        seen["prompt_tokens_total"],
+        seen["cached_prompt_tokens_total"],
+        seen["output_tokens_total"],
+    ) == (5, 4, 0)
 
 
 def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
@@ -94,11 +106,20 @@ def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
         await app.call("GET", "/version", headers=[]).done
         seen = await scrape(app)
         model = "/v1/models/{name:path}"
-        assert (seen[f"http_requests_total {model} 200"], seen[f"http_requests_total {model} 404"]) == (1, 2)
+        assert (
+            seen[f"http_requests_total {model} 200"],
+            seen[f"http_requests_total {model} 404"],
+        ) == (1, 2)
         assert seen["http_requests_total other 404"] == 1
         assert seen["http_requests_total /version 200"] == 1
-        assert [seen[f"http_requests_total {CHAT} {status}"] for status in (400, 405, 413)] == [1, 1, 1]
-        assert {name: value for name, value in seen.items() if name.startswith("errors_total ")} == {
+        assert [seen[f"http_requests_total {CHAT} {status}"] for status in (400, 405, 413)] == [
+            1,
+            1,
+            1,
+        ]
+        assert {
+            name: value for name, value in seen.items() if name.startswith("errors_total ")
+        } == {
             "errors_total model_not_found": 2,
             "errors_total http_404": 1,
             "errors_total http_405": 1,
@@ -127,7 +148,10 @@ def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
         app.worker.answer_with(lambda msg: [UserReply(msg.uid, error=refusal, num_prompt=101)])
         await app.post(CHAT, stream=stream).done
         seen = await scrape(app)
-        assert (seen[f"http_requests_total {CHAT} 400"], seen["errors_total context_length_exceeded"]) == (1, 1)
+        assert (
+            seen[f"http_requests_total {CHAT} 400"],
+            seen["errors_total context_length_exceeded"],
+        ) == (1, 1)
         assert seen["prompt_tokens_total"] == seen["request_duration_seconds_count"] == 0
 
     scene(play)
@@ -144,7 +168,10 @@ def test_an_engine_that_dies_is_one_error_for_a_stream_and_one_for_a_whole_answe
         await asyncio.gather(stream.done, whole.done)
         seen = await scrape(app)
         assert seen["errors_total engine_failed"] == 2
-        assert (seen[f"http_requests_total {CHAT} 200"], seen[f"http_requests_total {CHAT} 503"]) == (1, 1)
+        assert (
+            seen[f"http_requests_total {CHAT} 200"],
+            seen[f"http_requests_total {CHAT} 503"],
+        ) == (1, 1)
         assert seen["aborts_total"] == 0
 
     scene(play)
@@ -166,7 +193,12 @@ def test_readers_that_go_away_are_aborts() -> None:
 def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
     async def play(app: App) -> None:
         before = await scrape(app)
-        assert before["requests_running"] == before["requests_waiting"] == before["kv_pages_used_ratio"] == 0
+        assert (
+            before["requests_running"]
+            == before["requests_waiting"]
+            == before["kv_pages_used_ratio"]
+            == 0
+        )
         app.worker.put(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2)))
         app.worker.put(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5)))
         app.worker.put(BatchFrontendMsg([]))
@@ -206,7 +238,9 @@ def test_no_text_of_a_request_or_an_answer_is_in_it_and_two_servers_do_not_mix()
 
 
 def test_the_documentation_lists_every_metric_with_its_type_and_no_other() -> None:
-    documented = re.findall(r"^\| `(minisgl_[a-z_]+)` \| ([a-z]+) \|", FEATURES.read_text(), re.MULTILINE)
+    documented = re.findall(
+        r"^\| `(minisgl_[a-z_]+)` \| ([a-z]+) \|", FEATURES.read_text(), re.MULTILINE
+    )
     families = list(text_string_to_metric_families(Metrics().expose().decode()))
     total = {"counter": "_total"}
     assert documented == [

@@ -129,21 +129,34 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
         await call.done
         assert call.status == 200
         assert call.headers["access-control-allow-origin"] == ORIGIN
-        assert set(call.headers["access-control-allow-methods"].split(", ")) == {"GET", "POST", "DELETE"}
+        assert set(call.headers["access-control-allow-methods"].split(", ")) == {
+            "GET",
+            "POST",
+            "DELETE",
+        }
         assert "authorization" in call.headers["access-control-allow-headers"].lower()
 
         app.worker.answer_with(spell("ok"))
-        for path, options in ((CHAT, from_page(ORIGIN)), (CHAT, from_page(ORIGIN, *bearer(KEYS[0])["headers"]))):
+        for path, options in (
+            (CHAT, from_page(ORIGIN)),
+            (CHAT, from_page(ORIGIN, *bearer(KEYS[0])["headers"])),
+        ):
             call = app.call("POST", path, json.dumps(BODIES[CHAT]).encode(), headers=options)
             await call.done
-            assert call.headers["access-control-allow-origin"] == ORIGIN, "a page may read the error too"
+            assert call.headers["access-control-allow-origin"] == ORIGIN, (
+                "a page may read the error too"
+            )
             assert call.status == (401 if keys and options == from_page(ORIGIN) else 200)
 
     scene(play, api_keys=keys, cors_origins=("https://b.org", ORIGIN))
 
 
-@pytest.mark.parametrize(("allowed", "origin", "said"), [(("*",), ORIGIN, "*"), ((ORIGIN,), "https://b.org", None)])
-def test_all_origins_or_those_given(allowed: tuple[str, ...], origin: str, said: str | None) -> None:
+@pytest.mark.parametrize(
+    ("allowed", "origin", "said"), [(("*",), ORIGIN, "*"), ((ORIGIN,), "https://b.org", None)]
+)
+def test_all_origins_or_those_given(
+    allowed: tuple[str, ...], origin: str, said: str | None
+) -> None:
     async def play(app: App) -> None:
         call = app.call("GET", "/v1/models", headers=from_page(origin))
         await call.done
@@ -154,11 +167,15 @@ def test_all_origins_or_those_given(allowed: tuple[str, ...], origin: str, said:
 
 def test_without_the_option_no_page_is_let_in() -> None:
     async def play(app: App) -> None:
-        preflight = app.call("OPTIONS", CHAT, headers=from_page(ORIGIN, (b"access-control-request-method", b"POST")))
+        preflight = app.call(
+            "OPTIONS", CHAT, headers=from_page(ORIGIN, (b"access-control-request-method", b"POST"))
+        )
         plain = app.call("GET", "/v1/models", headers=from_page(ORIGIN))
         await preflight.done
         await plain.done
         assert preflight.status == 405
-        assert not any(name.startswith("access-control") for name in preflight.headers | plain.headers)
+        assert not any(
+            name.startswith("access-control") for name in preflight.headers | plain.headers
+        )
 
     scene(play)

@@ -31,7 +31,10 @@ def test_a_text_in_and_a_text_out() -> None:
         call = app.post(ROUTE, prompt="hi")
         await call.done
         assert call.status == 200
-        assert json.loads(call.body) == {"text": "Hello", "finish_reason": "stop", "usage": USAGE} | NONE
+        assert (
+            json.loads(call.body)
+            == {"text": "Hello", "finish_reason": "stop", "usage": USAGE} | NONE
+        )
 
     scene(play)
 
@@ -56,7 +59,9 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
     expected = {"token": "a", "logprob": -0.5, "top": [["a", -0.5], ["b", -1.0]]}
 
     async def play(app: App) -> None:
-        app.worker.answer_with(lambda msg: [UserReply(msg.uid, "", logprobs=told), UserReply(msg.uid, finish="stop")])
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, "", logprobs=told), UserReply(msg.uid, finish="stop")]
+        )
         call = app.post(ROUTE, prompt="hi", logprobs=2, stream=stream)
         await call.done
         answers = events_of(call)[:-1] if stream else [json.loads(call.body)]
@@ -84,7 +89,9 @@ def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
                 ("<s>", None),
                 ("hi", -0.5),
             ]
-            assert [(entry["token"], entry["logprob"]) for entry in first["logprobs"]] == [("yo", -1.0)]
+            assert [(entry["token"], entry["logprob"]) for entry in first["logprobs"]] == [
+                ("yo", -1.0)
+            ]
 
     scene(play)
 
@@ -111,7 +118,13 @@ def test_parameters_have_our_own_names_and_the_models_defaults() -> None:
         "priority": -1,
     }
     params = GenerateRequest(prompt="hi", **given).sampling({"temperature": 0.25, "top_p": 0.125})
-    expected = {**given, "temperature": 0.25, "stop": ("x",), "stop_token_ids": (9,), "logit_bias": {3: 1.5}}
+    expected = {
+        **given,
+        "temperature": 0.25,
+        "stop": ("x",),
+        "stop_token_ids": (9,),
+        "logit_bias": {3: 1.5},
+    }
     assert params == SamplingParams(**expected)
     assert {field.name for field in fields(SamplingParams)} - NOT_TAKEN == expected.keys()
     assert GenerateRequest(prompt="hi").sampling({}) == SamplingParams()
@@ -159,7 +172,9 @@ def test_what_it_does_not_take_is_refused_by_name(body: dict[str, Any], param: s
 def test_a_refusal_comes_before_any_byte_and_a_hang_up_aborts() -> None:
     async def play(app: App) -> None:
         refused = app.post(ROUTE, prompt="hi", stream=True)
-        app.worker.say(UserReply((await app.worker.take()).uid, error=ReplyError(400, "c", "no", "prompt")))
+        app.worker.say(
+            UserReply((await app.worker.take()).uid, error=ReplyError(400, "c", "no", "prompt"))
+        )
         await refused.done
         assert_is_error(refused, 400, message="no")
         call = app.post(ROUTE, prompt="hi", stream=True)

@@ -76,7 +76,9 @@ REFUSED: dict[str, dict[str, Any]] = {  # a value that would change the answer
     },
     EMBED: {"dimensions": 3},
 }
-ACCEPTED: dict[str, list[Any]] = {  # never change an answer: good values, and values of another type
+ACCEPTED: dict[
+    str, list[Any]
+] = {  # never change an answer: good values, and values of another type
     "user": ["u", ["x"], 5, "\0"],
     "metadata": [{"a": "b"}, 5, {"a": 1}, {"a": float("nan")}],
     "store": [True, "banana", 1],
@@ -85,14 +87,23 @@ ACCEPTED: dict[str, list[Any]] = {  # never change an answer: good values, and v
     "prompt_cache_key": ["k", 5],
     "prompt_cache_retention": ["24h", True],
 }
-PREDICTION: list[Any] = [{"type": "content", "content": "x"}, {"type": "content"}, {"type": "text", "content": "x"}, 5]
+PREDICTION: list[Any] = [
+    {"type": "content", "content": "x"},
+    {"type": "content"},
+    {"type": "text", "content": "x"},
+    5,
+]
 
 
 def documented(route: str) -> dict[str, str]:
     """The fields of a route's tables, with their dots, and what becomes of them."""
     _, *sections = re.split(r"(?m)^#+ ", (Path(__file__).parents[2] / "docs/openai.md").read_text())
     texts = dict(section.split("\n", 1) for section in sections)
-    rows = [row for heading in HEADINGS[route] for row in re.findall(r"(?m)^\| (`.*?) \| (\w+) \|", texts[heading])]
+    rows = [
+        row
+        for heading in HEADINGS[route]
+        for row in re.findall(r"(?m)^\| (`.*?) \| (\w+) \|", texts[heading])
+    ]
     return {name: fate for names, fate in rows for name in re.findall("`(.*?)`", names)}
 
 
@@ -136,11 +147,14 @@ def test_the_document_has_the_fields_of_the_tables_and_no_others(route: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("route", "name"), [(route, name) for route, kind in KINDS.items() for name in kind.model_fields]
+    ("route", "name"),
+    [(route, name) for route, kind in KINDS.items() for name in kind.model_fields],
 )
 def test_null_is_the_same_as_absent(route: str, name: str) -> None:
     async def play(app: App) -> None:
-        app.worker.answer_with(lambda msg: [UserReply(msg.uid, finish="length", embedding=bytes(8))])
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, finish="length", embedding=bytes(8))]
+        )
         call = app.post(route, **{**NEEDED[route], name: None})
         await call.done
         if name in NEEDED[route]:

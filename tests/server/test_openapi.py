@@ -21,13 +21,23 @@ from tests.server.test_responses import events_of
 GENERATE, EMBED = "/generate", "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE}
 ONLY_IF_ANY = {"AssistantMessage": {"reasoning_content", "tool_calls"}}
-SPEAKER = replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7}))
+SPEAKER = replace(
+    MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7})
+)
 FUNCTION = {"name": "get", "description": "d", "parameters": {"type": "object"}}
-SAID = ["<think>\nHm.\n</think>\n\n", "Hi", '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>']
+SAID = [
+    "<think>\nHm.\n</think>\n\n",
+    "Hi",
+    '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>',
+]
 LIKELY = TextLogprobs("a", -0.5, [("a", -0.5), ("b", -1.0)])
 PROMPT = [TextLogprobs("a", None, []), LIKELY]
 FLAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-USED: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}], "logprobs": True, "top_logprobs": 2}
+USED: dict[str, Any] = {
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "logprobs": True,
+    "top_logprobs": 2,
+}
 ASKED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {}),
     (CHAT, USED),
@@ -36,8 +46,17 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     (GENERATE, {"prompt": "a", "logprobs": 2, "prompt_logprobs": 1}),
     (GENERATE, {"prompt": "a"}),
     (RESPONSES, {}),
-    (RESPONSES, {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "get"}}),
-    (RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "metadata": {"a": "b"}}),
+    (
+        RESPONSES,
+        {
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": {"type": "function", "name": "get"},
+        },
+    ),
+    (
+        RESPONSES,
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "metadata": {"a": "b"}},
+    ),
     (RESPONSES, {"text": {"format": FLAT}, "instructions": "i", "max_output_tokens": 3}),
     (EMBED, {"model": "m", "input": "a"}),
     (EMBED, {"model": "m", "input": "a", "encoding_format": "base64"}),
@@ -91,7 +110,9 @@ def check_call(document: dict[str, Any], path: str, call: Call, method: str = "p
 def output_schemas(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Those that answers are made of, by name."""
     schemas, seen = document["components"]["schemas"], set()
-    texts = [json.dumps(way["responses"]) for ways in document["paths"].values() for way in ways.values()]
+    texts = [
+        json.dumps(way["responses"]) for ways in document["paths"].values() for way in ways.values()
+    ]
     while texts:
         text = texts.pop()
         for name in schemas:
@@ -106,7 +127,9 @@ def output_schemas(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 def test_whole_answers_are_as_declared(path: str, fields: dict[str, Any], finish: Any) -> None:
     async def play(app: App) -> None:
         document = await document_of(app)
-        app.worker.answer_with(answering(finish, logprobs="logprobs" in fields or "include" in fields))
+        app.worker.answer_with(
+            answering(finish, logprobs="logprobs" in fields or "include" in fields)
+        )
         call = app.post(path, **fields)
         await call.done
         assert call.status == 200, call.body
@@ -129,8 +152,13 @@ def test_responses_in_events_are_as_declared_too(error: ReplyError | None) -> No
         app.worker.answer_with(lambda msg: [UserReply(msg.uid, "a"), UserReply(msg.uid, **last)])
         call = app.post(RESPONSES, stream=True)
         await call.done
-        found = [event["response"] for event in events_of(call.body.decode()) if "response" in event]
-        assert [response["status"] for response in found[1:]] == ["in_progress", "failed" if error else "completed"]
+        found = [
+            event["response"] for event in events_of(call.body.decode()) if "response" in event
+        ]
+        assert [response["status"] for response in found[1:]] == [
+            "in_progress",
+            "failed" if error else "completed",
+        ]
         for response in found:
             check(document, {"$ref": "#/components/schemas/ResponseObject"}, response)
 
@@ -177,8 +205,14 @@ def test_keys_are_declared_where_they_are_wanted_and_422_nowhere(keys: tuple[str
         call = app.call("GET", "/openapi.json", headers=headers)
         await call.done
         document = json.loads(call.body)
-        operations = {path: way for path, ways in document["paths"].items() for way in ways.values()}
-        guarded = {path for path, way in operations.items() if way.get("security") and "401" in way["responses"]}
+        operations = {
+            path: way for path, ways in document["paths"].items() for way in ways.values()
+        }
+        guarded = {
+            path
+            for path, way in operations.items()
+            if way.get("security") and "401" in way["responses"]
+        }
         assert guarded == (operations.keys() - {"/health"} if keys else set())
         assert not any("422" in way["responses"] for way in operations.values())
         schemes = document["components"].get("securitySchemes", {})
@@ -195,12 +229,18 @@ def test_what_an_answer_has_is_required_and_streams_are_declared() -> None:
         document = await document_of(app)
         taken = {f"{name}-Output" for name in ("TextOptions",)}
         for name, schema in output_schemas(document):
-            if name.endswith("Input") or schema.get("additionalProperties") is False or name in taken:
+            if (
+                name.endswith("Input")
+                or schema.get("additionalProperties") is False
+                or name in taken
+            ):
                 continue  # said back as it came in
             optional = schema.get("properties", {}).keys() - set(schema.get("required", ()))
             assert optional == ONLY_IF_ANY.get(name, set()), name
         for path, ways in document["paths"].items():
-            content = ways.get("post", ways.get("get"))["responses"].get("200", {}).get("content", {})
+            content = (
+                ways.get("post", ways.get("get"))["responses"].get("200", {}).get("content", {})
+            )
             assert ("text/event-stream" in content) == (path in STREAMING), path
             assert all(media["schema"] for media in content.values()), path
         assert "HTTPValidationError" not in document["components"]["schemas"]

@@ -95,7 +95,11 @@ GRAMMARS = [  # name, value, what the scheduler gets
 
 
 def pairs(table: dict[str, list[Any]]) -> list[Any]:
-    return [pytest.param(name, value, id=f"{name}={value}") for name, values in table.items() for value in values]
+    return [
+        pytest.param(name, value, id=f"{name}={value}")
+        for name, values in table.items()
+        for value in values
+    ]
 
 
 def read(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> Any:
@@ -108,7 +112,13 @@ def sampling(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -
 
 
 def effect(request: Any) -> Any:
-    return request.sampling({}), request.num_answers, request.prompts(), request.include_usage, request.stream
+    return (
+        request.sampling({}),
+        request.num_answers,
+        request.prompts(),
+        request.include_usage,
+        request.stream,
+    )
 
 
 @both
@@ -130,8 +140,16 @@ def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
     [
         ("response_format", {"type": "json_schema"}, r"(?s)json_schema.*required"),
         ("response_format", {"type": "text", "json_schema": {"name": "x"}}, "not permitted"),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema.name"),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "pattern"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"schema": {}}},
+            "json_schema.name",
+        ),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
+            "pattern",
+        ),
         ("response_format", {"type": "xml"}, "json_object"),
         ("guided_choice", [], "at least 1"),
         ("guided_grammar", "start: " + "a " * 8192, "16391 characters, which is more than 8192"),
@@ -172,7 +190,9 @@ def test_a_value_that_changes_nothing_is_accepted_where_the_field_is(
     assert error.value.errors()[0]["loc"] == (name,)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in BODIES for name in kind.model_fields])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in BODIES for name in kind.model_fields]
+)
 def test_null_is_the_same_as_absent(kind: Any, name: str) -> None:
     if name not in BODIES[kind]:
         assert effect(read(kind, **{name: None})) == effect(read(kind))
@@ -180,14 +200,18 @@ def test_null_is_the_same_as_absent(kind: Any, name: str) -> None:
 
 @both
 @pytest.mark.parametrize(("name", "value", "expected"), HONOURED)
-def test_a_field_goes_to_the_sampler_under_its_name(kind: Any, name: str, value: Any, expected: Any) -> None:
+def test_a_field_goes_to_the_sampler_under_its_name(
+    kind: Any, name: str, value: Any, expected: Any
+) -> None:
     assert getattr(sampling(kind, **{name: value}), name) == expected
     assert getattr(sampling(kind), name) != expected
 
 
 @pytest.mark.parametrize(("name", "value"), pairs({**OF_CHAT, "logprobs": [2]}))
 def test_what_only_one_of_the_routes_has(name: str, value: Any) -> None:
-    kind, other = (CompletionRequest, ChatRequest) if name == "logprobs" else (ChatRequest, CompletionRequest)
+    kind, other = (
+        (CompletionRequest, ChatRequest) if name == "logprobs" else (ChatRequest, CompletionRequest)
+    )
     read(kind, **{name: value})
     with pytest.raises((InvalidRequest, ValidationError)):
         read(other, **{name: value})
@@ -205,7 +229,9 @@ def test_what_only_one_of_the_routes_has(name: str, value: Any) -> None:
         (CompletionRequest, {"logprobs": 3}, 3),
     ],
 )
-def test_how_many_log_probabilities(kind: Any, fields: dict[str, Any], expected: int | None) -> None:
+def test_how_many_log_probabilities(
+    kind: Any, fields: dict[str, Any], expected: int | None
+) -> None:
     assert sampling(kind, **fields).logprobs == expected
 
 
@@ -236,14 +262,18 @@ def test_how_many_log_probabilities(kind: Any, fields: dict[str, Any], expected:
     ],
     ids=str,
 )
-def test_a_value_out_of_bounds_names_its_field(kind: Any, fields: dict[str, Any], param: str) -> None:
+def test_a_value_out_of_bounds_names_its_field(
+    kind: Any, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         sampling(kind, **fields)
     assert refusal.value.param == param
 
 
 def test_the_name_of_a_speaker_goes_to_the_template() -> None:
-    (conversation,) = read(ChatRequest, messages=[{"role": "user", "content": "x", "name": "Ada"}]).prompts()
+    (conversation,) = read(
+        ChatRequest, messages=[{"role": "user", "content": "x", "name": "Ada"}]
+    ).prompts()
     assert conversation.messages == [{"role": "user", "content": "x", "name": "Ada"}]
 
 
@@ -257,7 +287,11 @@ def test_top_logprobs_need_logprobs() -> None:
     [
         ({}, {}, {}),
         ({"add_generation_prompt": False}, {"add_generation_prompt": False}, {}),
-        ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}, {}),
+        (
+            {"continue_final_message": True},
+            {"continue_final_message": True, "add_generation_prompt": False},
+            {},
+        ),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {}, {"enable_thinking": False}),
     ],
 )
@@ -267,7 +301,9 @@ def test_what_the_template_is_told(fields: dict[str, Any], options: Any, variabl
 
 
 @both
-@pytest.mark.parametrize("name", ["temprature", "messages_", "Model", "", "max_new_tokens", "stream_option"])
+@pytest.mark.parametrize(
+    "name", ["temprature", "messages_", "Model", "", "max_new_tokens", "stream_option"]
+)
 def test_an_unknown_field_is_an_error_that_names_it(kind: Any, name: str) -> None:
     with pytest.raises(ValidationError) as error:
         read(kind, **{name: 1})
@@ -311,7 +347,9 @@ def test_types_are_not_guessed(kind: Any, name: str, value: Any) -> None:
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
 def test_numbers_that_are_none_are_refused(kind: Any, name: str, value: str) -> None:
-    body = json.loads(json.dumps({**BODIES[kind], name: 0}).replace(f'"{name}": 0', f'"{name}": {value}'))
+    body = json.loads(
+        json.dumps({**BODIES[kind], name: 0}).replace(f'"{name}": 0', f'"{name}": {value}')
+    )
     with pytest.raises(ValidationError) as error:
         kind.model_validate(body)
     assert error.value.errors()[0]["loc"] == (name,)
@@ -345,7 +383,14 @@ def test_a_number_outside_its_bounds_is_refused_by_name(kind: Any, name: str, va
 
 @both
 def test_what_is_given_arrives(kind: Any) -> None:
-    given = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "seed": -5}
+    given = {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 3,
+        "min_p": 0.125,
+        "seed": -5,
+    }
     assert sampling(kind, **given, ignore_eos=True) == SamplingParams(**given, ignore_eos=True)
 
 
@@ -368,8 +413,12 @@ def test_the_other_spellings_of_all_overrule_the_models_top_k(kind: Any, spelled
 def test_what_is_left_open_comes_from_the_model_and_what_is_given_overrules_it(kind: Any) -> None:
     defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}
     request = read(kind, temperature=0.0, min_p=0, max_tokens=5)
-    assert request.sampling(defaults) == SamplingParams(max_tokens=5, temperature=0.0, top_p=0.95, top_k=20, min_p=0.0)
-    assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, "not written to"
+    assert request.sampling(defaults) == SamplingParams(
+        max_tokens=5, temperature=0.0, top_p=0.95, top_k=20, min_p=0.0
+    )
+    assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, (
+        "not written to"
+    )
 
 
 @both
@@ -404,8 +453,15 @@ def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
 
 def test_a_developer_is_a_system() -> None:
     roles = ["developer", "system", "user", "assistant"]
-    (conversation,) = read(ChatRequest, messages=[{"role": role, "content": "x"} for role in roles]).prompts()
-    assert [turn["role"] for turn in conversation.messages] == ["system", "system", "user", "assistant"]
+    (conversation,) = read(
+        ChatRequest, messages=[{"role": role, "content": "x"} for role in roles]
+    ).prompts()
+    assert [turn["role"] for turn in conversation.messages] == [
+        "system",
+        "system",
+        "user",
+        "assistant",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +484,12 @@ def test_a_developer_is_a_system() -> None:
         [{"role": "assistant", "reasoning_content": "Hm"}],
         [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
         [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}],
-        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}],
+            }
+        ],
         [{"role": "assistant", "tool_calls": [{**CALL, "id": "\ud83d"}]}],
         [{"role": "assistant", "content": "x", "refusal": "no"}],
         [{"role": "User", "content": "x"}],
@@ -465,7 +526,12 @@ def test_calls_and_their_results_go_to_the_template() -> None:
             "audio": None,
             "reasoning_content": "Hm",
         },
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}], "name": "f"},
+        {
+            "role": "tool",
+            "tool_call_id": "c1",
+            "content": [{"type": "text", "text": "42"}],
+            "name": "f",
+        },
     ]
     (conversation,) = read(ChatRequest, messages=messages).prompts()
     calls = [{**CALL, "function": {"name": "f", "arguments": it}} for it in ({"x": [1, None]}, {})]
@@ -480,10 +546,13 @@ DEEP = '{"a": ' * 65 + "1" + "}" * 65
 
 
 @pytest.mark.parametrize(
-    "arguments", ["", "{", "[1]", "null", '{"a": 1e999', '{"a": %s}' % 10**30, '{"a": "\\ud83d"}', DEEP]
+    "arguments",
+    ["", "{", "[1]", "null", '{"a": 1e999', '{"a": %s}' % 10**30, '{"a": "\\ud83d"}', DEEP],
 )
 def test_arguments_that_are_no_object_to_send_on_stay_text(arguments: str) -> None:
-    (call,) = turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": arguments}}])["tool_calls"]
+    (call,) = turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": arguments}}])[
+        "tool_calls"
+    ]
     assert call["function"]["arguments"] == arguments
 
 
@@ -497,10 +566,18 @@ def test_tools_go_to_the_template_unless_none_is_to_be_called() -> None:
 
     assert shown() == [
         {"type": "function", "function": {"name": "f", "description": "F.", "parameters": schema}},
-        {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
+        {
+            "type": "function",
+            "function": {"name": "g", "parameters": {"type": "object", "properties": {}}},
+        },
     ]
     named = {"type": "function", "function": {"name": "g"}}
-    assert shown(tool_choice="required") == shown(tool_choice="auto") == shown(tool_choice=named) == shown()
+    assert (
+        shown(tool_choice="required")
+        == shown(tool_choice="auto")
+        == shown(tool_choice=named)
+        == shown()
+    )
     assert shown(tool_choice="none") == []
 
 
@@ -511,20 +588,35 @@ def test_tools_go_to_the_template_unless_none_is_to_be_called() -> None:
         ({"tool_choice": "auto", "parallel_tool_calls": False}, "auto", ["f", "g"], False),
         ({"tool_choice": "required", "parallel_tool_calls": True}, "required", ["f", "g"], True),
         ({"tool_choice": "none"}, "none", [], True),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "required", ["g"], False),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "required",
+            ["g"],
+            False,
+        ),
     ],
 )
-def test_what_an_answer_may_call(fields: Any, choice: str, callable: list[str], several: bool) -> None:
+def test_what_an_answer_may_call(
+    fields: Any, choice: str, callable: list[str], several: bool
+) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     use = read(ChatRequest, tools=tools, **fields).tool_use
-    assert (use.choice, [tool.name for tool in use.callable], use.allows_several) == (choice, callable, several)
+    assert (use.choice, [tool.name for tool in use.callable], use.allows_several) == (
+        choice,
+        callable,
+        several,
+    )
     assert use.is_enforced == (choice == "required")
     tools[1]["function"]["strict"] = True  # type: ignore[index]
     assert read(ChatRequest, tools=tools, **fields).tool_use.is_enforced == (choice != "none")
 
 
 def nested(depth: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {"a": nested(depth - 2)}} if depth > 2 else {"type": "object"}
+    return (
+        {"type": "object", "properties": {"a": nested(depth - 2)}}
+        if depth > 2
+        else {"type": "object"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -556,7 +648,11 @@ def test_a_tool_of_another_shape_is_refused(function: Any) -> None:
 
 def test_tools_have_bounds() -> None:
     def offer(names: list[str], **fields: Any) -> Any:
-        return read(ChatRequest, tools=[{"type": "function", "function": {"name": it}} for it in names], **fields)
+        return read(
+            ChatRequest,
+            tools=[{"type": "function", "function": {"name": it}} for it in names],
+            **fields,
+        )
 
     assert len(offer([str(i) for i in range(128)]).tool_use.tools) == 128
     with pytest.raises(ValidationError, match="tools"):
@@ -574,7 +670,9 @@ def test_tools_have_bounds() -> None:
         ("", "required", "tool_choice"),
     ],
 )
-def test_a_choice_that_does_not_suit_the_tools_is_refused(names: str, choice: Any, param: str) -> None:
+def test_a_choice_that_does_not_suit_the_tools_is_refused(
+    names: str, choice: Any, param: str
+) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     with pytest.raises(InvalidRequest) as refusal:
         read(ChatRequest, tools=tools, tool_choice=choice).prompts()
@@ -615,19 +713,28 @@ def test_an_empty_prompt_is_refused_by_name(prompt: Any) -> None:
     assert refusal.value.param == "prompt"
 
 
-@pytest.mark.parametrize("prompt", [None, 5, 1.5, {}, [1, "a"], ["a", 1], [[1], "a"], [-1], [2**31], [True], [[[1]]]])
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 1.5, {}, [1, "a"], ["a", 1], [[1], "a"], [-1], [2**31], [True], [[[1]]]]
+)
 def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
     with pytest.raises(ValidationError) as error:
         read(CompletionRequest, prompt=prompt)
     assert error.value.errors()[0]["loc"][0] == "prompt"
 
 
-@pytest.mark.parametrize(("bad", "said"), [("a\ud83d", "half a surrogate pair"), ("a\0", "null character")])
+@pytest.mark.parametrize(
+    ("bad", "said"), [("a\ud83d", "half a surrogate pair"), ("a\0", "null character")]
+)
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
         (ChatRequest, lambda bad: {"messages": [{"role": "user", "content": bad}]}),
-        (ChatRequest, lambda bad: {"messages": [{"role": "user", "content": [{"type": "text", "text": bad}]}]}),
+        (
+            ChatRequest,
+            lambda bad: {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": bad}]}]
+            },
+        ),
         (ChatRequest, lambda bad: {"messages": [{"role": "user", "content": "x", "name": bad}]}),
         (ChatRequest, lambda bad: {"chat_template_kwargs": {"a": [bad]}}),
         (CompletionRequest, lambda bad: {"prompt": bad}),
@@ -653,4 +760,6 @@ def test_texts_that_are_none_are_refused_by_name(kind: Any, make: Any, bad: str,
 
 @pytest.mark.parametrize("text", ["\\u0000", "\\0", "\x01"])
 def test_what_only_looks_like_a_null_character_is_a_text(text: str) -> None:
-    assert sampling(CompletionRequest, guided_json={"enum": [text]}, prompt=text, stop=text).stop == (text,)
+    assert sampling(
+        CompletionRequest, guided_json={"enum": [text]}, prompt=text, stop=text
+    ).stop == (text,)

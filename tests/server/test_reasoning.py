@@ -28,7 +28,8 @@ USE = ToolUse([Function(name="get")], "required")
 CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
 GRAMMARS = {
     "json": Grammar(
-        "json_schema", json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+        "json_schema",
+        json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}),
     ),
     "regex": Grammar("regex", '\\{"a": 1\\}|x/y|x\\/z|\n'),
     "lark": Grammar("lark", 'start: TEXT GAP\nTEXT: "{\\"a\\": "\nGAP: "1}"'),
@@ -39,7 +40,10 @@ def read(text: str, thinking: Thinking, *, thinks: bool = True) -> tuple[str, st
     """Reasoning and content, the same in one piece, in two, and character by character."""
     whole = listen(thinking.make_reader(PlainReader(), thinks=thinks), text)
     for at in range(len(text)):
-        assert listen(thinking.make_reader(PlainReader(), thinks=thinks), text[:at], text[at:]) == whole
+        assert (
+            listen(thinking.make_reader(PlainReader(), thinks=thinks), text[:at], text[at:])
+            == whole
+        )
     assert listen(thinking.make_reader(PlainReader(), thinks=thinks), *text, "") == whole
     return whole[1], whole[0]
 
@@ -72,12 +76,16 @@ def test_without_a_thought_all_is_content(text: str) -> None:
 
 
 @given(
-    text=st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", " ", "\n", "a"]), max_size=9).map("".join),
+    text=st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "/", "think", " ", "\n", "a"]), max_size=9
+    ).map("".join),
     is_open=st.booleans(),
 )
 def test_only_blanks_and_markers_are_lost(text: str, is_open: bool) -> None:
     reasoning, content = map(re.escape, read(text, Thinking(is_open)))
-    assert re.fullmatch(rf"\s*(<think>)?\s*{reasoning}\s*(</think>)?\s*{content}", text) or content == re.escape(text)
+    assert re.fullmatch(
+        rf"\s*(<think>)?\s*{reasoning}\s*(</think>)?\s*{content}", text
+    ) or content == re.escape(text)
 
 
 def test_calls_are_read_behind_a_thought_and_not_in_it() -> None:
@@ -93,21 +101,27 @@ def test_a_forced_answer_is_a_thought_and_calls_wherever_it_is_cut() -> None:
     text = f"<think>\nHm.\n</think>\n\n{CALL}"
     for at in range(len(text) + 1):
         whole, streamed = (
-            listen(dialect.make_reader(USE, thinks=True, eager=eager), *text[:at], "") for eager in (False, True)
+            listen(dialect.make_reader(USE, thinks=True, eager=eager), *text[:at], "")
+            for eager in (False, True)
         )
         assert whole == streamed and whole[0] == ""
 
 
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens(
-    [AddedToken(text, special=False) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    [
+        AddedToken(text, special=False)
+        for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    ]
 )
 VOCABULARY = llguidance.hf.from_tokenizer(TOKENIZER)
 MARKERS = TOKENIZER.get_added_vocab()
 
 
 def matches(grammar: Grammar, ids: list[int]) -> bool:
-    matcher = llguidance.LLMatcher(VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0)
+    matcher = llguidance.LLMatcher(
+        VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0
+    )
     assert not matcher.get_error(), matcher.get_error()
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
@@ -125,15 +139,25 @@ def test_a_grammar_lets_the_model_think_first(kind: str, spelled: bool) -> None:
     may, must = QWEN.before(GRAMMARS[kind], markers), DEEPSEEK.before(GRAMMARS[kind], markers)
 
     def each(text: str) -> tuple[bool, bool]:
-        return matches(may, tokens(text, spelled=spelled)), matches(must, tokens(text, spelled=spelled))
+        return matches(may, tokens(text, spelled=spelled)), matches(
+            must, tokens(text, spelled=spelled)
+        )
 
     assert each('<think>\nHm {"a": 2}?\n</think>\n\n{"a": 1}') == (True, True)
     assert each('<think></think>{"a": 1}') == (True, True)
     assert each('Hm\n</think>\n\n{"a": 1}') == (False, True)
     assert each('{"a": 1}') == (True, False)
-    for text in ('<think>Hm</think>{"a": 2}', "<think>Hm</think>", "<think>Hm", '<think>Hm</think>Hm{"a": 1}', "Hm"):
+    for text in (
+        '<think>Hm</think>{"a": 2}',
+        "<think>Hm</think>",
+        "<think>Hm",
+        '<think>Hm</think>Hm{"a": 1}',
+        "Hm",
+    ):
         assert each(text) == (False, False)
-    assert each('<think>Hm</think>Hm</think>{"a": 1}') == (False, False), "a thought ends where it is read to end"
+    assert each('<think>Hm</think>Hm</think>{"a": 1}') == (False, False), (
+        "a thought ends where it is read to end"
+    )
 
 
 def test_a_thought_that_seems_to_be_closed_would_be_read_as_closed_and_is_not_written() -> None:
@@ -153,7 +177,9 @@ def test_a_regular_expression_keeps_its_slashes_and_ends_of_lines(text: str) -> 
 def test_a_dialect_makes_parameters_of_tools_and_thoughts() -> None:
     dialect = Dialect(FORMATS["hermes"](""), QWEN, MARKERS)
     plain = SamplingParams(seed=1)
-    with_thought, without = (dialect.constrain(plain, USE, thinks=thinks) for thinks in (True, False))
+    with_thought, without = (
+        dialect.constrain(plain, USE, thinks=thinks) for thinks in (True, False)
+    )
     assert with_thought.grammar and without.grammar and with_thought.seed == 1
     assert matches(with_thought.grammar, tokens(f"<think>Hm</think>\n{CALL}"))
     assert matches(with_thought.grammar, tokens(CALL)) and matches(without.grammar, tokens(CALL))

@@ -34,14 +34,19 @@ from tests.server.harness import Call, run, spell, until
 from tests.server.test_api_server import MODEL, RESPONSES, App, assert_is_error, scene
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-MESSAGE = ["output_item.added", "content_part.added"], ["output_text.done", "content_part.done", "output_item.done"]
+MESSAGE = (
+    ["output_item.added", "content_part.added"],
+    ["output_text.done", "content_part.done", "output_item.done"],
+)
 REASONING = MESSAGE[0], ["reasoning_text.done", *MESSAGE[1][1:]]
 CALL = ["output_item.added"], ["function_call_arguments.done", "output_item.done"]
 
 
 def read(**fields: Any) -> ResponsesRequest:
     """The request as it comes over the wire: through JSON."""
-    return ResponsesRequest.model_validate(json.loads(json.dumps({"model": "m", "input": "hi", **fields})))
+    return ResponsesRequest.model_validate(
+        json.loads(json.dumps({"model": "m", "input": "hi", **fields}))
+    )
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -49,7 +54,9 @@ def events_of(text: str) -> list[dict[str, Any]]:
     assert re.fullmatch(r"(event: [^\n]+\ndata: [^\n]+\n\n)*", text)
     parts = [event.split("\n", 1) for event in text.split("\n\n")[:-1]]
     events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
-    assert [name.removeprefix("event: ") for name, _ in parts] == [event["type"] for event in events]
+    assert [name.removeprefix("event: ") for name, _ in parts] == [
+        event["type"] for event in events
+    ]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         EVENT.validate_python(event, strict=True)
@@ -89,7 +96,10 @@ def replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     part["text"] += event["delta"]
                     part.get("logprobs", []).extend(event.get("logprobs", []))
                 else:
-                    assert (event["text"], event.get("logprobs")) == (part["text"], part.get("logprobs"))
+                    assert (event["text"], event.get("logprobs")) == (
+                        part["text"],
+                        part.get("logprobs"),
+                    )
     return items
 
 
@@ -107,11 +117,15 @@ class Scripted(Reader):
         return next(self._said)
 
 
-def answer_to(said: list[list[Delta]], *, finish: Any = "stop", logprobs: bool = False, **fields: Any) -> Any:
+def answer_to(
+    said: list[list[Delta]], *, finish: Any = "stop", logprobs: bool = False, **fields: Any
+) -> Any:
     """An answer that reads these deltas, and its generation, which has been fed a token for each list of them."""
     request = read(**fields)
     dialect = SimpleNamespace(make_reader=lambda *_, **__: Scripted(said))
-    answer = ResponsesAnswer("m", request, request.prompts(), request.sampling({}), cast(Any, dialect))
+    answer = ResponsesAnswer(
+        "m", request, request.prompts(), request.sampling({}), cast(Any, dialect)
+    )
     generation = Generation(cast(Any, None), [0])
     for i in range(1, len(said) + 1):
         token = TextLogprobs(f"t{i}", -i, []) if logprobs else None
@@ -150,7 +164,9 @@ def anonymous(response: dict[str, Any]) -> dict[str, Any]:
 @asynccontextmanager
 async def client_of(app: App) -> AsyncIterator[AsyncOpenAI]:
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
-    async with AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=http) as client:
+    async with AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
         yield client
 
 
@@ -168,7 +184,13 @@ def test_a_whole_answer_is_openais_object() -> None:
         answer = json.loads(call.body)
         Response.model_validate(answer, strict=True)
         text = {"type": "output_text", "text": "Hello 👍", "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": "msg_0", "role": "assistant", "status": "completed", "content": [text]}
+        message = {
+            "type": "message",
+            "id": "msg_0",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text],
+        }
         assert answer["id"].startswith("resp_")
         assert answer["completed_at"] >= answer["created_at"]
         assert anonymous(answer) == {
@@ -306,7 +328,9 @@ def test_items_follow_each_other_as_they_were_said(name: str) -> None:
 
 
 def test_calls_and_reasoning_have_openais_shape() -> None:
-    reasoning, message, first, second = whole_of([[Reasoning("hm")], *SAID["text, then two calls"][0]])["output"]
+    reasoning, message, first, second = whole_of(
+        [[Reasoning("hm")], *SAID["text, then two calls"][0]]
+    )["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"][0]["text"] == "so:"
     assert {**first, "id": ""} == {
@@ -347,9 +371,13 @@ def _said(pieces: list[list[str]]) -> list[list[Delta]]:
 
 
 @given(
-    st.lists(st.lists(_PIECES, max_size=3), min_size=1, max_size=6), st.booleans(), st.sampled_from(["stop", "length"])
+    st.lists(st.lists(_PIECES, max_size=3), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from(["stop", "length"]),
 )
-def test_a_stream_comes_to_the_whole_answer(pieces: list[list[str]], logprobs: bool, finish: str) -> None:
+def test_a_stream_comes_to_the_whole_answer(
+    pieces: list[list[str]], logprobs: bool, finish: str
+) -> None:
     options: dict[str, Any] = {"finish": finish, "logprobs": logprobs}
     events, whole = stream_of(_said(pieces), **options), whole_of(_said(pieces), **options)
     last = events[-1]["response"]
@@ -362,7 +390,9 @@ def test_a_stream_comes_to_the_whole_answer(pieces: list[list[str]], logprobs: b
 
 
 def test_usage_counts_what_was_reasoning() -> None:
-    usage = whole_of([[Reasoning("a")], [], [Reasoning("b")], [Content("c")], [Content("d")]])["usage"]
+    usage = whole_of([[Reasoning("a")], [], [Reasoning("b")], [Content("c")], [Content("d")]])[
+        "usage"
+    ]
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 5, 8)
 
@@ -375,7 +405,9 @@ def test_usage_counts_what_was_reasoning() -> None:
         ("abort", "incomplete", None),
     ],
 )
-def test_an_end_is_told_of_the_response_and_of_its_last_item(finish: str, status: str, details: Any) -> None:
+def test_an_end_is_told_of_the_response_and_of_its_last_item(
+    finish: str, status: str, details: Any
+) -> None:
     response = whole_of([[Reasoning("a")], [Content("b")]], finish=finish)
     assert (response["status"], response["incomplete_details"]) == (status, details)
     assert [item["status"] for item in response["output"]] == ["completed", status]
@@ -419,9 +451,14 @@ def test_an_engine_that_dies_in_mid_stream_fails_the_response() -> None:
 
 def test_a_refusal_in_mid_stream_fails_the_response() -> None:
     refusal = ReplyError(400, "no_grammar", "the grammar ran out", "text")
-    *_, error, failed = fail_after("part", lambda app, uid: app.worker.say(UserReply(uid, error=refusal)))
+    *_, error, failed = fail_after(
+        "part", lambda app, uid: app.worker.say(UserReply(uid, error=refusal))
+    )
     assert (error["code"], error["param"]) == ("no_grammar", "text")
-    assert failed["response"]["error"] == {"code": "invalid_prompt", "message": "the grammar ran out"}
+    assert failed["response"]["error"] == {
+        "code": "invalid_prompt",
+        "message": "the grammar ran out",
+    }
 
 
 def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
@@ -461,14 +498,24 @@ def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
             ],
         }
         deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-        assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [("a", 1), ("é", 2), ("", 1)]
+        assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [
+            ("a", 1),
+            ("é", 2),
+            ("", 1),
+        ]
         assert replay(events)[0]["content"] == [part]
 
     scene(play)
 
 
 def test_only_messages_have_log_probabilities() -> None:
-    said: list[list[Delta]] = [[Reasoning("a")], [], [Content("b")], [CallBegin(0, "c", "f")], [CallArguments(0, "{}")]]
+    said: list[list[Delta]] = [
+        [Reasoning("a")],
+        [],
+        [Content("b")],
+        [CallBegin(0, "c", "f")],
+        [CallArguments(0, "{}")],
+    ]
     _, message, _ = whole_of(said, logprobs=True)["output"]
     assert [token["token"] for token in message["content"][0]["logprobs"]] == ["t2", "t3"]
 
@@ -480,11 +527,18 @@ def test_openais_client_reads_whole_answers_and_streams() -> None:
             whole = await client.responses.create(model="m", input="hi")
             assert (whole.output_text, whole.status) == ("Hello", "completed")
             async with client.responses.stream(model="m", input="hi") as stream:
-                snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
+                snapshots = [
+                    event.snapshot
+                    async for event in stream
+                    if event.type == "response.output_text.delta"
+                ]
                 final = await stream.get_final_response()
             assert snapshots == ["Hel", "Hello"]
             assert final.output_text == "Hello"
-            events = [event async for event in await client.responses.create(model="m", input="hi", stream=True)]
+            events = [
+                event
+                async for event in await client.responses.create(model="m", input="hi", stream=True)
+            ]
             assert [event.sequence_number for event in events] == list(range(len(events)))
 
     scene(play)
@@ -500,7 +554,10 @@ def test_openais_client_parses_into_its_own_classes() -> None:
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
         grammars.append(msg.sampling.grammar)
-        return [UserReply(msg.uid, '{"x":1,', num_output=1), UserReply(msg.uid, '"y":2}', finish="stop", num_output=2)]
+        return [
+            UserReply(msg.uid, '{"x":1,', num_output=1),
+            UserReply(msg.uid, '"y":2}', finish="stop", num_output=2),
+        ]
 
     async def play(app: App) -> None:
         app.worker.answer_with(script)
@@ -517,9 +574,15 @@ def test_openais_client_parses_into_its_own_classes() -> None:
 
 
 def test_the_items_of_an_answer_are_input_of_the_next_request() -> None:
-    said: list[list[Delta]] = [[Reasoning("hm"), Content("so:")], [CallBegin(0, "c0", "f"), CallArguments(0, "{}")]]
+    said: list[list[Delta]] = [
+        [Reasoning("hm"), Content("so:")],
+        [CallBegin(0, "c0", "f"), CallArguments(0, "{}")],
+    ]
     output = Response.model_validate(whole_of(said)).output
-    items = [{"role": "user", "content": "hi"}, *(item.model_dump(mode="json", exclude_unset=True) for item in output)]
+    items = [
+        {"role": "user", "content": "hi"},
+        *(item.model_dump(mode="json", exclude_unset=True) for item in output),
+    ]
     result = {"type": "function_call_output", "call_id": "c0", "output": "42"}
     call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {}}}
     assert read(input=[*items, result]).messages() == [
@@ -534,12 +597,20 @@ def _call(i: int) -> dict[str, Any]:
 
 
 def _called(*numbers: int) -> list[dict[str, Any]]:
-    return [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}} for i in numbers]
+    return [
+        {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}}
+        for i in numbers
+    ]
 
 
 USER = {"role": "user", "content": "q"}
 SPOKEN = {"role": "assistant", "content": "a"}
-THOUGHT = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "t"}],
+}
 
 
 @pytest.mark.parametrize(
@@ -551,17 +622,34 @@ THOUGHT = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": 
         ([{"type": "message", **USER, "status": "completed", "id": "msg_1"}], [USER]),
         ([{"role": "developer", "content": "d"}, USER], [{"role": "system", "content": "d"}, USER]),
         (
-            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "a"},
+                        {"type": "input_text", "text": "b"},
+                    ],
+                }
+            ],
             [{"role": "user", "content": "ab"}],
         ),
         ([USER, SPOKEN, SPOKEN, USER], [USER, SPOKEN, SPOKEN, USER]),
         ([_call(0), _call(1)], [{"role": "assistant", "content": "", "tool_calls": _called(0, 1)}]),
         ([SPOKEN, _call(0)], [{**SPOKEN, "tool_calls": _called(0)}]),
-        ([_call(0), SPOKEN], [{"role": "assistant", "content": "", "tool_calls": _called(0)}, SPOKEN]),
+        (
+            [_call(0), SPOKEN],
+            [{"role": "assistant", "content": "", "tool_calls": _called(0)}, SPOKEN],
+        ),
         ([THOUGHT, SPOKEN], [{**SPOKEN, "reasoning_content": "t"}]),
         ([SPOKEN, THOUGHT, SPOKEN], [SPOKEN, {**SPOKEN, "reasoning_content": "t"}]),
         (
-            [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "r"}]}],
+            [
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_text", "text": "r"}],
+                }
+            ],
             [{"role": "tool", "tool_call_id": "c", "content": "r"}],
         ),
     ],
@@ -571,7 +659,9 @@ def test_items_are_messages_of_a_chat(items: Any, messages: Any) -> None:
 
 
 def test_instructions_come_first_and_variables_go_along() -> None:
-    (prompt,) = read(instructions="be brief", chat_template_kwargs={"enable_thinking": False}).prompts()
+    (prompt,) = read(
+        instructions="be brief", chat_template_kwargs={"enable_thinking": False}
+    ).prompts()
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert prompt == Conversation(messages, {}, {"enable_thinking": False})
 
@@ -593,7 +683,10 @@ def test_parameters_go_the_way_of_chats(fields: dict[str, Any]) -> None:
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
-        ({"type": "json_schema", "name": "n", "schema": {"a": [1]}}, Grammar("json_schema", '{"a": [1]}')),
+        (
+            {"type": "json_schema", "name": "n", "schema": {"a": [1]}},
+            Grammar("json_schema", '{"a": [1]}'),
+        ),
     ],
 )
 def test_a_format_is_a_grammar(form: Any, grammar: Any) -> None:
@@ -638,7 +731,9 @@ NEUTRAL: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, it) for name, values in NEUTRAL.items() for it in [None, *values]])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, it) for name, values in NEUTRAL.items() for it in [None, *values]]
+)
 def test_a_value_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
     request = read(**{name: value})
     assert (request.prompts(), request.sampling({})) == (read().prompts(), read().sampling({}))
@@ -676,7 +771,10 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"instructions": "\0"}, "instructions"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "\0"}]}]}, "input.0.content.0.text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "\0"}]}]},
+            "input.0.content.0.text",
+        ),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
@@ -685,7 +783,11 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
         ({"input": [{"type": ["message"], **USER}]}, "input.0"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}
+                ]
+            },
             "input.0.content.0.type",
         ),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
@@ -709,8 +811,17 @@ def test_an_input_must_be() -> None:
         ResponsesRequest.model_validate({"model": "m"})
 
 
-FLAT = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
-NESTED = {"type": "function", "function": {name: value for name, value in FLAT.items() if name != "type"}}
+FLAT = {
+    "type": "function",
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
+NESTED = {
+    "type": "function",
+    "function": {name: value for name, value in FLAT.items() if name != "type"},
+}
 
 
 @pytest.mark.parametrize(
@@ -727,12 +838,17 @@ def test_flat_tools_are_used_as_chats_are(choice: Any, chats: Any, parallel: boo
     flat = read(tools=[FLAT], tool_choice=choice, parallel_tool_calls=parallel)
     common = {"model": "m", "messages": [USER], "parallel_tool_calls": parallel}
     chat = ChatRequest.model_validate({**common, "tools": [NESTED], "tool_choice": chats})
-    uses = [(use.choice, use.named, use.is_parallel, use.for_template()) for use in (flat.tool_use, chat.tool_use)]
+    uses = [
+        (use.choice, use.named, use.is_parallel, use.for_template())
+        for use in (flat.tool_use, chat.tool_use)
+    ]
     assert uses[0] == uses[1]
 
 
 def test_an_answer_with_tools_through_openais_client() -> None:
-    tools: Any = [{"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}]
+    tools: Any = [
+        {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
+    ]
     spoken = '<think>\nHm.\n</think>\n\nSo.\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
     prompts: list[Any] = []
 
@@ -752,7 +868,10 @@ def test_an_answer_with_tools_through_openais_client() -> None:
             assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
             assert cast(Any, message)["content"][0]["text"] == "So."
             assert (call["name"], call["arguments"]) == ("get", '{"x": 1}')
-        assert prompts[0] == prompts[1] and prompts[0].tools == read(tools=tools).tool_use.for_template()
+        assert (
+            prompts[0] == prompts[1]
+            and prompts[0].tools == read(tools=tools).tool_use.for_template()
+        )
         assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
 
     scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"])))
@@ -762,8 +881,12 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
     spoken = '<tool_call>\n{"name": "f", "arguments": {"x'
 
     async def play(app: App) -> None:
-        app.worker.answer_with(lambda msg: [UserReply(msg.uid, spoken), UserReply(msg.uid, finish="length")])
-        whole, stream = [await post(app, tools=[FLAT], tool_choice="required", stream=it) for it in (False, True)]
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, spoken), UserReply(msg.uid, finish="length")]
+        )
+        whole, stream = [
+            await post(app, tools=[FLAT], tool_choice="required", stream=it) for it in (False, True)
+        ]
         for response in (json.loads(whole.body), events_of(stream.body.decode())[-1]["response"]):
             assert response["incomplete_details"] == {"reason": "max_output_tokens"}
             (item,) = response["output"]
@@ -784,6 +907,8 @@ def test_no_response_is_kept(method: str) -> None:
         assert "this server stores no responses" in error["message"]
         async with client_of(app) as client:
             with pytest.raises(openai.NotFoundError, match="stores no responses"):
-                await (client.responses.retrieve if method == "GET" else client.responses.delete)("resp_1")
+                await (client.responses.retrieve if method == "GET" else client.responses.delete)(
+                    "resp_1"
+                )
 
     scene(play)

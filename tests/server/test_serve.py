@@ -30,11 +30,15 @@ def test_the_names_that_are_offered_are_those_that_there_are() -> None:
 
 
 def test_a_prompt_may_be_as_long_as_its_ranks_can_hold(model: ModelConfig) -> None:
-    served = served_model("m", model, [Report(vocabulary=Vocabulary(None, {})), *RANKS], ServerConfig())
+    served = served_model(
+        "m", model, [Report(vocabulary=Vocabulary(None, {})), *RANKS], ServerConfig()
+    )
     assert (served.name, served.max_seq_len, served.width) == ("m", 8, model.width)
 
 
-def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_options(model: ModelConfig) -> None:
+def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_options(
+    model: ModelConfig,
+) -> None:
     def dialect(template: str | None, markers: dict[str, int], **options: str) -> Dialect:
         reports = [*RANKS, Report(vocabulary=Vocabulary(template, markers)), Report()]
         return served_model("m", model, reports, ServerConfig(**options)).dialect

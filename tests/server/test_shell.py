@@ -109,7 +109,9 @@ def test_what_would_command_the_terminal_is_not_written() -> None:
     async def play(chat: Chat) -> None:
         chat.type("hi")
         msg = await chat.worker.take()
-        chat.worker.say(UserReply(msg.uid, "a\x1b[2J\x9b\x07\r\x7f\tb\n\u3000é👩‍👩‍👧", finish="stop"))
+        chat.worker.say(
+            UserReply(msg.uid, "a\x1b[2J\x9b\x07\r\x7f\tb\n\u3000é👩‍👩‍👧", finish="stop")
+        )
         await until(lambda: chat.is_waiting)
         assert chat.shown.endswith("a\ufffd[2J\ufffd\ufffd\ufffd\ufffd\tb\n\u3000é👩‍👩‍👧\n")
         chat.type("again")
@@ -253,7 +255,9 @@ def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() 
     async def play(chat: Chat) -> None:
         await chat.say("one")
         assert (await chat.say("a long one")).endswith("too long for the context\n")
-        assert (await chat.say("two")).endswith("1 turns\n"), "the refused message was dropped, and the old turns too"
+        assert (await chat.say("two")).endswith("1 turns\n"), (
+            "the refused message was dropped, and the old turns too"
+        )
 
     scene(play, script)
 
@@ -269,7 +273,11 @@ def test_ctrl_c_stops_the_answer_keeps_what_came_and_the_shell_goes_on() -> None
         await until(lambda: chat.shown.endswith("[stopped]\n"))
         chat.type("go on")
         again = await chat.worker.take()
-        assert [turn["content"] for turn in again.prompt.messages] == ["tell me", "once upon", "go on"]
+        assert [turn["content"] for turn in again.prompt.messages] == [
+            "tell me",
+            "once upon",
+            "go on",
+        ]
         chat.worker.say(UserReply(again.uid, "a time", finish="stop"))
         await until(lambda: chat.shown.endswith("a time\n"))
         await chat.leave()

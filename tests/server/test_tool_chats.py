@@ -26,7 +26,9 @@ CALLS = (
     '<tool_call>\n{"name": "put", "arguments": {}}\n</tool_call>'
 )
 THOUGHT = "<think>\nHm.\n</think>\n\n"
-SPEAKER = replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7}))
+SPEAKER = replace(
+    MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7})
+)
 
 
 def spell(text: str, finish: Any = "stop") -> Script:
@@ -44,7 +46,9 @@ async def client_of(app: App) -> AsyncIterator[AsyncOpenAI]:
     transport = httpx.ASGITransport(app=app.app)
     async with (
         httpx.AsyncClient(transport=transport) as http,
-        AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http, max_retries=0) as client,
+        AsyncOpenAI(
+            base_url="http://test/v1", api_key="x", http_client=http, max_retries=0
+        ) as client,
     ):
         yield client
 
@@ -76,7 +80,9 @@ def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) ->
         assert said.pop("id").startswith("call_")
     ids = [said.pop("id") for said in whole["message"].get("tool_calls", ())]
     assert len(set(ids)) == len(ids) and all(it.startswith("call_") for it in ids)
-    both = [{name: it for name, it in choice["message"].items() if it is not None} for choice in choices]
+    both = [
+        {name: it for name, it in choice["message"].items() if it is not None} for choice in choices
+    ]
     assert both[0] == both[1]
     assert whole["finish_reason"] == streamed["finish_reason"]
     return whole
@@ -100,7 +106,10 @@ def test_an_answer_of_calls_has_no_content_and_says_why_it_ended() -> None:
 
 def test_thoughts_content_and_calls_of_one_answer() -> None:
     choice = ask(f"{THOUGHT}Let me see.\n{CALLS}")
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", "Let me see.")
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (
+        "Hm.",
+        "Let me see.",
+    )
     assert called(choice) == BOTH
     assert choice["finish_reason"] == "tool_calls"
 
@@ -122,7 +131,10 @@ def test_an_answer_without_calls_is_plain() -> None:
 )
 def test_a_choice_bounds_the_calls(fields: Any, calls: Any, finish: str) -> None:
     choice = ask(
-        CALLS if len(calls) == 2 or "parallel_tool_calls" in fields else CALLS.split("\n<tool_call>")[0], **fields
+        CALLS
+        if len(calls) == 2 or "parallel_tool_calls" in fields
+        else CALLS.split("\n<tool_call>")[0],
+        **fields,
     )
     assert (called(choice), choice["finish_reason"]) == (calls, finish)
 
@@ -144,7 +156,9 @@ def test_an_answer_that_is_too_long_says_so_even_if_it_called_tools() -> None:
     run(play())
 
 
-def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far_as_it_came() -> None:
+def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far_as_it_came() -> (
+    None
+):
     async def play() -> None:
         async with running(model=SPEAKER) as app:
             app.worker.answer_with(spell(CALLS[:50], "length"))
@@ -154,7 +168,11 @@ def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far
             (choice,) = json.loads(whole.body)["choices"]
             assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS[:50], "length")
             deltas = [event["choices"][0]["delta"] for event in events_of(stream)[:-1]]
-            pieces = [it["function"]["arguments"] for delta in deltas for it in delta.get("tool_calls", ())]
+            pieces = [
+                it["function"]["arguments"]
+                for delta in deltas
+                for it in delta.get("tool_calls", ())
+            ]
             assert all(delta.get("content") is None for delta in deltas)
             assert len(pieces) > 2 and CALLS[:50].endswith("".join(pieces))
 
@@ -170,10 +188,14 @@ def test_a_forced_call_that_is_cut_off_is_a_call_and_the_answer_says_that_it_was
     choice = ask(CALLS[:at], finish, tool_choice=tool_choice)
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, finish)
     ((name, arguments),) = called(choice)
-    assert name == "get" and '{"x": "é\\"}"}'.startswith(arguments) and arguments != '{"x": "é\\"}"}'
+    assert (
+        name == "get" and '{"x": "é\\"}"}'.startswith(arguments) and arguments != '{"x": "é\\"}"}'
+    )
 
 
-def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_closing_marker() -> None:
+def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_closing_marker() -> (
+    None
+):
     end = CALLS.index("</tool_call>")
     for tool_choice in ("auto", "required"):
         choice = ask(CALLS[: end + 6], "length", tool_choice=tool_choice)
@@ -185,7 +207,10 @@ def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
     async def play() -> None:
         async with running(model=SPEAKER) as app:
             app.worker.answer_with(spell(CALLS[:24], "length"))
-            whole, stream = (app.post(CHAT, tools=TOOLS, tool_choice="required", stream=it) for it in (False, True))
+            whole, stream = (
+                app.post(CHAT, tools=TOOLS, tool_choice="required", stream=it)
+                for it in (False, True)
+            )
             await whole.done
             await stream.done
             (choice,) = json.loads(whole.body)["choices"]
@@ -200,7 +225,9 @@ def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
 def test_the_events_of_a_call() -> None:
     async def play() -> None:
         async with running(model=SPEAKER) as app:
-            app.worker.answer_with(spell(f'{THOUGHT}<tool_call>{{"name": "put", "arguments": {{"a": 1}}}}</tool_call>'))
+            app.worker.answer_with(
+                spell(f'{THOUGHT}<tool_call>{{"name": "put", "arguments": {{"a": 1}}}}</tool_call>')
+            )
             call = app.post(CHAT, tools=TOOLS, stream=True)
             await call.done
             *events, done = events_of(call)
@@ -210,7 +237,11 @@ def test_the_events_of_a_call() -> None:
             assert "".join(it["delta"].pop("reasoning_content", "") for it in deltas) == "Hm."
             begin, *more = [it["delta"]["tool_calls"][0] for it in deltas if it["delta"]]
             assert begin.pop("id").startswith("call_")
-            assert begin == {"index": 0, "type": "function", "function": {"name": "put", "arguments": ""}}
+            assert begin == {
+                "index": 0,
+                "type": "function",
+                "function": {"name": "put", "arguments": ""},
+            }
             assert all(it.keys() == {"index", "function"} and it["index"] == 0 for it in more)
             assert "".join(it["function"]["arguments"] for it in more) == '{"a": 1}'
 
@@ -237,7 +268,9 @@ def test_what_the_engine_and_the_template_are_told(fields: Any, has_grammar: boo
             assert not msg.sampling.skip_special_tokens
             names = [tool["function"]["name"] for tool in msg.prompt.tools]
             assert names == [
-                it["function"]["name"] for it in fields.get("tools", TOOLS) if "none" not in fields.values()
+                it["function"]["name"]
+                for it in fields.get("tools", TOOLS)
+                if "none" not in fields.values()
             ]
             app.worker.say(UserReply(msg.uid, finish="stop"))
             await call.done
@@ -265,8 +298,13 @@ def test_an_answer_comes_back_as_a_turn_of_the_next_request() -> None:
             tools: Any = TOOLS
             first = await client.chat.completions.create(model="m", messages=asked, tools=tools)
             message: Any = first.choices[0].message
-            results = [{"role": "tool", "tool_call_id": call.id, "content": "1"} for call in message.tool_calls]
-            again = await client.chat.completions.create(model="m", messages=[*asked, message, *results], tools=tools)
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": "1"}
+                for call in message.tool_calls
+            ]
+            again = await client.chat.completions.create(
+                model="m", messages=[*asked, message, *results], tools=tools
+            )
             assert again.choices[0].finish_reason == "tool_calls"
 
     run(play())

@@ -21,8 +21,16 @@ from minisgl.server.dialect.tool_formats import FORMATS, ToolFormat, choose_form
 from minisgl.server.dialect.tools import Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
-TOOLS = [Function(name="get_weather", parameters=CITY), Function(name="get"), Function(name="a.b-c_1")]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOLS = [
+    Function(name="get_weather", parameters=CITY),
+    Function(name="get"),
+    Function(name="a.b-c_1"),
+]
 USE = ToolUse(TOOLS)
 HERMES, LLAMA, MISTRAL = FORMATS["hermes"](""), FORMATS["llama3_json"](""), FORMATS["mistral"]("")
 NEW_MISTRAL = FORMATS["mistral"]("[TOOL_CALLS] [ARGS]")
@@ -50,13 +58,21 @@ def listen(reader: Reader, *pieces: str) -> tuple[str, str, list[tuple[str, str]
     for number, piece in enumerate(pieces, start=1):
         for delta in reader.feed(piece, ends=number == len(pieces)):
             assert isinstance(delta, CallBegin) or delta.text
-            assert not isinstance(delta, CallBegin | CallArguments) or delta.index <= len(transcript.calls)
+            assert not isinstance(delta, CallBegin | CallArguments) or delta.index <= len(
+                transcript.calls
+            )
             transcript.add(delta)
     assert len({call.id for call in transcript.calls}) == len(transcript.calls)
-    return transcript.content, transcript.reasoning, [(call.name, call.arguments) for call in transcript.calls]
+    return (
+        transcript.content,
+        transcript.reasoning,
+        [(call.name, call.arguments) for call in transcript.calls],
+    )
 
 
-def read(text: str, style: ToolFormat, use: ToolUse = USE, *, eager: bool = False) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    text: str, style: ToolFormat, use: ToolUse = USE, *, eager: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, the same in one piece, in two, and character by character."""
     content, _, said = whole = listen(style.make_reader(use, eager=eager), text)
     for at in range(len(text)):
@@ -66,9 +82,13 @@ def read(text: str, style: ToolFormat, use: ToolUse = USE, *, eager: bool = Fals
 
 
 styles = pytest.mark.parametrize(
-    "style", [HERMES, LLAMA, MISTRAL, NEW_MISTRAL], ids=["hermes", "llama", "mistral", "new mistral"]
+    "style",
+    [HERMES, LLAMA, MISTRAL, NEW_MISTRAL],
+    ids=["hermes", "llama", "mistral", "new mistral"],
 )
-marked = pytest.mark.parametrize("style", [HERMES, MISTRAL, NEW_MISTRAL], ids=["hermes", "mistral", "new mistral"])
+marked = pytest.mark.parametrize(
+    "style", [HERMES, MISTRAL, NEW_MISTRAL], ids=["hermes", "mistral", "new mistral"]
+)
 eagerness = pytest.mark.parametrize("eager", [False, True], ids=["careful", "eager"])
 ODD = r'{"city": "Zü\"rich {} ]}; </tool_call> 語\\", "more": [{"a": {}}, [1.5e3, null]],   "😀": "\ud83d\ude00"}'
 
@@ -76,19 +96,29 @@ ODD = r'{"city": "Zü\"rich {} ]}; </tool_call> 語\\", "more": [{"a": {}}, [1.5
 @styles
 @eagerness
 def test_a_call_is_read_as_it_was_written(style: ToolFormat, eager: bool) -> None:
-    assert read(calls(("get_weather", ODD), style=style), style, eager=eager) == ("", [("get_weather", ODD)])
+    assert read(calls(("get_weather", ODD), style=style), style, eager=eager) == (
+        "",
+        [("get_weather", ODD)],
+    )
 
 
 @styles
 @eagerness
 def test_several_calls_are_read_in_order(style: ToolFormat, eager: bool) -> None:
-    said = [("get_weather", '{"city": "Ulm"}'), ("get", "{}"), ("get_weather", '{"city":"Bonn"}'), ("a.b-c_1", "{}")]
+    said = [
+        ("get_weather", '{"city": "Ulm"}'),
+        ("get", "{}"),
+        ("get_weather", '{"city":"Bonn"}'),
+        ("a.b-c_1", "{}"),
+    ]
     assert read(calls(*said, style=style) + "\n", style, eager=eager) == ("", said)
 
 
 @marked
 @eagerness
-def test_text_around_calls_is_content_without_the_blanks_between(style: ToolFormat, eager: bool) -> None:
+def test_text_around_calls_is_content_without_the_blanks_between(
+    style: ToolFormat, eager: bool
+) -> None:
     text = f" Let me  see.\n\n{calls(('get', '{}'), style=style)} \nDone. "
     assert read(text, style, eager=eager) == (" Let me  see.Done. ", [("get", "{}")])
 
@@ -125,7 +155,10 @@ def test_other_spellings_of_a_call(text: str, style: ToolFormat, eager: bool) ->
         ("<tool_call>\nI call get.\n</tool_call> <tool_cal", HERMES),
         ('{"city": "Ulm"}', LLAMA),
         ('{"name": "unknown", "parameters": {}}', LLAMA),
-        ('<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "got", "arg', HERMES),
+        (
+            '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "got", "arg',
+            HERMES,
+        ),
         ('<tool_call>{"arguments": {}, "name": "unknown"}</tool_call>', HERMES),
         ("<|python_tag|>print(1)", LLAMA),
         ('I say: {"name": "get", "parameters": {}}', LLAMA),
@@ -141,12 +174,16 @@ def test_other_spellings_of_a_call(text: str, style: ToolFormat, eager: bool) ->
     ],
 )
 @eagerness
-def test_what_is_no_call_of_an_offered_tool_stays_content(text: str, style: ToolFormat, eager: bool) -> None:
+def test_what_is_no_call_of_an_offered_tool_stays_content(
+    text: str, style: ToolFormat, eager: bool
+) -> None:
     assert read(text, style, eager=eager) == (text, [])
 
 
 @styles
-@pytest.mark.parametrize("arguments", ['{"a": }', '{"a": 1', '{"a": [1}', '{"a": 1,}', "{'a': 1}", '{"a": "', "[" * 9])
+@pytest.mark.parametrize(
+    "arguments", ['{"a": }', '{"a": 1', '{"a": [1}', '{"a": 1,}', "{'a': 1}", '{"a": "', "[" * 9]
+)
 def test_a_whole_answer_has_no_broken_arguments(style: ToolFormat, arguments: str) -> None:
     text = calls(("get", arguments), style=style)
     assert read(text, style) == (text, [])
@@ -203,16 +240,28 @@ def told(text: str, said: list[tuple[str, str]]) -> list[tuple[str, str]]:
 @styles
 @pytest.mark.parametrize("named", [None, "get_weather"])
 def test_a_forced_answer_is_calls_wherever_it_is_cut(style: ToolFormat, named: str | None) -> None:
-    said = [("get_weather", ODD), ("get", "{}"), ("a.b-c_1", '{"a": {"b": 1}}')][: 1 if named else None]
+    said = [("get_weather", ODD), ("get", "{}"), ("a.b-c_1", '{"a": {"b": 1}}')][
+        : 1 if named else None
+    ]
     text, use = calls(*said, style=style), ToolUse(TOOLS, "required", named)
     for at in range(len(text) + 1):
         for eager in (False, True):
-            assert listen(style.make_reader(use, eager=eager), text[:at]) == ("", "", told(text[:at], said))
-            assert listen(style.make_reader(use, eager=eager), *text[:at], "") == ("", "", told(text[:at], said))
+            assert listen(style.make_reader(use, eager=eager), text[:at]) == (
+                "",
+                "",
+                told(text[:at], said),
+            )
+            assert listen(style.make_reader(use, eager=eager), *text[:at], "") == (
+                "",
+                "",
+                told(text[:at], said),
+            )
 
 
 @styles
-def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker_is_not(style: ToolFormat) -> None:
+def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker_is_not(
+    style: ToolFormat,
+) -> None:
     text = calls(("get", '{"a": 1}'), style=style)
     is_whole = []
     for at in range(len(text) + 1):
@@ -224,7 +273,9 @@ def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker
 
 
 @styles
-def test_a_stream_has_nothing_but_the_call_wherever_it_is_cut_behind_its_arguments(style: ToolFormat) -> None:
+def test_a_stream_has_nothing_but_the_call_wherever_it_is_cut_behind_its_arguments(
+    style: ToolFormat,
+) -> None:
     text = calls(("get", '{"a": 1}'), style=style).replace("1}}", '1}, "id": "x"}')
     for at in range(text.index("1}") + 2, len(text) + 1):
         assert read(text[:at], style, eager=True) == ("", [("get", '{"a": 1}')])
@@ -236,20 +287,50 @@ def test_ids_are_as_the_templates_want_them(style: ToolFormat) -> None:
     assert re.fullmatch(wanted, style.new_id())
 
 
-MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; ", ", ", "[", "]", "\n", " ")
-PARTS = ('{"name": "get", ', '"arguments": ', '"parameters": ', "{}", '{"a": "}"}', "}", "{", '"', "\\", "text", "get")
+MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "; ",
+    ", ",
+    "[",
+    "]",
+    "\n",
+    " ",
+)
+PARTS = (
+    '{"name": "get", ',
+    '"arguments": ',
+    '"parameters": ',
+    "{}",
+    '{"a": "}"}',
+    "}",
+    "{",
+    '"',
+    "\\",
+    "text",
+    "get",
+)
 WHOLE = (
     '{"name": "get", "arguments": {"a": "}"}}',
     '{"name": "get", "parameters": {}}',
     'get[ARGS]{"a": [{}]}',
     '{"x": 1}',
 )
-WORDS = st.lists(st.sampled_from(MARKS) | st.sampled_from(PARTS) | st.sampled_from(WHOLE), max_size=12).map("".join)
+WORDS = st.lists(
+    st.sampled_from(MARKS) | st.sampled_from(PARTS) | st.sampled_from(WHOLE), max_size=12
+).map("".join)
 
 
 @styles
 @eagerness
-@given(text=WORDS, cuts=st.lists(st.integers(0, 80), max_size=6), choice=st.sampled_from(["auto", "required"]))
+@given(
+    text=WORDS,
+    cuts=st.lists(st.integers(0, 80), max_size=6),
+    choice=st.sampled_from(["auto", "required"]),
+)
 def test_how_the_text_is_cut_changes_nothing(
     style: ToolFormat, eager: bool, text: str, cuts: list[int], choice: Any
 ) -> None:
@@ -263,7 +344,9 @@ def test_how_the_text_is_cut_changes_nothing(
 
 @styles
 @given(text=WORDS)
-def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(style: ToolFormat, text: str) -> None:
+def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(
+    style: ToolFormat, text: str
+) -> None:
     content, _, said = listen(style.make_reader(USE, eager=False), text)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in said)
     if not said:
@@ -274,17 +357,23 @@ def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(style: Tool
 def test_a_template_shows_the_format(name: str) -> None:
     style = choose_format(TEMPLATES[name], None)
     assert type(style) is FORMATS[name]
-    assert all(type(choose_format(TEMPLATES[name], other)) is FORMATS[other] for other in FORMATS), "named is named"
+    assert all(
+        type(choose_format(TEMPLATES[name], other)) is FORMATS[other] for other in FORMATS
+    ), "named is named"
 
 
-@pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<tool_call>\n<function=f>\n<parameter=x>"])
+@pytest.mark.parametrize(
+    "template", [None, "", "{{ messages }}", "<tool_call>\n<function=f>\n<parameter=x>"]
+)
 def test_of_other_templates_nothing_is_known(template: str | None) -> None:
     assert choose_format(template, None) is None
 
 
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")])
-TOKENIZER.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]})
+TOKENIZER.add_special_tokens(
+    {"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]}
+)
 VOCABULARY = llguidance.hf.from_tokenizer(TOKENIZER)
 MARKERS = TOKENIZER.get_added_vocab()
 
@@ -298,8 +387,18 @@ def matches(grammar: Grammar, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-GOOD = [("get_weather", '{"city": "Ulm", "days": 2}'), ("get", '{"any": [1, {"x": null}]}'), ("get", "{}")]
-BAD = [("get_weather", '{"city": 1}'), ("get_weather", "{}"), ("got", "{}"), ("get", "[]"), ("get", '{"a": }')]
+GOOD = [
+    ("get_weather", '{"city": "Ulm", "days": 2}'),
+    ("get", '{"any": [1, {"x": null}]}'),
+    ("get", "{}"),
+]
+BAD = [
+    ("get_weather", '{"city": 1}'),
+    ("get_weather", "{}"),
+    ("got", "{}"),
+    ("get", "[]"),
+    ("get", '{"a": }'),
+]
 REQUIRED = ToolUse(TOOLS, "required")
 
 
@@ -311,16 +410,23 @@ def test_a_grammar_of_calls_has_them_and_nothing_else(style: ToolFormat) -> None
         assert matches(grammar, text)
         assert read(text, style) == ("", said), "and the reader reads what the grammar writes"
     assert not any(matches(grammar, calls(bad, style=style)) for bad in BAD)
-    assert not any(matches(grammar, text) for text in ("", "text", "text " + calls(GOOD[2], style=style), "{}"))
+    assert not any(
+        matches(grammar, text) for text in ("", "text", "text " + calls(GOOD[2], style=style), "{}")
+    )
 
 
 @styles
 def test_a_grammar_of_one_call_has_no_second(style: ToolFormat) -> None:
-    for use in (ToolUse(TOOLS, "required", is_parallel=False), ToolUse(TOOLS, "required", "get_weather")):
+    for use in (
+        ToolUse(TOOLS, "required", is_parallel=False),
+        ToolUse(TOOLS, "required", "get_weather"),
+    ):
         grammar = style.grammar(use, MARKERS)
         assert matches(grammar, calls(GOOD[0], style=style))
         assert not matches(grammar, calls(GOOD[0], GOOD[0], style=style))
-    assert not matches(grammar, calls(GOOD[1], style=style)), "another tool than the one that was named"
+    assert not matches(grammar, calls(GOOD[1], style=style)), (
+        "another tool than the one that was named"
+    )
 
 
 @styles
@@ -337,14 +443,20 @@ def test_a_marker_that_is_no_token_is_spelled_out(style: ToolFormat) -> None:
     grammar = style.grammar(REQUIRED, {})
     text = calls(GOOD[1], style=style)
     ids = [index for char in text for index in TOKENIZER.encode(char, add_special_tokens=False)]
-    matcher = llguidance.LLMatcher(VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0)
+    matcher = llguidance.LLMatcher(
+        VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0
+    )
     assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     with pytest.raises(InvalidRequest, match="as a token; send 'required'"):
         style.grammar(USE, {})
 
 
 def test_references_in_a_schema_are_to_the_schema() -> None:
-    city = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"enum": ["a", "b"]}}}
+    city = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"enum": ["a", "b"]}},
+    }
     grammar = HERMES.grammar(ToolUse([Function(name="f", parameters=city)], "required"), MARKERS)
     assert matches(grammar, calls(("f", '{"x": "b"}'), style=HERMES))
     assert not matches(grammar, calls(("f", '{"x": "c"}'), style=HERMES))

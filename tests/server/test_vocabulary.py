@@ -11,7 +11,9 @@ from minisgl.message import CodecReply, Conversation, DecodeMsg, EncodeMsg, Repl
 from tests.server.test_api_server import App, assert_is_error, scene
 
 TURN = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
-ASKED = pytest.mark.parametrize(("route", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
+ASKED = pytest.mark.parametrize(
+    ("route", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})]
+)
 
 
 @pytest.mark.parametrize(
@@ -21,10 +23,16 @@ ASKED = pytest.mark.parametrize(("route", "body"), [("/tokenize", {"prompt": "a"
         ({"prompt": ""}, "", None),
         ({"prompt": "hi", "model": "m", "add_special_tokens": False}, "hi", False),
         ({"messages": [TURN]}, Conversation([{"role": "user", "content": "hi"}]), None),
-        ({"messages": [TURN], "add_special_tokens": True}, Conversation([{"role": "user", "content": "hi"}]), True),
+        (
+            {"messages": [TURN], "add_special_tokens": True},
+            Conversation([{"role": "user", "content": "hi"}]),
+            True,
+        ),
     ],
 )
-def test_a_prompt_of_either_kind_is_tokenized(body: dict[str, Any], prompt: Any, special: bool | None) -> None:
+def test_a_prompt_of_either_kind_is_tokenized(
+    body: dict[str, Any], prompt: Any, special: bool | None
+) -> None:
     async def play(app: App) -> None:
         call = app.post("/tokenize", **body)
         msg = await app.worker.take()
@@ -72,7 +80,9 @@ def test_tokens_become_text(tokens: list[int]) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_such_request_is_a_400_that_names_the_field(route: str, body: dict[str, Any], param: str) -> None:
+def test_what_is_no_such_request_is_a_400_that_names_the_field(
+    route: str, body: dict[str, Any], param: str
+) -> None:
     async def play(app: App) -> None:
         call = app.post(route, **body)
         await call.done
@@ -99,7 +109,9 @@ def test_a_refusal_an_engine_that_dies_and_a_full_house(route: str, body: dict[s
         too_many = app.post(route, **body)
         await too_many.done
         assert_is_error(too_many, 429, code="queue_full")
-        app.worker.put(CodecReply(uid, error=ReplyError(400, "invalid_value", "no such token", "tokens")))
+        app.worker.put(
+            CodecReply(uid, error=ReplyError(400, "invalid_value", "no such token", "tokens"))
+        )
         await refused.done
         assert_is_error(refused, 400, message="no such token", param="tokens")
         cut = app.post(route, **body)

@@ -16,7 +16,9 @@ from tests.system.oracle import ARCH, CONTEXT
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with a long context."""
-    return tiny_checkpoint(ARCH, tmp_path_factory.mktemp("system") / ARCH, max_position_embeddings=CONTEXT)
+    return tiny_checkpoint(
+        ARCH, tmp_path_factory.mktemp("system") / ARCH, max_position_embeddings=CONTEXT
+    )
 
 
 @pytest.fixture(scope="session")

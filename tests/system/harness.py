@@ -90,13 +90,17 @@ class Program:
     def has_all_places(self) -> bool:
         """Whether as many requests may be open as there can be: none has kept its place."""
         body = endless(prompt=["a"] * PLACES, max_tokens=1)
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+        return (
+            httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code
+            == 200
+        )
 
     def workers(self) -> list[psutil.Process]:
         """The schedulers by rank, the detokenizer, the tokenizers: in the order of their start."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return sorted(
-            (child for child in children if "spawn_main" in " ".join(child.cmdline())), key=lambda child: child.pid
+            (child for child in children if "spawn_main" in " ".join(child.cmdline())),
+            key=lambda child: child.pid,
         )
 
     def know_workers(self) -> None:
@@ -121,7 +125,10 @@ class Program:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None:
             print(f"--- stderr of the program:\n{self.stderr}")
@@ -144,8 +151,26 @@ def _has_ended(process: psutil.Process) -> bool:
 def small(folder: Path, *more: str) -> list[str]:
     """Arguments to serve a tiny checkpoint with few rows and places and a free port."""
     return [
-        *("--model", str(folder), "--served-model-name", MODEL, "--port", "0", "--dtype", "float32"),
-        *("--page-size", "4", "--num-pages", "8192", "--max-running-requests", str(ROWS), "--max-body-mb", "1"),
+        *(
+            "--model",
+            str(folder),
+            "--served-model-name",
+            MODEL,
+            "--port",
+            "0",
+            "--dtype",
+            "float32",
+        ),
+        *(
+            "--page-size",
+            "4",
+            "--num-pages",
+            "8192",
+            "--max-running-requests",
+            str(ROWS),
+            "--max-body-mb",
+            "1",
+        ),
         *("--max-open-requests", str(PLACES)),
         *more,
     ]
@@ -153,15 +178,28 @@ def small(folder: Path, *more: str) -> list[str]:
 
 def endless(**fields: Any) -> dict[str, Any]:
     """The body of a text completion that takes far longer than a test."""
-    return {"model": MODEL, "prompt": "the dog", "max_tokens": 15_000, "temperature": 0, "ignore_eos": True, **fields}
+    return {
+        "model": MODEL,
+        "prompt": "the dog",
+        "max_tokens": 15_000,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
 
 
 @contextmanager
 def open_stream(program: Program, **fields: Any) -> Iterator[Iterator[Any]]:
     """The events of an endless stream, the first of which has come. Leaving it hangs up."""
     body = endless(stream=True, **fields)
-    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+    with httpx.stream(
+        "POST", f"{program.url}/v1/completions", json=body, timeout=PATIENCE_S
+    ) as response:
         assert response.status_code == 200, response.read()
-        events = (json.loads(line[6:]) for line in response.iter_lines() if line and line != "data: [DONE]")
+        events = (
+            json.loads(line[6:])
+            for line in response.iter_lines()
+            if line and line != "data: [DONE]"
+        )
         next(events)
         yield events

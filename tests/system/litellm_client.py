@@ -15,7 +15,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CITY = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {**CITY, "additionalProperties": False}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {**CITY, "additionalProperties": False}},
+}
 
 
 def main(url: str, model: str) -> None:
@@ -27,8 +30,13 @@ def main(url: str, model: str) -> None:
 
     whole = ask()
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))
-    called = ask(tools=[TOOL], tool_choice="required", max_tokens=200, temperature=1, seed=1, extra_body={})
-    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+    called = ask(
+        tools=[TOOL], tool_choice="required", max_tokens=200, temperature=1, seed=1, extra_body={}
+    )
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True},
+    }
     formed = ask(response_format=form, max_tokens=200, extra_body={})
     try:
         ask(temperature=101)

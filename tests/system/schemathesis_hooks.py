@@ -9,4 +9,8 @@ import schemathesis
 
 @schemathesis.hook
 def map_body(_context: Any, body: Any) -> Any:
-    return {**body, "model": "tiny"} if isinstance(body, dict) and isinstance(body.get("model"), str) else body
+    return (
+        {**body, "model": "tiny"}
+        if isinstance(body, dict) and isinstance(body.get("model"), str)
+        else body
+    )

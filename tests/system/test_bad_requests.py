@@ -33,9 +33,21 @@ BAD: dict[str, tuple[str, str, bytes]] = {
     "no bytes of UTF-8": ("POST", CHAT, b'{"model": "\xff\xfe"}'),
     "UTF-16 without a mark": ("POST", CHAT, b"\x00\xd8" * 50),
     "deep nesting": ("POST", CHAT, b"[" * 200_000),
-    "deep nesting in a field": ("POST", CHAT, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    "nesting as deep as it is read": ("POST", CHAT, chat(stop="X").replace(b'"X"', b"[" * 900 + b"]" * 900)),
-    "an integer of 5000 digits": ("POST", CHAT, chat(seed=0).replace(b'"seed": 0', b'"seed": ' + b"9" * 5000)),
+    "deep nesting in a field": (
+        "POST",
+        CHAT,
+        b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ),
+    "nesting as deep as it is read": (
+        "POST",
+        CHAT,
+        chat(stop="X").replace(b'"X"', b"[" * 900 + b"]" * 900),
+    ),
+    "an integer of 5000 digits": (
+        "POST",
+        CHAT,
+        chat(seed=0).replace(b'"seed": 0', b'"seed": ' + b"9" * 5000),
+    ),
     "half a surrogate pair": ("POST", CHAT, chat(messages=[{"role": "user", "content": "\ud83d"}])),
     "half a surrogate pair in a text": ("POST", TEXT, text(prompt="a\udc00")),
     "half a surrogate pair as a field": ("POST", CHAT, chat(**{"\ud83d": 1})),
@@ -53,7 +65,11 @@ BAD: dict[str, tuple[str, str, bytes]] = {
     "messages of a wrong type": ("POST", CHAT, chat(messages="hi")),
     "bad role": ("POST", CHAT, chat(messages=[{"role": "robot", "content": "hi"}])),
     "content of a wrong type": ("POST", CHAT, chat(messages=[{"role": "user", "content": 7}])),
-    "an image": ("POST", CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}])),
+    "an image": (
+        "POST",
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+    ),
     "empty prompt": ("POST", TEXT, text(prompt="")),
     "no prompts": ("POST", TEXT, text(prompt=[])),
     "an empty prompt among others": ("POST", TEXT, text(prompt=["a", ""])),
@@ -83,7 +99,11 @@ BAD: dict[str, tuple[str, str, bytes]] = {
     "no choice": ("POST", CHAT, chat(n=0)),
     "more choices than there may be": ("POST", CHAT, chat(n=129)),
     "an empty stop": ("POST", CHAT, chat(stop=[""])),
-    "a token to stop at that there is not": ("POST", CHAT, chat(min_tokens=1, stop_token_ids=[2_000_000_000])),
+    "a token to stop at that there is not": (
+        "POST",
+        CHAT,
+        chat(min_tokens=1, stop_token_ids=[2_000_000_000]),
+    ),
     "tools": ("POST", CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}])),
     "an unknown field": ("POST", CHAT, chat(frobnicate=True)),
     "stream in words": ("POST", CHAT, chat(stream="yes")),
@@ -113,14 +133,20 @@ def assert_is_as_before(server: Program) -> None:
 def test_a_bad_request_is_refused_and_changes_nothing(server: Program, name: str) -> None:
     method, path, body = BAD[name]
     headers = {"content-type": "application/json"}
-    assert_is_openais_error(httpx.request(method, server.url + path, content=body, headers=headers, timeout=SOON_S))
+    assert_is_openais_error(
+        httpx.request(method, server.url + path, content=body, headers=headers, timeout=SOON_S)
+    )
     assert_is_as_before(server)
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x", ""]
+)
 def test_a_body_of_another_type_is_refused(server: Program, kind: str) -> None:
     assert_is_openais_error(
-        httpx.post(server.url + CHAT, content=chat(), headers={"content-type": kind}, timeout=SOON_S)
+        httpx.post(
+            server.url + CHAT, content=chat(), headers={"content-type": kind}, timeout=SOON_S
+        )
     )
     assert_is_as_before(server)
 

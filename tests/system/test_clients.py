@@ -62,7 +62,9 @@ def test_langchain_chats(server: Program, use_responses_api: bool) -> None:
 
 
 def test_langchain_gets_objects(server: Program) -> None:
-    structured = langchain(server, temperature=1, seed=3).with_structured_output(Animal, method="json_schema")
+    structured = langchain(server, temperature=1, seed=3).with_structured_output(
+        Animal, method="json_schema"
+    )
     assert isinstance(structured.invoke(QUESTION), Animal)
 
 
@@ -84,7 +86,9 @@ def test_litellm(server: Program) -> None:
     script = Path(__file__).with_name("litellm_client.py")
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     command = [LITELLM, script, f"{server.url}/v1", MODEL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["streamed"] == seen["whole"] != ""
@@ -100,7 +104,15 @@ def test_schemathesis_finds_no_server_error(folder: Path) -> None:
         server.wait_ready()
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
-            *("--checks", "not_a_server_error", "--max-examples", "20", "--seed", "1", "--generation-deterministic"),
+            *(
+                "--checks",
+                "not_a_server_error",
+                "--max-examples",
+                "20",
+                "--seed",
+                "1",
+                "--generation-deterministic",
+            ),
             *(
                 "--request-timeout",
                 "30",
@@ -111,9 +123,19 @@ def test_schemathesis_finds_no_server_error(folder: Path) -> None:
                 "--no-color",
             ),
         ]
-        env = {**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(Path(__file__).parent)}
+        env = {
+            **os.environ,
+            "SCHEMATHESIS_HOOKS": "schemathesis_hooks",
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=280, check=False, cwd=server.folder, env=env
+            command,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            cwd=server.folder,
+            env=env,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         assert re.search(r"[0-9]{4} generated, [0-9]{4} passed", done.stdout)

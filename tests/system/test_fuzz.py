@@ -18,7 +18,12 @@ pytestmark = pytest.mark.slow
 NUM_BODIES = 2000
 HANGS_S = 30.0
 GENERATE, EMBED = "/generate", "/v1/embeddings"
-CHAT, TEXT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
+CHAT, TEXT, RESPONSES, TOKENIZE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/tokenize",
+)
 SAMPLING: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 3,
@@ -47,7 +52,9 @@ SAMPLING: dict[str, Any] = {
 CALLED: list[Any] = [
     {
         "role": "assistant",
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
     },
     {"role": "tool", "tool_call_id": "c", "content": "1"},
 ]
@@ -63,18 +70,33 @@ GOOD: dict[str, dict[str, Any]] = {
         "top_logprobs": 2,
         "chat_template_kwargs": {"enable_thinking": False},
         "response_format": {"type": "text"},
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"type": "object"}, "strict": True},
+            }
+        ],
         "tool_choice": "none",
         "parallel_tool_calls": False,
     },
     TEXT: {**SAMPLING, "prompt": ["a", "b"], "logprobs": 2, "echo": True, "suffix": ""},
     GENERATE: {
-        **{name: value for name, value in SAMPLING.items() if name not in ("n", "best_of", "stream_options")},
+        **{
+            name: value
+            for name, value in SAMPLING.items()
+            if name not in ("n", "best_of", "stream_options")
+        },
         "prompt": "a b",
         "logprobs": 2,
         "prompt_logprobs": 1,
     },
-    EMBED: {"model": MODEL, "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 64, "user": "me"},
+    EMBED: {
+        "model": MODEL,
+        "input": ["a", "b c"],
+        "encoding_format": "base64",
+        "dimensions": 64,
+        "user": "me",
+    },
     RESPONSES: {
         **{
             name: value
@@ -85,7 +107,11 @@ GOOD: dict[str, dict[str, Any]] = {
         "input": [
             {"role": "developer", "content": "a"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "c"}],
+            },
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "d"},
         ],
@@ -122,10 +148,28 @@ NASTY: list[Any] = [
     ),
     *("", "x", "\0", "é" * 50, "\ud83d", "0", "null", "a" * 5000, "{{ 1 / 0 }}", "<|im_end|>"),
     *([], [None], [[]], [""], ["a", 1], [1, 2], [-1], [2**40], [[1], [2]], ["x"] * 40, [{}]),
-    *({}, {"": ""}, {"a": {"a": {"a": []}}}, {"5": "x"}, {"5": 1e999}, {"\ud83d": 1}, {"type": "json_schema"}),
-    *({"role": "user"}, [{"role": "user", "content": "\udc00"}], [{"role": "user", "content": "a", "x": 1}]),
+    *(
+        {},
+        {"": ""},
+        {"a": {"a": {"a": []}}},
+        {"5": "x"},
+        {"5": 1e999},
+        {"\ud83d": 1},
+        {"type": "json_schema"},
+    ),
+    *(
+        {"role": "user"},
+        [{"role": "user", "content": "\udc00"}],
+        [{"role": "user", "content": "a", "x": 1}],
+    ),
 ]
-ENDLESS = (None, 300, 2**31, 2**63, 10**30)  # until the end of a long context: no hang, but no test either
+ENDLESS = (
+    None,
+    300,
+    2**31,
+    2**63,
+    10**30,
+)  # until the end of a long context: no hang, but no test either
 
 
 def spoil(value: Any, source: random.Random) -> Any:
@@ -136,7 +180,12 @@ def spoil(value: Any, source: random.Random) -> Any:
             case 0:
                 return {name: item for name, item in value.items() if name != key}
             case 1:
-                return {**value, source.choice(["x", "", "max_new_tokens", "\ud83d", "prompt", "messages"]): value[key]}
+                return {
+                    **value,
+                    source.choice(
+                        ["x", "", "max_new_tokens", "\ud83d", "prompt", "messages"]
+                    ): value[key],
+                }
             case _:
                 return {**value, key: spoil(value[key], source)}
     if isinstance(value, list) and value and source.random() < 0.6:
@@ -148,7 +197,9 @@ def spoil(value: Any, source: random.Random) -> Any:
 def bodies() -> list[tuple[str, bytes]]:
     source, made = random.Random(0), []
     for _ in range(NUM_BODIES):
-        path = source.choice([CHAT, CHAT, TEXT, TEXT, RESPONSES, RESPONSES, GENERATE, EMBED, TOKENIZE])
+        path = source.choice(
+            [CHAT, CHAT, TEXT, TEXT, RESPONSES, RESPONSES, GENERATE, EMBED, TOKENIZE]
+        )
         names = source.sample(list(GOOD[path]), source.randint(2, len(GOOD[path])))
         body: Any = {
             name: value
@@ -167,7 +218,9 @@ def bodies() -> list[tuple[str, bytes]]:
 def _has_ended(path: str, events: str) -> bool:
     if path != RESPONSES:
         return events.endswith("data: [DONE]\n\n")
-    return events.split("\n\n")[-2].startswith(("event: response.completed\n", "event: response.incomplete\n"))
+    return events.split("\n\n")[-2].startswith(
+        ("event: response.completed\n", "event: response.incomplete\n")
+    )
 
 
 async def send(url: str) -> Counter[int]:
@@ -177,7 +230,9 @@ async def send(url: str) -> Counter[int]:
     async def post(client: httpx.AsyncClient, path: str, body: bytes) -> None:
         async with places:
             try:
-                answer = await client.post(url + path, content=body, headers={"Content-Type": "application/json"})
+                answer = await client.post(
+                    url + path, content=body, headers={"Content-Type": "application/json"}
+                )
             except httpx.TimeoutException:
                 raise AssertionError((path, body)) from None
         assert answer.status_code < 500, (path, body, answer.text)
@@ -200,6 +255,10 @@ def test_spoilt_bodies(server: Program) -> None:
     eventually(server.has_all_places, "nothing is left of them")
     with server.client() as client:
         answer = client.completions.create(
-            model=MODEL, prompt="the dog", temperature=0, max_tokens=24, extra_body={"ignore_eos": True}
+            model=MODEL,
+            prompt="the dog",
+            temperature=0,
+            max_tokens=24,
+            extra_body={"ignore_eos": True},
         )
     assert answer.choices[0].text == text_after("the dog", 24)

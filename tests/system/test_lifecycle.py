@@ -21,14 +21,21 @@ pytestmark = pytest.mark.slow
 
 
 def assert_answers(program: Program) -> None:
-    answer = httpx.post(f"{program.url}/v1/completions", json=endless(max_tokens=24), timeout=PATIENCE_S)
+    answer = httpx.post(
+        f"{program.url}/v1/completions", json=endless(max_tokens=24), timeout=PATIENCE_S
+    )
     assert answer.json()["choices"][0]["text"] == text_after("the dog", 24)
 
 
 def send(program: Program, **fields: Any) -> HTTPConnection:
     """A request whose response nobody reads yet."""
     connection = HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE_S)
-    connection.request("POST", "/v1/completions", json.dumps(endless(**fields)), {"content-type": "application/json"})
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps(endless(**fields)),
+        {"content-type": "application/json"},
+    )
     return connection
 
 
@@ -39,7 +46,9 @@ class OpenRequests:
         self._stream = resources.enter_context(open_stream(program))
         self._whole = [resources.enter_context(closing(send(program))) for _ in range(ROWS)]
         with closing(send(program, prompt=[10**6])) as last:
-            assert last.getresponse().status == 400  # by the scheduler: the others have reached it before
+            assert (
+                last.getresponse().status == 400
+            )  # by the scheduler: the others have reached it before
 
     def assert_told(self, reason: str) -> None:
         """Each has got an error that gives the reason."""
@@ -56,7 +65,17 @@ def last_line(program: Program) -> str:
 
 
 def test_a_signal_ends_it_and_everybody_is_told(folder: Path) -> None:
-    options = ["--tp", "2", "--num-tokenizer", "2", "--cache", "naive", "--no-overlap", "--max-prefill-length", "3"]
+    options = [
+        "--tp",
+        "2",
+        "--num-tokenizer",
+        "2",
+        "--cache",
+        "naive",
+        "--no-overlap",
+        "--max-prefill-length",
+        "3",
+    ]
     with Program(*small(folder, *options)) as program:
         program.wait_ready()
         assert_answers(program)
@@ -113,7 +132,9 @@ def has_all_workers(program: Program) -> bool:
 
 @pytest.mark.parametrize("moment", [has_folder, has_all_workers])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_it_loads_ends_it(number: int, moment: Callable[[Program], bool], folder: Path) -> None:
+def test_a_signal_while_it_loads_ends_it(
+    number: int, moment: Callable[[Program], bool], folder: Path
+) -> None:
     with Program(*small(folder)) as program:
         eventually(lambda: moment(program), "it has begun to load")
         program.know_workers()

@@ -44,7 +44,10 @@ def test_openais_client_is_served_with_a_key(key: str, guarded: Program) -> None
 
 
 def test_openais_client_is_refused_without_one_and_no_key_is_ever_written(guarded: Program) -> None:
-    with guarded.client("sk-guessed") as client, pytest.raises(openai.AuthenticationError) as refusal:
+    with (
+        guarded.client("sk-guessed") as client,
+        pytest.raises(openai.AuthenticationError) as refusal,
+    ):
         client.models.list()
     assert refusal.value.code == "invalid_api_key"
     assert httpx.get(f"{guarded.url}/health").status_code == 200
@@ -55,7 +58,8 @@ def scrape(program: Program) -> dict[str, float]:
     response = httpx.get(f"{program.url}/metrics", headers=BEARER, timeout=PATIENCE_S)
     assert response.status_code == 200, response.text
     return {
-        sample.name.removeprefix("minisgl_") + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        sample.name.removeprefix("minisgl_")
+        + "".join(f" {value}" for value in sample.labels.values()): sample.value
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
     }
@@ -68,11 +72,21 @@ def test_what_was_asked_is_what_is_counted(guarded: Program) -> None:
         return scrape(guarded)[name] - before.get(name, 0)
 
     with guarded.client(KEY) as client:
-        body = {"model": MODEL, "prompt": "the dog and the fox " * 8, "temperature": 0, "max_tokens": 10}
-        whole = [client.completions.create(**body, extra_body={"ignore_eos": True}) for _ in range(2)]  # type: ignore[call-overload]
+        body = {
+            "model": MODEL,
+            "prompt": "the dog and the fox " * 8,
+            "temperature": 0,
+            "max_tokens": 10,
+        }
+        whole = [
+            client.completions.create(**body, extra_body={"ignore_eos": True}) for _ in range(2)
+        ]  # type: ignore[call-overload]
         chunks = list(
             client.completions.create(  # type: ignore[call-overload]
-                **body, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+                **body,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
             )
         )
         with pytest.raises(openai.BadRequestError):
@@ -80,12 +94,16 @@ def test_what_was_asked_is_what_is_counted(guarded: Program) -> None:
     usages = [*(answer.usage for answer in whole), chunks[-1].usage]
     assert usages[1].prompt_tokens_details.cached_tokens > 0
     assert more("prompt_tokens_total") == sum(usage.prompt_tokens for usage in usages)
-    assert more("cached_prompt_tokens_total") == sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
+    assert more("cached_prompt_tokens_total") == sum(
+        usage.prompt_tokens_details.cached_tokens for usage in usages
+    )
     assert more("output_tokens_total") == 30
     assert more("inter_token_latency_seconds_count") == 27
     assert more("time_to_first_token_seconds_count") == more("request_duration_seconds_count") == 3
     assert more("http_requests_total /v1/completions 200") == 3
-    assert more("http_requests_total /v1/completions 400") == more("errors_total invalid_value") == 1
+    assert (
+        more("http_requests_total /v1/completions 400") == more("errors_total invalid_value") == 1
+    )
     duration = more("request_duration_seconds_sum")
     assert duration == pytest.approx(
         more("time_to_first_token_seconds_sum") + more("inter_token_latency_seconds_sum"), rel=0.01
@@ -96,12 +114,16 @@ def test_the_schedulers_state_is_seen_while_it_works_and_when_it_rests(guarded: 
     aborts = scrape(guarded)["aborts_total"]
     stream = endless(stream=True, prompt=["a"] * ROWS)
     with (
-        httpx.stream("POST", f"{guarded.url}/v1/completions", json=stream, headers=BEARER, timeout=PATIENCE_S),
+        httpx.stream(
+            "POST", f"{guarded.url}/v1/completions", json=stream, headers=BEARER, timeout=PATIENCE_S
+        ),
         closing(HTTPConnection("127.0.0.1", guarded.port, timeout=PATIENCE_S)) as one_more,
     ):
         headers = {"content-type": "application/json", **BEARER}
         one_more.request("POST", "/v1/completions", json.dumps(endless()), headers)
-        seen = eventually(lambda: (now := scrape(guarded))["requests_waiting"] and now, "it is said what waits")
+        seen = eventually(
+            lambda: (now := scrape(guarded))["requests_waiting"] and now, "it is said what waits"
+        )
         assert (seen["requests_running"], seen["requests_waiting"]) == (ROWS, 1)
         assert 0 < seen["kv_pages_used_ratio"] < 1
     eventually(lambda: scrape(guarded)["aborts_total"] == aborts + ROWS + 1, "all are given up")

@@ -32,16 +32,27 @@ def test_a_stop_text_never_shows_in_a_stream_and_frees_the_engine(server: Progra
             assert "".join(chunk.text for chunk in chunks) == whole[: whole.index(stop)]
             assert chunks[-1].finish_reason == "stop"
         kept = client.completions.create(
-            prompt=PROMPT, stop=stop, extra_body={**GO_ON, "include_stop_str_in_output": True}, **GREEDY
+            prompt=PROMPT,
+            stop=stop,
+            extra_body={**GO_ON, "include_stop_str_in_output": True},
+            **GREEDY,
         )
         assert kept.choices[0].text == whole[: whole.index(stop) + len(stop)]
-        long = client.completions.create(prompt=PROMPT, stop=stop, extra_body=GO_ON, **{**GREEDY, "max_tokens": 200})
+        long = client.completions.create(
+            prompt=PROMPT, stop=stop, extra_body=GO_ON, **{**GREEDY, "max_tokens": 200}
+        )
         assert long.usage is not None and long.usage.completion_tokens < 24
     eventually(server.has_all_places, "the engine is free again")
 
 
 def test_n_answers_are_n_seeded_requests(server: Program) -> None:
-    options = {"model": MODEL, "prompt": [PROMPT, "the dog"], "max_tokens": 12, "temperature": 1.0, "extra_body": GO_ON}
+    options = {
+        "model": MODEL,
+        "prompt": [PROMPT, "the dog"],
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "extra_body": GO_ON,
+    }
     with server.client() as client:
         together = client.completions.create(n=4, seed=7, **options)
         alone = [client.completions.create(seed=7 + i, **options) for i in range(4)]
@@ -57,9 +68,15 @@ def test_n_answers_are_n_seeded_requests(server: Program) -> None:
 def test_a_stream_of_n_answers_interleaves_them_under_their_indexes(server: Program) -> None:
     async def read() -> dict[int, str]:
         url = f"{server.url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        async with AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S
+        ) as client:
             stream = await client.chat.completions.create(
-                messages=[{"role": "user", "content": PROMPT}], n=3, stream=True, extra_body=GO_ON, **GREEDY
+                messages=[{"role": "user", "content": PROMPT}],
+                n=3,
+                stream=True,
+                extra_body=GO_ON,
+                **GREEDY,
             )
             texts: dict[int, str] = {}
             async for chunk in stream:
@@ -72,26 +89,44 @@ def test_a_stream_of_n_answers_interleaves_them_under_their_indexes(server: Prog
 
 def test_log_probabilities_stand_beside_their_tokens(server: Program) -> None:
     with server.client() as client:
-        options = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 3, **GREEDY}
+        options = {
+            "messages": [{"role": "user", "content": PROMPT}],
+            "logprobs": True,
+            "top_logprobs": 3,
+            **GREEDY,
+        }
         chat = client.chat.completions.create(extra_body=GO_ON, **options)
         stream = list(client.chat.completions.create(stream=True, extra_body=GO_ON, **options))
-        text = client.completions.create(prompt=PROMPT, logprobs=2, echo=True, extra_body=GO_ON, **GREEDY)
+        text = client.completions.create(
+            prompt=PROMPT, logprobs=2, echo=True, extra_body=GO_ON, **GREEDY
+        )
     assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
     content = chat.choices[0].logprobs.content
     assert len(content) == 24
     for entry in content:
-        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
+        assert (entry.token, entry.logprob) == (
+            entry.top_logprobs[0].token,
+            entry.top_logprobs[0].logprob,
+        )
         assert [top.logprob for top in entry.top_logprobs] == sorted(
             (t.logprob for t in entry.top_logprobs), reverse=True
         )
         assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-6
         assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
-    streamed = [chunk.choices[0].logprobs for chunk in stream if chunk.choices and chunk.choices[0].logprobs]
+    streamed = [
+        chunk.choices[0].logprobs for chunk in stream if chunk.choices and chunk.choices[0].logprobs
+    ]
     assert [entry for part in streamed for entry in part.content or []] == content
     choice = text.choices[0]
     assert choice.text == PROMPT + text_after(PROMPT, 24)
-    assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs and text.usage
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == text.usage.prompt_tokens + 24
+    assert (
+        choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs and text.usage
+    )
+    assert (
+        len(choice.logprobs.tokens)
+        == len(choice.logprobs.token_logprobs)
+        == text.usage.prompt_tokens + 24
+    )
     assert "".join(choice.logprobs.tokens) == "<s>" + choice.text
     assert [logprob for logprob in choice.logprobs.token_logprobs if logprob is None] == [None]
 
@@ -108,7 +143,9 @@ def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Program, max_tokens: 
         told = choice.logprobs
         assert told and told.token_logprobs and told.top_logprobs and told.text_offset
         expected = logprobs_of(prompt)
-        assert told.token_logprobs[0] is None and len(told.token_logprobs) == len(prompt) + max_tokens
+        assert (
+            told.token_logprobs[0] is None and len(told.token_logprobs) == len(prompt) + max_tokens
+        )
         assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-3)
         for own, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
             assert own <= max(top.values())
@@ -117,9 +154,14 @@ def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Program, max_tokens: 
 
 def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
     with server.client() as client:
-        plain = client.embeddings.create(model=MODEL, input=[PROMPT, "the dog"])  # it asks for base64
+        plain = client.embeddings.create(
+            model=MODEL, input=[PROMPT, "the dog"]
+        )  # it asks for base64
         ids = client.embeddings.create(
-            model=MODEL, input=tiny_tokenizer()("the dog")["input_ids"], encoding_format="float", dimensions=64
+            model=MODEL,
+            input=tiny_tokenizer()("the dog")["input_ids"],
+            encoding_format="float",
+            dimensions=64,
         )
         with pytest.raises(openai.BadRequestError, match="dimensions must be 64, got 32"):
             client.embeddings.create(model=MODEL, input=PROMPT, dimensions=32)
@@ -130,7 +172,9 @@ def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
     for entry, text in zip(plain.data, (PROMPT, "the dog"), strict=True):
         assert entry.embedding == pytest.approx(embedding_of(text), abs=1e-3)
     assert ids.data[0].embedding == pytest.approx(plain.data[1].embedding, abs=1e-6)
-    assert plain.usage.prompt_tokens == sum(len(tiny_tokenizer()(text)["input_ids"]) for text in (PROMPT, "the dog"))
+    assert plain.usage.prompt_tokens == sum(
+        len(tiny_tokenizer()(text)["input_ids"]) for text in (PROMPT, "the dog")
+    )
     eventually(server.has_all_places, "the engine is free again")
 
 
@@ -150,7 +194,11 @@ def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:
         options = {"prompt": PROMPT, "logprobs": 0, "extra_body": GO_ON, **GREEDY}
         plain = client.completions.create(**options).choices[0].logprobs
         biased = client.completions.create(logit_bias={"5": 100}, **options).choices[0].logprobs
-        varied = client.completions.create(presence_penalty=2, frequency_penalty=2, **options).choices[0].logprobs
+        varied = (
+            client.completions.create(presence_penalty=2, frequency_penalty=2, **options)
+            .choices[0]
+            .logprobs
+        )
     assert plain and plain.tokens and biased and biased.tokens and varied and varied.tokens
     assert len(set(biased.tokens)) == 1
     assert len(set(varied.tokens)) > len(set(plain.tokens))
@@ -163,12 +211,17 @@ def test_a_model_whose_template_has_no_calls_is_offered_no_tools(server: Program
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as refusal:
             client.chat.completions.create(messages=turns, tools=tools, **GREEDY)
         assert refusal.value.param == "tools"
-        answer = client.chat.completions.create(messages=turns, tools=tools, tool_choice="none", **GREEDY)
+        answer = client.chat.completions.create(
+            messages=turns, tools=tools, tool_choice="none", **GREEDY
+        )
         assert answer.choices[0].message.tool_calls is None
 
 
 def test_variables_of_the_template_and_an_unfinished_turn(server: Program) -> None:
-    turns: list[Any] = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "the"}]
+    turns: list[Any] = [
+        {"role": "user", "content": PROMPT},
+        {"role": "assistant", "content": "the"},
+    ]
     with server.client() as client:
         opened = client.chat.completions.create(messages=turns, extra_body=GO_ON, **GREEDY)
         continued = client.chat.completions.create(
@@ -177,9 +230,13 @@ def test_variables_of_the_template_and_an_unfinished_turn(server: Program) -> No
         assert opened.usage is not None and continued.usage is not None
         assert continued.usage.prompt_tokens < opened.usage.prompt_tokens
         client.chat.completions.create(
-            messages=turns, extra_body={"chat_template_kwargs": {"enable_thinking": False}}, **GREEDY
+            messages=turns,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+            **GREEDY,
         )
-        with pytest.raises(openai.BadRequestError, match="'tokenize' is not the template's to take") as refusal:
+        with pytest.raises(
+            openai.BadRequestError, match="'tokenize' is not the template's to take"
+        ) as refusal:
             client.chat.completions.create(
                 messages=turns, extra_body={"chat_template_kwargs": {"tokenize": True}}, **GREEDY
             )

@@ -17,9 +17,17 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"igno
 
 def test_a_response_says_what_chat_says_whole_and_in_a_stream(server: Program) -> None:
     with server.client() as client:
-        turns: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
+        turns: list[Any] = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": PROMPT},
+        ]
         chat = client.chat.completions.create(messages=turns, max_tokens=24, **GREEDY)
-        asked: dict[str, Any] = {"instructions": "be brief", "input": PROMPT, "max_output_tokens": 24, **GREEDY}
+        asked: dict[str, Any] = {
+            "instructions": "be brief",
+            "input": PROMPT,
+            "max_output_tokens": 24,
+            **GREEDY,
+        }
         whole = client.responses.create(**asked)
         with client.responses.stream(**asked) as stream:
             events = list(stream)
@@ -41,16 +49,26 @@ def test_an_answer_is_input_of_the_next_request(server: Program) -> None:
     with server.client() as client:
         first = client.responses.create(input=PROMPT, max_output_tokens=24, **GREEDY)
         assert first.output_text == answer_to(PROMPT, 24)
-        turns: list[Any] = [{"role": "user", "content": PROMPT}, *first.output, {"role": "user", "content": "the dog"}]
+        turns: list[Any] = [
+            {"role": "user", "content": PROMPT},
+            *first.output,
+            {"role": "user", "content": "the dog"},
+        ]
         second = client.responses.create(input=turns, max_output_tokens=24, **GREEDY)
-        spoken: list[Any] = [turns[0], {"role": "assistant", "content": first.output_text}, turns[-1]]
+        spoken: list[Any] = [
+            turns[0],
+            {"role": "assistant", "content": first.output_text},
+            turns[-1],
+        ]
         chat = client.chat.completions.create(messages=spoken, max_tokens=24, **GREEDY)
     assert second.output_text == chat.choices[0].message.content
 
 
 def test_who_hangs_up_on_a_response_leaves_nothing_behind(server: Program) -> None:
     with server.client() as client:
-        stream = client.responses.create(input=PROMPT, max_output_tokens=15_000, stream=True, **GREEDY)
+        stream = client.responses.create(
+            input=PROMPT, max_output_tokens=15_000, stream=True, **GREEDY
+        )
         assert next(event for event in stream if event.type == "response.output_text.delta")
         stream.close()
         eventually(server.has_all_places, "the engine is free again")
@@ -64,10 +82,18 @@ def test_the_default_model_answers_as_in_chat() -> None:
     few = ("--port", "0", "--page-size", "16", "--num-pages", "64", "--max-running-requests", "1")
     with Program(*few).wait_ready() as program, program.client() as client:
         model = client.models.list().data[0].id
-        chat = client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=48)
-        whole = client.responses.create(model=model, input=turns, temperature=0, max_output_tokens=48)
-        with client.responses.stream(model=model, input=turns, temperature=0, max_output_tokens=48) as stream:
+        chat = client.chat.completions.create(
+            model=model, messages=turns, temperature=0, max_tokens=48
+        )
+        whole = client.responses.create(
+            model=model, input=turns, temperature=0, max_output_tokens=48
+        )
+        with client.responses.stream(
+            model=model, input=turns, temperature=0, max_output_tokens=48
+        ) as stream:
             final = stream.get_final_response()
-    assert chat.choices[0].finish_reason == "stop" and "Paris" in (chat.choices[0].message.content or "")
+    assert chat.choices[0].finish_reason == "stop" and "Paris" in (
+        chat.choices[0].message.content or ""
+    )
     assert (whole.status, whole.output_text) == ("completed", chat.choices[0].message.content)
     assert (final.status, final.output_text) == ("completed", chat.choices[0].message.content)

@@ -13,16 +13,32 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.system.harness import MODEL, PATIENCE_S, PLACES, ROWS, Program, endless, eventually, open_stream
+from tests.system.harness import (
+    MODEL,
+    PATIENCE_S,
+    PLACES,
+    ROWS,
+    Program,
+    endless,
+    eventually,
+    open_stream,
+)
 from tests.system.oracle import CONTEXT, answer_to, text_after
 
 pytestmark = pytest.mark.slow
-GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+GREEDY: dict[str, Any] = {
+    "model": MODEL,
+    "temperature": 0,
+    "max_tokens": 24,
+    "extra_body": {"ignore_eos": True},
+}
 PROMPTS = ["the dog", "The quick brown fox", "語 é 👍", " and the end of", "x" * 60, "that was"]
 
 
 def async_client(server: Program) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    )
 
 
 def turn(content: str) -> list[Any]:
@@ -72,7 +88,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Program) -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
     assert "".join(pieces) == answer_to("the dog", 24)
     assert sum(map(bool, pieces)) > 5
-    assert [chunk.choices[0].finish_reason for chunk in texts] == [None] * (len(texts) - 1) + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in texts] == [None] * (len(texts) - 1) + [
+        "length"
+    ]
     assert usage.usage is not None and usage.usage.completion_tokens == 24
 
 
@@ -89,7 +107,10 @@ def test_equal_prompts_share_their_beginning(server: Program) -> None:
     assert second.choices[0].text == first.choices[0].text
     assert second.usage is not None and second.usage.prompt_tokens_details is not None
     num_cached = second.usage.prompt_tokens_details.cached_tokens
-    assert num_cached is not None and second.usage.prompt_tokens - 4 <= num_cached < second.usage.prompt_tokens
+    assert (
+        num_cached is not None
+        and second.usage.prompt_tokens - 4 <= num_cached < second.usage.prompt_tokens
+    )
 
 
 def test_a_seed_gives_the_same_answer_again_and_another_seed_another(server: Program) -> None:
@@ -114,20 +135,29 @@ def test_thirty_two_at_once_answer_as_each_alone(server: Program) -> None:
         async with async_client(server) as client:
             return await asyncio.gather(*(one(client, number) for number in range(32)))
 
-    assert asyncio.run(all_of_them()) == [text_after(PROMPTS[number % len(PROMPTS)], 24) for number in range(32)]
+    assert asyncio.run(all_of_them()) == [
+        text_after(PROMPTS[number % len(PROMPTS)], 24) for number in range(32)
+    ]
 
 
 def test_the_bytes_of_a_stream_are_events_and_nothing_else(server: Program) -> None:
     body = endless(max_tokens=40, stream=True, stream_options={"include_usage": True})
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S
+    ) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         raw = b"".join(response.iter_raw())
     *events, last = raw.split(b"\n\n")
     assert last == b""
     assert events[-1] == b"data: [DONE]"
-    assert all(event.startswith(b"data: {") and b"\n" not in event and b"\r" not in event for event in events[:-1])
+    assert all(
+        event.startswith(b"data: {") and b"\n" not in event and b"\r" not in event
+        for event in events[:-1]
+    )
     chunks = [json.loads(event[6:]) for event in events[:-1]]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == text_after("the dog", 40)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == text_after(
+        "the dog", 40
+    )
     assert chunks[-1]["usage"]["completion_tokens"] == 40
 
 
@@ -148,7 +178,11 @@ def test_clients_that_hang_up_before_the_first_token_leave_nothing_behind(server
     def give_up(stream: bool) -> None:
         body = endless(stream=stream)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE_S, read=0.2))
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json=body,
+                timeout=httpx.Timeout(PATIENCE_S, read=0.2),
+            )
 
     with open_stream(server), open_stream(server), open_stream(server):  # all rows are taken
         for stream in (False, True):
@@ -159,7 +193,11 @@ def test_clients_that_hang_up_before_the_first_token_leave_nothing_behind(server
 def test_a_client_that_hangs_up_on_a_whole_answer_leaves_nothing_behind(server: Program) -> None:
     for _ in range(6):
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=endless(), timeout=httpx.Timeout(PATIENCE_S, read=0.1))
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json=endless(),
+                timeout=httpx.Timeout(PATIENCE_S, read=0.1),
+            )
     assert_nothing_is_open(server)
 
 
@@ -203,14 +241,18 @@ def test_more_requests_than_places_are_refused_and_the_open_ones_finish(server: 
     ],
     ids=lambda fields: str(fields)[:40],
 )
-def test_extreme_values_are_answered_or_refused_and_the_engine_lives(server: Program, fields: dict[str, Any]) -> None:
+def test_extreme_values_are_answered_or_refused_and_the_engine_lives(
+    server: Program, fields: dict[str, Any]
+) -> None:
     body = endless(max_tokens=4, **fields) if "max_tokens" not in fields else endless(**fields)
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert response.status_code in (200, 400), response.text
     assert ask(server) == text_after("the dog", 24)
 
 
-def test_a_prompt_that_fills_the_context_is_answered_and_one_more_token_is_too_long(server: Program) -> None:
+def test_a_prompt_that_fills_the_context_is_answered_and_one_more_token_is_too_long(
+    server: Program,
+) -> None:
     def post(num_prompt: int) -> httpx.Response:
         body = endless(prompt=[5] * num_prompt, max_tokens=4)
         return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
@@ -251,7 +293,9 @@ def test_a_prompt_is_tokenized_as_for_a_completion_and_comes_back(server: Progra
         assert usage["prompt_tokens"] == encoded["count"]
     text = post("/tokenize", prompt="the dog, 語 é 👍", add_special_tokens=False)["tokens"]
     assert post("/detokenize", tokens=text)["prompt"] == "the dog, 語 é 👍"
-    refusal = httpx.post(f"{server.url}/detokenize", json={"tokens": [1, 10**6]}, timeout=PATIENCE_S)
+    refusal = httpx.post(
+        f"{server.url}/detokenize", json={"tokens": [1, 10**6]}, timeout=PATIENCE_S
+    )
     assert refusal.status_code == 400
     assert re.search(r"1000000 is outside \[0, \d+\)", refusal.json()["error"]["message"])
     assert_nothing_is_open(server)

@@ -60,7 +60,9 @@ def chat_in_terminal(*argv: str) -> Iterator[tuple[Program, Terminal]]:
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
     try:
-        with Program(*argv, "--shell", env=env, stdin=slave, stdout=slave, preexec_fn=own_the_terminal) as program:
+        with Program(
+            *argv, "--shell", env=env, stdin=slave, stdout=slave, preexec_fn=own_the_terminal
+        ) as program:
             yield program, Terminal(master)
     finally:
         os.close(master)
@@ -113,7 +115,9 @@ def test_lines_of_a_pipe_are_answered_and_its_end_ends_it(folder: Path) -> None:
         assert shown.startswith(f"Chat with {MODEL}.")
         assert "you>" not in shown
         assert shown.index("/reset   begin") < shown.index("Unknown command /what")
-        assert len(shown[: shown.index("Type a message")].splitlines()) >= 2, "the first answer stands before the help"
+        assert len(shown[: shown.index("Type a message")].splitlines()) >= 2, (
+            "the first answer stands before the help"
+        )
         assert list(program.folder.glob("minisgl-*")) == []
 
 

@@ -12,7 +12,11 @@ from pydantic import BaseModel, Field
 from tests.system.harness import MODEL, Program, eventually
 
 pytestmark = pytest.mark.slow
-ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the dog"}], "max_tokens": 300}
+ASK: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "the dog"}],
+    "max_tokens": 300,
+}
 
 
 class Animal(BaseModel):
@@ -23,13 +27,18 @@ class Animal(BaseModel):
 
 SCHEMA = {**Animal.model_json_schema(), "additionalProperties": False}
 SCHEMA["properties"]["names"]["items"]["maxLength"] = 5
-FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True},
+}
 
 
 def test_parse_gives_an_object(server: Program) -> None:
     with server.client() as client:
         for seed in range(3):
-            answer = client.chat.completions.parse(response_format=Animal, seed=seed, **{**ASK, "max_tokens": 2000})
+            answer = client.chat.completions.parse(
+                response_format=Animal, seed=seed, **{**ASK, "max_tokens": 2000}
+            )
             assert isinstance(answer.choices[0].message.parsed, Animal)
             assert answer.choices[0].finish_reason == "stop"
 
@@ -38,12 +47,16 @@ def test_n_streams_with_a_stop_text_follow_the_schema(server: Program) -> None:
     """Three answers side by side, one piece after the other; a stop text ends them earlier."""
     with server.client() as client:
         texts = {0: "", 1: "", 2: ""}
-        for chunk in client.chat.completions.create(response_format=FORMAT, n=3, seed=1, stream=True, **ASK):
+        for chunk in client.chat.completions.create(
+            response_format=FORMAT, n=3, seed=1, stream=True, **ASK
+        ):
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
         assert all(Animal.model_validate_json(text) for text in texts.values())
         assert len(set(texts.values())) == 3
-        stopped = client.chat.completions.create(response_format=FORMAT, n=3, seed=1, stop='"legs', **ASK)
+        stopped = client.chat.completions.create(
+            response_format=FORMAT, n=3, seed=1, stop='"legs', **ASK
+        )
         for choice in stopped.choices:
             whole = texts[choice.index]
             assert choice.message.content == whole[: whole.index('"legs')]
@@ -54,24 +67,36 @@ def test_an_object_choices_and_a_pattern(server: Program) -> None:
     with server.client() as client:
 
         def say(**format: Any) -> str:
-            answer = client.completions.create(prompt="x", seed=5, model=MODEL, max_tokens=400, extra_body=format)
+            answer = client.completions.create(
+                prompt="x", seed=5, model=MODEL, max_tokens=400, extra_body=format
+            )
             return answer.choices[0].text
 
         assert say(guided_regex="[0-9]{3}-[a-f]{2}").replace("-", "").isalnum()
         assert say(guided_choice=["ja", 'n"ein\n']) in ("ja", 'n"ein\n')
-        assert isinstance(json.loads(say(guided_json={"type": "array", "items": {"type": "boolean"}})), list)
+        assert isinstance(
+            json.loads(say(guided_json={"type": "array", "items": {"type": "boolean"}})), list
+        )
 
 
 @pytest.mark.parametrize(
     ("format", "reason"),
     [
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "animal"}}}, "Invalid type: animal"),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}, "Unimplemented keys"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "animal"}}},
+            "Invalid type: animal",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+            "Unimplemented keys",
+        ),
         ({"type": "json_schema"}, "response_format.json_schema: Field required"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cannot_be_followed_is_a_400(server: Program, format: Any, reason: str, stream: bool) -> None:
+def test_a_schema_that_cannot_be_followed_is_a_400(
+    server: Program, format: Any, reason: str, stream: bool
+) -> None:
     with server.client() as client, pytest.raises(openai.BadRequestError, match=reason) as refusal:
         client.chat.completions.create(response_format=format, stream=stream, **ASK)
     assert (refusal.value.param or "").startswith("response_format")

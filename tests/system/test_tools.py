@@ -21,13 +21,21 @@ TEMPLATE = "{{ tools | tojson }}{% for turn in messages %}{{ turn.content }}{% e
 CLOSED = {"type": "object", "additionalProperties": False}
 CITY = {**CLOSED, "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
 SCHEMAS = {"weather": CITY, "time": CLOSED}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": it, "parameters": SCHEMAS[it]}} for it in SCHEMAS]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": it, "parameters": SCHEMAS[it]}} for it in SCHEMAS
+]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
-ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the dog"}], "max_tokens": 400}
+ASK: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "the dog"}],
+    "max_tokens": 400,
+}
 
 
 @pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral"])
-def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+def server(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Program]:
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("tools") / "model")
     (copy / "chat_template.jinja").write_text(TEMPLATE)
     argv = small(copy, "--tool-call-parser", request.param, "--reasoning-parser", "qwen3")
@@ -35,19 +43,32 @@ def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
         yield program.wait_ready()
 
 
-@pytest.mark.parametrize("options", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": NAMED}])
-def test_a_call_that_has_to_come_does_and_a_stream_is_the_same(server: Program, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": NAMED}]
+)
+def test_a_call_that_has_to_come_does_and_a_stream_is_the_same(
+    server: Program, options: dict[str, Any]
+) -> None:
     thoughtless = {"chat_template_kwargs": {"enable_thinking": False}}
     with server.client() as client:
         for seed in range(3):
-            asked: dict[str, Any] = {**ASK, **options, "seed": seed, "tools": TOOLS, "extra_body": thoughtless}
+            asked: dict[str, Any] = {
+                **ASK,
+                **options,
+                "seed": seed,
+                "tools": TOOLS,
+                "extra_body": thoughtless,
+            }
             whole = client.chat.completions.create(**asked).choices[0].message
             with client.chat.completions.stream(**asked) as stream:
                 streamed = stream.get_final_completion().choices[0].message
             assert whole.content is None and whole.tool_calls and streamed.tool_calls
             (said,), (again,) = whole.tool_calls, streamed.tool_calls
             assert isinstance(said, ChatCompletionMessageFunctionToolCall)
-            assert (said.function.name, said.function.arguments) == (again.function.name, again.function.arguments)
+            assert (said.function.name, said.function.arguments) == (
+                again.function.name,
+                again.function.arguments,
+            )
             cities = [{}] if said.function.name == "time" else [{"city": "Ulm"}, {"city": "Bonn"}]
             assert json.loads(said.function.arguments) in cities
             assert said.function.name == "weather" or options["tool_choice"] != NAMED
@@ -56,13 +77,21 @@ def test_a_call_that_has_to_come_does_and_a_stream_is_the_same(server: Program, 
 
 def test_a_schema_that_cannot_be_followed_is_a_400(server: Program) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
-    with server.client() as client, pytest.raises(openai.BadRequestError, match="Unimplemented keys") as refusal:
+    with (
+        server.client() as client,
+        pytest.raises(openai.BadRequestError, match="Unimplemented keys") as refusal,
+    ):
         client.chat.completions.create(tools=tools, tool_choice="required", **ASK)
     assert refusal.value.param == "tools"
 
 
 THOUGHTLESS: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
-MUST: dict[str, Any] = {**THOUGHTLESS, "tool_choice": "required", "parallel_tool_calls": False, "model": MODEL}
+MUST: dict[str, Any] = {
+    **THOUGHTLESS,
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "model": MODEL,
+}
 
 
 def use(name: str, arguments: str) -> str:
@@ -76,14 +105,22 @@ def use(name: str, arguments: str) -> str:
 def test_a_chat_goes_on_with_what_a_tool_said(server: Program, as_json: bool) -> None:
     turns: list[Any] = list(ASK["messages"])
     with server.client() as client:
-        chosen = client.chat.completions.create(messages=turns, max_tokens=400, tools=TOOLS, **MUST).choices[0]
+        chosen = client.chat.completions.create(
+            messages=turns, max_tokens=400, tools=TOOLS, **MUST
+        ).choices[0]
         assert chosen.finish_reason == "tool_calls" and chosen.message.tool_calls
         (call,) = chosen.message.tool_calls
         assert isinstance(call, ChatCompletionMessageFunctionToolCall)
         said = use(call.function.name, call.function.arguments)
         turns += [chosen.message.model_dump(exclude_none=True) if as_json else chosen.message]
         turns += [{"role": "tool", "tool_call_id": call.id, "content": said}]
-        plain: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "tool_choice": "none", "temperature": 0, **THOUGHTLESS}
+        plain: dict[str, Any] = {
+            "model": MODEL,
+            "tools": TOOLS,
+            "tool_choice": "none",
+            "temperature": 0,
+            **THOUGHTLESS,
+        }
         answer = client.chat.completions.create(messages=turns, max_tokens=8, **plain)
         untold = client.chat.completions.create(messages=turns[:-1], max_tokens=8, **plain)
     assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
@@ -99,9 +136,19 @@ def test_a_response_goes_on_with_what_a_tool_said(server: Program) -> None:
         assert call.type == "function_call" and first.status == "completed"
         turns += [
             call,
-            {"type": "function_call_output", "call_id": call.call_id, "output": use(call.name, call.arguments)},
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": use(call.name, call.arguments),
+            },
         ]
-        plain: dict[str, Any] = {"model": MODEL, "tools": tools, "tool_choice": "none", "temperature": 0, **THOUGHTLESS}
+        plain: dict[str, Any] = {
+            "model": MODEL,
+            "tools": tools,
+            "tool_choice": "none",
+            "temperature": 0,
+            **THOUGHTLESS,
+        }
         answer = client.responses.create(input=turns, max_output_tokens=8, **plain)
         untold = client.responses.create(input=turns[:-1], max_output_tokens=8, **plain)
     assert answer.output_text and [item.type for item in answer.output] == ["message"]
@@ -110,7 +157,9 @@ def test_a_response_goes_on_with_what_a_tool_said(server: Program) -> None:
 
 def test_a_call_comes_in_pieces_to_a_client_that_does_not_block(server: Program) -> None:
     async def pieces() -> list[Any]:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             asked: Any = {"messages": ASK["messages"], "max_tokens": 400, "tools": TOOLS, **MUST}
             stream = await client.chat.completions.create(stream=True, **asked)
             return [chunk.choices[0] async for chunk in stream]

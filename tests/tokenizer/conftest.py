@@ -17,4 +17,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Token
     """From a name to a tokenizer: "byte level", "byte fallback", or "default", the default model's."""
     root = tmp_path_factory.mktemp("tokenizers")
     makers = {"byte level": byte_level, "byte fallback": byte_fallback}
-    return cache(lambda name: Tokenizer(makers[name](root / name) if name in makers else fetch_model(None)))
+    return cache(
+        lambda name: Tokenizer(makers[name](root / name) if name in makers else fetch_model(None))
+    )

@@ -31,8 +31,12 @@ TEXTS = [
 ]
 
 names = pytest.mark.parametrize("name", [*TINY, pytest.param("default", marks=pytest.mark.slow)])
-many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-some_bytes = st.binary(max_size=8) | st.sampled_from([b"\xf0\x9f", b"\xe8\xaf\xad", b"\xff", b" ", b"\xe2\x96\x81"])
+many = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+some_bytes = st.binary(max_size=8) | st.sampled_from(
+    [b"\xf0\x9f", b"\xe8\xaf\xad", b"\xff", b" ", b"\xe2\x96\x81"]
+)
 specials = st.integers(0, 3) | st.just(OUTSIDE)
 
 
@@ -65,7 +69,9 @@ def new(tokenizer: Tokenizer) -> Detokenizer:
     return tokenizer.make_detokenizer()
 
 
-def pieces(detokenizer: Detokenizer, ids: list[int], last: DetokenizeMsg | None = None) -> list[str]:
+def pieces(
+    detokenizer: Detokenizer, ids: list[int], last: DetokenizeMsg | None = None
+) -> list[str]:
     """What is said of each id, the last of which is the answer's end unless a last message is given."""
     ends = [None] * len(ids)
     if last is None:
@@ -74,12 +80,16 @@ def pieces(detokenizer: Detokenizer, ids: list[int], last: DetokenizeMsg | None 
     return [detokenizer.step(msg).text for msg in msgs + ([last] if last else [])]
 
 
-parts = st.lists(st.sampled_from(TEXTS) | st.text(max_size=5) | some_bytes | specials, min_size=1, max_size=12)
+parts = st.lists(
+    st.sampled_from(TEXTS) | st.text(max_size=5) | some_bytes | specials, min_size=1, max_size=12
+)
 
 
 @pytest.mark.parametrize("name", TINY)
 @given(parts=parts)
-@example(parts=[b"A", 2, b"\xff"])  # a special token inside a run of bytes: the run is decoded as one
+@example(
+    parts=[b"A", 2, b"\xff"]
+)  # a special token inside a run of bytes: the run is decoded as one
 @example(parts=[b"A", OUTSIDE, b"\xff"])
 @example(parts=[b"\xe8", 2, b"\xaf\xad"])
 @many
@@ -93,7 +103,9 @@ def test_the_pieces_are_the_decode_of_all_ids(
 
 
 @names
-def test_the_pieces_of_long_random_ids_are_their_decode(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_the_pieces_of_long_random_ids_are_their_decode(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     dice = random.Random(0)
     vocab_size = len(tokenizer(name)._tokenizer)
     for length in (1, 2, 17, 18, 40, 300):
@@ -104,13 +116,17 @@ def test_the_pieces_of_long_random_ids_are_their_decode(name: str, tokenizer: Ca
 
 @names
 @pytest.mark.parametrize("text", [*TEXTS, "".join(TEXTS) * 9])
-def test_the_pieces_of_a_text_are_that_text(name: str, text: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_the_pieces_of_a_text_are_that_text(
+    name: str, text: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     ids = tokenizer(name).encode(text).tolist()
     assert "".join(pieces(new(tokenizer(name)), ids)) == tokenizer(name).decode(ids) == text
 
 
 @names
-def test_text_is_handed_out_as_soon_as_it_is_certain(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_text_is_handed_out_as_soon_as_it_is_certain(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     ids = tokenizer(name).encode("ab 语 é ab. 👍 a" * 12).tolist()
     detokenizer, shown, byte_ids = new(tokenizer(name)), "", tokenizer(name).byte_ids
     for end, token in enumerate(ids, start=1):
@@ -143,7 +159,9 @@ def test_what_is_held_back_comes_with_the_end_whatever_ends_it(
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_token_that_says_stop_is_counted_and_not_shown(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_the_token_that_says_stop_is_counted_and_not_shown(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     (visible,) = ids_of(tokenizer(name), [b"."])
     reply = new(tokenizer(name)).step(DetokenizeMsg(0, visible, finish="stop"))
     assert (reply.text, reply.num_output, reply.finish) == ("", 1, "stop")
@@ -152,15 +170,21 @@ def test_the_token_that_says_stop_is_counted_and_not_shown(name: str, tokenizer:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_answers_that_grow_at_once_do_not_mix(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_answers_that_grow_at_once_do_not_mix(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     dice = random.Random(1)
-    left = {uid: ids_of(tokenizer(name), [text, b"\xf0\x9f", "end"]) for uid, text in enumerate(TEXTS)}
+    left = {
+        uid: ids_of(tokenizer(name), [text, b"\xf0\x9f", "end"]) for uid, text in enumerate(TEXTS)
+    }
     expected = {uid: tokenizer(name).decode(ids) for uid, ids in left.items()}
     detokenizer, shown = new(tokenizer(name)), dict.fromkeys(left, "")
     while left:
         uid = dice.choice(sorted(left))
         token = left[uid].pop(0)
-        shown[uid] += detokenizer.step(DetokenizeMsg(uid, token, finish=None if left[uid] else "length")).text
+        shown[uid] += detokenizer.step(
+            DetokenizeMsg(uid, token, finish=None if left[uid] else "length")
+        ).text
         if not left[uid]:
             del left[uid]
         assert detokenizer.num_open <= len(expected)
@@ -174,7 +198,9 @@ def test_a_uid_may_come_again_after_its_end(tokenizer: Callable[[str], Tokenizer
     assert "".join(pieces(detokenizer, ids)) == "".join(pieces(detokenizer, ids)) == "the dog"
 
 
-def test_an_end_without_a_token_says_the_counts_it_was_given(tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_an_end_without_a_token_says_the_counts_it_was_given(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
     detokenizer = new(tokenizer("byte level"))
     detokenizer.step(DetokenizeMsg(3, 7))
     reply = detokenizer.step(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
@@ -182,15 +208,21 @@ def test_an_end_without_a_token_says_the_counts_it_was_given(tokenizer: Callable
     assert detokenizer.num_open == 0
 
 
-def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
     ids = ids_of(tokenizer("byte level"), [0, "ab", b"\xf0"])
     told = [(ids[0], None), *((token, TokenLogprobs(-1.0, [(0, -0.5)])) for token in ids[1:])]
-    reply = new(tokenizer("byte level")).step(DetokenizeMsg(1, finish="length", prompt_logprobs=told))
+    reply = new(tokenizer("byte level")).step(
+        DetokenizeMsg(1, finish="length", prompt_logprobs=told)
+    )
     assert reply is not None and reply.prompt_logprobs is not None
     texts = [tokenizer("byte level").decode([token], skip_special_tokens=False) for token in ids]
     assert [entry.text for entry in reply.prompt_logprobs] == texts and texts[0]
     assert (reply.prompt_logprobs[0].own, reply.prompt_logprobs[0].top) == (None, [])
-    assert {(entry.own, *entry.top) for entry in reply.prompt_logprobs[1:]} == {(-1.0, (texts[0], -0.5))}
+    assert {(entry.logprob, *entry.top) for entry in reply.prompt_logprobs[1:]} == {
+        (-1.0, (texts[0], -0.5))
+    }
     assert (reply.text, reply.num_output) == ("", 0)
 
 

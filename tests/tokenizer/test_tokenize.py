@@ -35,7 +35,9 @@ def with_template(folder: Path, template: str | None) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
-def test_a_text_gets_the_models_first_token_once(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_a_text_gets_the_models_first_token_once(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     ids = tokenizer(name).encode("ab")
     bos = tokenizer(name)._tokenizer.bos_token_id
     assert ids.dtype == np.int32
@@ -43,7 +45,9 @@ def test_a_text_gets_the_models_first_token_once(name: str, tokenizer: Callable[
     assert bos not in ids[1:]
 
 
-def test_a_chat_whose_template_writes_the_first_token_has_it_once(tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_a_chat_whose_template_writes_the_first_token_has_it_once(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
     ids = tokenizer("byte level").encode(Conversation([TURN])).tolist()
     assert ids[0] == BOS_ID
     assert ids.count(BOS_ID) == 1
@@ -52,17 +56,24 @@ def test_a_chat_whose_template_writes_the_first_token_has_it_once(tokenizer: Cal
 
 
 def test_a_chat_whose_template_writes_no_first_token_has_none(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    tokenizer = with_template(
+        tmp_path, "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
     assert BOS_ID not in tokenizer.encode(Conversation([TURN]))
 
 
-@pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["user", "assistant", "user"], ["assistant"]])
+@pytest.mark.parametrize(
+    "roles", [["user"], ["system", "user"], ["user", "assistant", "user"], ["assistant"]]
+)
 def test_every_turn_stands_in_the_prompt_under_its_role(
     roles: list[str], tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     messages = [{"role": role, "content": f"content {i} é"} for i, role in enumerate(roles)]
     expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    assert tokenizer("byte level").render(Conversation(messages)) == f"<s>{expected}<|im_start|>assistant\n"
+    assert (
+        tokenizer("byte level").render(Conversation(messages))
+        == f"<s>{expected}<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("ids", [[7], [1, 2, 3, 250], [2**31 - 1, 0], []])
@@ -72,8 +83,12 @@ def test_ids_pass_as_they_are(ids: list[int], tokenizer: Callable[[str], Tokeniz
     assert encoded.dtype == np.int32
 
 
-@pytest.mark.parametrize("text", ["", "\0", "<s>", "<|im_end|>", "a" * 20_000, "\ufffd", "\u2028", "﷽" * 500])
-def test_any_text_becomes_ids_of_the_vocabulary(text: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "\0", "<s>", "<|im_end|>", "a" * 20_000, "\ufffd", "\u2028", "﷽" * 500]
+)
+def test_any_text_becomes_ids_of_the_vocabulary(
+    text: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     ids = tokenizer("byte level").encode(text)
     assert 0 <= ids.min() <= ids.max() < len(tokenizer("byte level")._tokenizer)
 
@@ -93,20 +108,29 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
         ("{% for %}", "refuses"),
     ],
 )
-def test_whatever_a_template_raises_is_a_refusal(template: str, reason: str, tmp_path: Path) -> None:
+def test_whatever_a_template_raises_is_a_refusal(
+    template: str, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidRequest, match=reason) as refusal:
         with_template(tmp_path, template).encode(Conversation([TURN]))
     assert refusal.value.param == "messages"
     assert refusal.value.status == 400
 
 
-def test_a_template_has_the_names_of_speakers_and_the_variables_of_the_request(tmp_path: Path) -> None:
+def test_a_template_has_the_names_of_speakers_and_the_variables_of_the_request(
+    tmp_path: Path,
+) -> None:
     template = "{{ messages[0]['name'] }} {{ enable_thinking }} {{ add_generation_prompt }}"
     options: Any = {"add_generation_prompt": False}
     turn = {**TURN, "name": "Ada"}
-    rendered = with_template(tmp_path, template).render(Conversation([turn], options, {"enable_thinking": False}))
+    rendered = with_template(tmp_path, template).render(
+        Conversation([turn], options, {"enable_thinking": False})
+    )
     assert rendered == "Ada False False"
-    assert with_template(tmp_path, template).render(Conversation([turn], {}, {"enable_thinking": 1})) == "Ada 1 True"
+    assert (
+        with_template(tmp_path, template).render(Conversation([turn], {}, {"enable_thinking": 1}))
+        == "Ada 1 True"
+    )
 
 
 def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
@@ -116,7 +140,12 @@ def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
         "{% for m in messages %}{% for c in m.tool_calls %}<{{ c.function.arguments.x }}>{% endfor %}{% endfor %}",
     )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    turn = {**TURN, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}]}
+    turn = {
+        **TURN,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+        ],
+    }
     assert tokenizer.render(Conversation([turn], tools=tools)) == json.dumps(tools) + "<é>"
     assert tokenizer.render(Conversation([turn])) == "<é>"
 
@@ -139,11 +168,19 @@ def test_markers_are_the_tokens_that_are_never_split(tokenizer: Callable[[str], 
 def test_an_unfinished_turn_is_left_open(tokenizer: Callable[[str], Tokenizer]) -> None:
     turns = [TURN, {"role": "assistant", "content": "the"}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
-    assert tokenizer("byte level").render(Conversation(turns, options)).endswith("<|im_start|>assistant\nthe")
+    assert (
+        tokenizer("byte level")
+        .render(Conversation(turns, options))
+        .endswith("<|im_start|>assistant\nthe")
+    )
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt", "tools"])
-def test_what_is_not_the_templates_to_take_is_refused(name: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokenize", "chat_template", "messages", "add_generation_prompt", "tools"]
+)
+def test_what_is_not_the_templates_to_take_is_refused(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     with pytest.raises(InvalidRequest, match=f"'{name}' is not the template's to take") as refusal:
         tokenizer("byte level").render(Conversation([TURN], {}, {name: True}))
     assert refusal.value.param == "chat_template_kwargs"
@@ -162,9 +199,12 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_byte_tokens_are_those_that_stand_for_one_byte(tokenizer: Callable[[str], Tokenizer], tmp_path: Path) -> None:
+def test_byte_tokens_are_those_that_stand_for_one_byte(
+    tokenizer: Callable[[str], Tokenizer], tmp_path: Path
+) -> None:
     names = {
-        tokenizer("byte fallback")._tokenizer.convert_ids_to_tokens(i) for i in tokenizer("byte fallback").byte_ids
+        tokenizer("byte fallback")._tokenizer.convert_ids_to_tokens(i)
+        for i in tokenizer("byte fallback").byte_ids
     }
     assert names == {f"<0x{byte:02X}>" for byte in range(256)}
     assert tokenizer("byte level").byte_ids == frozenset()
@@ -184,18 +224,26 @@ def test_a_chat_has_those_of_its_template_and_more_if_they_are_wanted(
     given: bool | None, num_bos: int, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     assert (
-        tokenizer("byte level").encode(Conversation([TURN]), add_special_tokens=given).tolist().count(BOS_ID) == num_bos
+        tokenizer("byte level")
+        .encode(Conversation([TURN]), add_special_tokens=given)
+        .tolist()
+        .count(BOS_ID)
+        == num_bos
     )
 
 
 @pytest.mark.parametrize("name", ["byte level", "default"])
 @pytest.mark.parametrize("text", ["", "the dog", " é 神 👍\n", "a , b !", "<|im_end|> and on"])
-def test_text_comes_back_from_its_ids_as_it_was(name: str, text: str, tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_text_comes_back_from_its_ids_as_it_was(
+    name: str, text: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
     ids = tokenizer(name).encode(text, add_special_tokens=False)
     assert tokenizer(name).text_of(ids) == text
 
 
-def test_special_tokens_are_part_of_the_text_that_ids_stand_for(tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_special_tokens_are_part_of_the_text_that_ids_stand_for(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
     one = tokenizer("byte level")
     assert one.text_of(one.encode(Conversation([TURN]))) == one.render(Conversation([TURN]))
 
@@ -208,7 +256,9 @@ def test_the_first_id_beyond_the_vocabulary_is_refused_by_number(
     size = len(one._tokenizer)  # these vocabularies have no gaps
     assert one.text_of(np.array([size - 1], dtype=np.int32))
     for bad in (size, 2**31 - 1, -1):
-        with pytest.raises(InvalidRequest, match=rf"token id {bad} is outside \[0, {size}\)") as refusal:
+        with pytest.raises(
+            InvalidRequest, match=rf"token id {bad} is outside \[0, {size}\)"
+        ) as refusal:
             one.text_of(np.array([1, bad], dtype=np.int32))
         assert refusal.value.param is None
 
@@ -251,9 +301,13 @@ SWALLOWING: dict[str, Callable[[Any], Any]] = {
     "a splitter": lambda one: setattr(
         one.backend_tokenizer,
         "pre_tokenizer",
-        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
     ),
-    "a token": lambda one: one.add_special_tokens({"mask_token": AddedToken("<mask>", lstrip=True)}),
+    "a token": lambda one: one.add_special_tokens(
+        {"mask_token": AddedToken("<mask>", lstrip=True)}
+    ),
 }
 
 
@@ -264,7 +318,9 @@ def test_where_text_may_be_swallowed_there_is_no_telling(name: str, tmp_path: Pa
     assert one.encode("x" * 100, max_tokens=1).size > 1
 
 
-def test_there_is_no_telling_of_a_vocabulary_that_is_not_over_bytes(tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_there_is_no_telling_of_a_vocabulary_that_is_not_over_bytes(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
     assert tokenizer("byte fallback").max_token_bytes is None
 
 
@@ -285,7 +341,9 @@ def test_no_token_stands_for_more_than_is_said(known: Tokenizer, text: str) -> N
     assert known.encode(text, add_special_tokens=False, max_tokens=num_tokens).size == num_tokens
 
 
-def test_the_longest_token_is_what_counts(tokenizer: Callable[[str], Tokenizer], tmp_path: Path) -> None:
+def test_the_longest_token_is_what_counts(
+    tokenizer: Callable[[str], Tokenizer], tmp_path: Path
+) -> None:
     one = tokenizer("byte level")
     longest = max(map(len, one._tokenizer.get_vocab()))
     assert one.max_token_bytes == longest == len("<|im_start|>")

@@ -70,7 +70,9 @@ def run(folder: Path, *msgs: TokenizerMsg, max_seq_len: int = 1000) -> tuple[lis
     return backend.msgs, frontend.msgs
 
 
-def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(tmp_path: Path) -> None:
+def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
+    tmp_path: Path,
+) -> None:
     limit = 10
     longest = Tokenizer(byte_level(tmp_path)).max_token_bytes
     assert longest
@@ -80,7 +82,10 @@ def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
     msgs = [TokenizeMsg(uid, prompt, GREEDY) for uid, prompt in enumerate(prompts)]
     to_backend, to_frontend = run(tmp_path, *msgs, ShutdownMsg(), max_seq_len=limit)
     assert [msg.uid for msg in to_backend] == [1, 2]
-    assert [(reply.uid, reply.error.code, reply.error.status, reply.error.param) for reply in to_frontend] == [
+    assert [
+        (reply.uid, reply.error.code, reply.error.status, reply.error.param)
+        for reply in to_frontend
+    ] == [
         (0, "context_length_exceeded", 400, None),
         (3, "context_length_exceeded", 400, None),
     ]
@@ -88,7 +93,9 @@ def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
 
 
 def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
-    (msg,), to_frontend = run(folder, TokenizeMsg(4, TokenIds(pack_ids([5, 6])), GREEDY), ShutdownMsg())
+    (msg,), to_frontend = run(
+        folder, TokenizeMsg(4, TokenIds(pack_ids([5, 6])), GREEDY), ShutdownMsg()
+    )
     assert isinstance(msg, UserMsg)
     assert (msg.uid, unpack_ids(msg.input_ids).tolist(), msg.sampling) == (4, [5, 6], GREEDY)
     assert to_frontend == []
@@ -118,10 +125,15 @@ def test_an_abort_follows_its_request(folder: Path) -> None:
 def test_news_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
     news = [DetokenizeMsg(1, 260, num_prompt=3), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5)
-    to_backend, (batch, more) = run(folder, BatchTokenizerMsg(news), BatchTokenizerMsg([], stats), ShutdownMsg())
+    to_backend, (batch, more) = run(
+        folder, BatchTokenizerMsg(news), BatchTokenizerMsg([], stats), ShutdownMsg()
+    )
     assert isinstance(batch, BatchFrontendMsg)
     assert (batch.stats, more) == (None, BatchFrontendMsg([], stats))
-    assert [(reply.uid, reply.text, reply.finish) for reply in batch.replies] == [(1, "a", None), (2, "", "abort")]
+    assert [(reply.uid, reply.text, reply.finish) for reply in batch.replies] == [
+        (1, "a", None),
+        (2, "", "abort"),
+    ]
     assert to_backend == []
 
 

@@ -24,14 +24,29 @@ def byte_fallback(folder: Path) -> Path:
     """Llama 2's kind: words begin with ▁, what no piece has is spelled in <0x..>, the text's first space is dropped."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {piece: index for index, piece in enumerate([*_SPECIAL, *bytes_, *_PIECES])}
-    tokenizer = Tokenizer(models.BPE(vocab, _MERGES, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, _MERGES, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=4096
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=4096,
     )
     fast.save_pretrained(folder)
     return folder

@@ -90,5 +90,7 @@ def touch():
 first, second = touch(), touch()
 assert first > 2000 and second < 100, (first, second)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -148,7 +148,10 @@ def test_a_folder_too_deep_for_a_socket_is_refused_and_left_nowhere(
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
 
-    with pytest.raises(ConfigError, match=r"too long for a socket name; set TMPDIR"), private_folder():
+    with (
+        pytest.raises(ConfigError, match=r"too long for a socket name; set TMPDIR"),
+        private_folder(),
+    ):
         pass
     assert not list(deep.iterdir())
 

@@ -18,7 +18,9 @@ def refuses(ready: Ready) -> None:
     raise ConfigError("the cause")
 
 
-@pytest.mark.parametrize("bodies", [["fails", "refuses"], ["refuses", "fails"], ["fails", "fails", "refuses"]])
+@pytest.mark.parametrize(
+    "bodies", [["fails", "refuses"], ["refuses", "fails"], ["fails", "fails", "refuses"]]
+)
 def test_of_several_failures_the_users_is_said(bodies: list[str]) -> None:
     with pytest.raises(ConfigError, match="the cause"), Supervisor("CRITICAL") as supervisor:
         for i, body in enumerate(bodies):

@@ -19,7 +19,9 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry
 
-ATTENTION_BACKENDS: Registry[Callable[[BaseKVCachePool, Tensor, int], BaseAttnBackend]] = Registry("attention backend")
+ATTENTION_BACKENDS: Registry[Callable[[BaseKVCachePool, Tensor, int], BaseAttnBackend]] = Registry(
+    "attention backend"
+)
 ATTENTION_BACKENDS.register("torch")(TorchAttentionBackend)
 ATTENTION_BACKENDS.register("fi")(FlashInferBackend)
 ATTENTION_BACKENDS.register("fa")(FlashAttentionBackend)
@@ -39,9 +41,13 @@ def create_attention_backend(
         ConfigError: its library is not installed, or it cannot be used so.
     """
     names = backend_names(name)
-    prefill, *decode = [ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads) for part in names]
+    prefill, *decode = [
+        ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads) for part in names
+    ]
     if not prefill.attends_prompts:
-        raise ConfigError(f"--attn {names[0]} only decodes on this GPU: give another for prompts, as in fi,{names[0]}")
+        raise ConfigError(
+            f"--attn {names[0]} only decodes on this GPU: give another for prompts, as in fi,{names[0]}"
+        )
     return HybridBackend(prefill, *decode) if decode else prefill
 
 

@@ -18,14 +18,16 @@ class BaseAttnMetadata(ABC):  # noqa: B024 - a common name; each backend has its
 class BaseAttnBackend(ABC):
     """Causal softmax attention of each slice's queries over its request's keys and values so far."""
 
-    records_graphs = False
+    captures_graphs = False
     attends_prompts = True
 
     @abstractmethod
     def prepare(self, plan: BatchPlan) -> BaseAttnMetadata:
         """Read the page table for this plan. Valid for this step only."""
 
-    def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> BaseAttnMetadata:
+    def prepare_capture(
+        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+    ) -> BaseAttnMetadata:
         """For a graph over num_tokens tokens of R requests: decodes, one token each, or else a prompt and its padding.
 
         Args:
@@ -34,7 +36,9 @@ class BaseAttnBackend(ABC):
         """
         raise NotImplementedError
 
-    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
+    def prepare_replay(
+        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+    ) -> None:
         """Make the metadata of a graph those of slices [start, end)."""
         raise NotImplementedError
 
@@ -42,7 +46,9 @@ class BaseAttnBackend(ABC):
         """What the device has to do once a step, before the layers; part of a recorded graph."""
 
     @abstractmethod
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+    ) -> Tensor:
         """Attend to the keys and values in the pool, where those of this batch, k and v, stand already.
 
         Scores are scaled by 1 / sqrt(H). Query head n reads kv head n * K // N.

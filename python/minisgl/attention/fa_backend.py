@@ -24,7 +24,9 @@ class FlashAttentionBackend(PagedAttnBackend):
         super().__init__(kv_pool, page_table_RP, num_heads)
         self._attend, self._attend_pages = _load()
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+    ) -> Tensor:
         m = batch.attn_metadata
         assert isinstance(m, PagedMetadata)
         if m.is_fresh:

@@ -26,8 +26,14 @@ from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
-_FEW_HEADS = 16  # requests times kv heads up to which programs that divide each context alike are faster
-_CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a kv head for which decoding without tensor cores is faster
+_FEW_HEADS = (
+    16  # requests times kv heads up to which programs that divide each context alike are faster
+)
+_CUDA_CORE_GROUPS = (
+    1,
+    2,
+    3,
+)  # query heads a kv head for which decoding without tensor cores is faster
 
 
 @dataclass(slots=True)
@@ -64,20 +70,25 @@ class FlashInferMetadata(BaseAttnMetadata):
 class FlashInferBackend(BaseAttnBackend):
     """Over a pool whose tokens have their heads side by side."""
 
-    records_graphs = True
+    captures_graphs = True
 
     def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
         try:
             import flashinfer
         except ImportError as error:
-            raise ConfigError(f"--attn fi needs FlashInfer: pip install 'minisgl[cuda]' ({error})") from None
+            raise ConfigError(
+                f"--attn fi needs FlashInfer: pip install 'minisgl[cuda]' ({error})"
+            ) from None
         self._flashinfer = flashinfer
         self._page_table_RP = page_table_RP
         self._device = page_table_RP.device
         self._page_size = kv_pool.page_size
         layers = range(kv_pool.num_layers)
         self._caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
-        self._pages = [tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in self._caches]
+        self._pages = [
+            tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair)
+            for pair in self._caches
+        ]
         _, num_kv_heads, head_dim = self._caches[0][0].shape
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._dtype = self._caches[0][0].dtype
@@ -86,13 +97,19 @@ class FlashInferBackend(BaseAttnBackend):
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9
         self._kernels = "fa3" if is_hopper else "fa2"
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._kernels)
-        self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend=self._kernels)
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._kernels
+        )
+        self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._kernels
+        )
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
         self._no_pages = torch.empty(0, dtype=torch.int32)
-        self._graph_pages_X = torch.zeros(page_table_RP.numel(), dtype=torch.int32, device=self._device)
+        self._graph_pages_X = torch.zeros(
+            page_table_RP.numel(), dtype=torch.int32, device=self._device
+        )
         self._planned = torch.cuda.Event()
         self._token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self._device)
 
@@ -104,28 +121,52 @@ class FlashInferBackend(BaseAttnBackend):
             self._plan_decode(self._decode, *_page_lists(_ends(decodes), self._page_size))
             metadata.groups.append(self._group(self._decode, slice(num_decodes), decodes))
         if prompts := plan.slices[num_decodes:]:
-            rest, lengths = slice(num_decodes, None), np.array([len(part) for part in prompts], dtype=np.int32)
+            rest, lengths = (
+                slice(num_decodes, None),
+                np.array([len(part) for part in prompts], dtype=np.int32),
+            )
             if all(part.start == 0 for part in prompts):
-                indptr, dtypes = _running_sum(lengths), {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+                indptr, dtypes = (
+                    _running_sum(lengths),
+                    {"q_data_type": self._dtype, "kv_data_type": self._dtype},
+                )
                 self._ragged.plan(indptr, indptr, *self._shape, causal=True, **dtypes)
                 metadata.groups.append(_Group(self._ragged, rest))
             else:
-                self._plan_prompts(self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size))
+                self._plan_prompts(
+                    self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size)
+                )
                 metadata.groups.append(self._group(self._prefill, rest, prompts))
         self._planned.record()
         return metadata
 
-    def _plan_decode(self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int) -> None:
+    def _plan_decode(
+        self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int
+    ) -> None:
         dtypes = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
         pages_X = self._room_for_pages(wrapper, num_pages)
         wrapper.plan(indptr, pages_X, last_page_len, *self._shape, self._page_size, **dtypes)
 
     def _plan_prompts(
-        self, wrapper: Any, length_B: IntArray, indptr: Tensor, last_page_len: Tensor, num_pages: int
+        self,
+        wrapper: Any,
+        length_B: IntArray,
+        indptr: Tensor,
+        last_page_len: Tensor,
+        num_pages: int,
     ) -> None:
         dtypes = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
         queries, pages_X = _running_sum(length_B), self._room_for_pages(wrapper, num_pages)
-        wrapper.plan(queries, indptr, pages_X, last_page_len, *self._shape, self._page_size, causal=True, **dtypes)
+        wrapper.plan(
+            queries,
+            indptr,
+            pages_X,
+            last_page_len,
+            *self._shape,
+            self._page_size,
+            causal=True,
+            **dtypes,
+        )
 
     def _room_for_pages(self, wrapper: Any, num_pages: int) -> Tensor:
         """Where `begin` will list the pages; a graph's wrapper has its place already."""
@@ -136,14 +177,20 @@ class FlashInferBackend(BaseAttnBackend):
     def _group(self, wrapper: Any, rows: slice, parts: list[ReqSlice]) -> _Group:
         row_B = torch.tensor([part.row for part in parts], dtype=torch.int32).pin_memory()
         row_B = row_B.to(self._device, non_blocking=True)
-        return _Group(wrapper, rows, (row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf))
+        return _Group(
+            wrapper, rows, (row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
+        )
 
-    def prepare_capture(self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None) -> FlashInferMetadata:
+    def prepare_capture(
+        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+    ) -> FlashInferMetadata:
         num_requests, is_prompt = len(row_R), num_tokens > len(row_R)
         is_few = num_requests * self._shape[1] <= _FEW_HEADS
         if not is_prompt and (self._own or is_few or shared_1 is not None):
             return FlashInferMetadata([], num_requests, is_few or shared_1 is not None, shared_1)
-        indptr, query_indptr = torch.zeros(2, num_requests + 1, dtype=torch.int32, device=self._device).unbind()
+        indptr, query_indptr = torch.zeros(
+            2, num_requests + 1, dtype=torch.int32, device=self._device
+        ).unbind()
         last_page_len = torch.ones(num_requests, dtype=torch.int32, device=self._device)
         if is_prompt:
             wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -159,13 +206,17 @@ class FlashInferBackend(BaseAttnBackend):
                 "NHD",
                 use_tensor_cores=self._use_tensor_cores,
             )
-        metadata = FlashInferMetadata([_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))])
+        metadata = FlashInferMetadata(
+            [_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))]
+        )
         start_R = np.zeros(num_requests, dtype=np.int32)
         end_R = np.array([num_tokens - 1, 1], dtype=np.int32) if is_prompt else start_R + 1
         self.prepare_replay(metadata, start_R, end_R)
         return metadata
 
-    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
+    def prepare_replay(
+        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+    ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         if not metadata.groups:
             return
@@ -191,7 +242,9 @@ class FlashInferBackend(BaseAttnBackend):
                 row_B, indptr, pages_X = group.lists
                 kernels.list_pages(row_B, indptr, self._page_table_RP, pages_X)
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+    ) -> Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, FlashInferMetadata)
         o_TNH = q_TNH.new_empty(q_TNH.shape)

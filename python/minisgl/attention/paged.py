@@ -45,14 +45,18 @@ class PagedMetadata(BaseAttnMetadata):
 class PagedAttnBackend(BaseAttnBackend):
     """Makes the metadata; a subclass attends."""
 
-    records_graphs = True
+    captures_graphs = True
 
     def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:  # noqa: ARG002
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
         self._staging = Staging(page_table_RP.device, capacity=3 * len(page_table_RP) + 1)
-        pools = ((kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in range(kv_pool.num_layers))
-        self._pages = [tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in pools]
+        pools = (
+            (kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in range(kv_pool.num_layers)
+        )
+        self._pages = [
+            tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in pools
+        ]
 
     def prepare(self, plan: BatchPlan) -> PagedMetadata:
         row_B = np.array([part.row for part in plan.slices], dtype=np.int32)
@@ -76,9 +80,13 @@ class PagedAttnBackend(BaseAttnBackend):
         shared_1: Tensor | None = None,  # noqa: ARG002 - a hint
     ) -> PagedMetadata:
         max_queries = 1 if len(row_R) == num_tokens else num_tokens
-        return PagedMetadata(False, max_queries, self._page_table_RP.shape[1] * self._page_size, row_R)
+        return PagedMetadata(
+            False, max_queries, self._page_table_RP.shape[1] * self._page_size, row_R
+        )
 
-    def prepare_replay(self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray) -> None:
+    def prepare_replay(
+        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+    ) -> None:
         """The device knows."""
 
     def begin(self, batch: Batch) -> None:
@@ -88,7 +96,9 @@ class PagedAttnBackend(BaseAttnBackend):
             return
         num_tokens, position_T = len(batch.position_T), batch.position_T.int()
         if batch.last_B is None:
-            metadata.query_indptr = torch.arange(num_tokens + 1, dtype=torch.int32, device=position_T.device)
+            metadata.query_indptr = torch.arange(
+                num_tokens + 1, dtype=torch.int32, device=position_T.device
+            )
             metadata.length_B = position_T + 1
         else:  # a prompt, and its padding as a request of its own
             indptr = torch.full((3,), num_tokens, dtype=torch.int32, device=position_T.device)

@@ -72,10 +72,16 @@ class TorchAttentionBackend(BaseAttnBackend):
                 page_P = self._page_table_RP[part.row, : -(-part.end // self._page_size)].long()
                 prompts.append(_Prompt(first, len(part), part.start, page_P))
             first += len(part)
-        decodes_3B = torch.tensor(decodes, dtype=torch.int64, device=self._page_table_RP.device).view(-1, 3).T
+        decodes_3B = (
+            torch.tensor(decodes, dtype=torch.int64, device=self._page_table_RP.device)
+            .view(-1, 3)
+            .T
+        )
         return TorchAttnMetadata(prompts, *decodes_3B.contiguous())
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:  # noqa: ARG002
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+    ) -> Tensor:  # noqa: ARG002
         metadata = batch.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata)
         o_TNH = q_TNH.new_empty(q_TNH.shape)

@@ -24,25 +24,41 @@ class TensorRTLLMBackend(PagedAttnBackend):
     def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
         super().__init__(kv_pool, page_table_RP, num_heads)
         if self._page_size not in _PAGE_SIZES:
-            raise ConfigError(f"--attn trtllm needs a --page-size of {_PAGE_SIZES}, got {self._page_size}")
+            raise ConfigError(
+                f"--attn trtllm needs a --page-size of {_PAGE_SIZES}, got {self._page_size}"
+            )
         try:
             from flashinfer.decode import trtllm_batch_decode_with_kv_cache
             from flashinfer.prefill import trtllm_batch_context_with_kv_cache
         except ImportError as error:
-            raise ConfigError(f"--attn trtllm needs FlashInfer: pip install 'minisgl[cuda]' ({error})") from None
-        self._decode, self._prefill = trtllm_batch_decode_with_kv_cache, trtllm_batch_context_with_kv_cache
+            raise ConfigError(
+                f"--attn trtllm needs FlashInfer: pip install 'minisgl[cuda]' ({error})"
+            ) from None
+        self._decode, self._prefill = (
+            trtllm_batch_decode_with_kv_cache,
+            trtllm_batch_context_with_kv_cache,
+        )
         device = page_table_RP.device
         self.attends_prompts = torch.cuda.get_device_capability(device)[0] == 10
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch) -> Tensor:  # noqa: ARG002
+    def forward(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
+    ) -> Tensor:  # noqa: ARG002
         m = batch.attn_metadata
         assert isinstance(m, PagedMetadata) and m.length_B is not None
         q_TNH = q_TNH.contiguous()
-        pages = (self._pages[layer], self._workspace, m.page_table_BP, m.length_B.view(torch.uint32))
+        pages = (
+            self._pages[layer],
+            self._workspace,
+            m.page_table_BP,
+            m.length_B.view(torch.uint32),
+        )
         scale = 1.0 / math.sqrt(q_TNH.shape[2])
         if m.max_queries == 1:
-            o_TNH: Tensor = self._decode(q_TNH, *pages, m.max_keys, bmm1_scale=scale, bmm2_scale=1.0, kv_layout="NHD")
+            o_TNH: Tensor = self._decode(
+                q_TNH, *pages, m.max_keys, bmm1_scale=scale, bmm2_scale=1.0, kv_layout="NHD"
+            )
         else:
             key_indptr = torch.nn.functional.pad(m.length_B.cumsum(0, dtype=torch.int32), (1, 0))
             o_TNH = self._prefill(

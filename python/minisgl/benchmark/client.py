@@ -43,19 +43,25 @@ class RequestTrace:
         return [b - a for a, b in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
 
 
-async def run_load(base_url: str, model: str, load: Sequence[Load], concurrency: int) -> list[RequestTrace]:
+async def run_load(
+    base_url: str, model: str, load: Sequence[Load], concurrency: int
+) -> list[RequestTrace]:
     """Send all requests, at most `concurrency` at a time; greedy, past end-of-sequence tokens.
 
     Args:
         base_url: up to and with /v1.
     """
-    async with AsyncOpenAI(base_url=base_url, api_key="unused", max_retries=0, timeout=None) as client:
+    async with AsyncOpenAI(
+        base_url=base_url, api_key="unused", max_retries=0, timeout=None
+    ) as client:
         gate = asyncio.Semaphore(concurrency)
         began = time.perf_counter()
         return await asyncio.gather(*(_send(client, model, item, gate, began) for item in load))
 
 
-async def _send(client: AsyncOpenAI, model: str, item: Load, gate: asyncio.Semaphore, began: float) -> RequestTrace:
+async def _send(
+    client: AsyncOpenAI, model: str, item: Load, gate: asyncio.Semaphore, began: float
+) -> RequestTrace:
     trace = RequestTrace()
     await asyncio.sleep(max(0.0, item.start_s - (time.perf_counter() - began)))
     async with gate:

@@ -24,7 +24,10 @@ def machine() -> str:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
@@ -41,7 +44,9 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The commit of the working folder, marked if files differ from it."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 

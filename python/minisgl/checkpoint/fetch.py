@@ -50,7 +50,9 @@ def model_name(model: str | None) -> str:
 def _unpacked_gguf(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    from minisgl.checkpoint.gguf import unpack  # here: its libraries take a while, which other models need not wait for
+    from minisgl.checkpoint.gguf import (
+        unpack,
+    )  # here: its libraries take a while, which other models need not wait for
 
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
@@ -83,7 +85,9 @@ def _from_hub(model: str, source: str) -> Path:
         else:
             from huggingface_hub import snapshot_download
     except ImportError:
-        raise ConfigError("--model-source modelscope needs: pip install 'minisgl[modelscope]'") from None
+        raise ConfigError(
+            "--model-source modelscope needs: pip install 'minisgl[modelscope]'"
+        ) from None
     try:
         return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
     except Exception as error:  # each library has its own tree, down to plain OSError

@@ -138,7 +138,9 @@ class GGUFFile:
             "rope_theta": self.field(f"{rope}.freq_base"),
             "rope_type": (self.field(f"{rope}.scaling.type") or "none").replace("none", "default"),
             "factor": self.field(f"{rope}.scaling.factor"),
-            "original_max_position_embeddings": self.field(f"{rope}.scaling.original_context_length"),
+            "original_max_position_embeddings": self.field(
+                f"{rope}.scaling.original_context_length"
+            ),
         }
         for tensor in self._reader.tensors:
             if tensor.name == "rope_freqs.weight":
@@ -147,7 +149,11 @@ class GGUFFile:
 
     def _locate_all(self) -> dict[str, _Source]:
         try:
-            return {name: source for tensor in self._reader.tensors for name, source in self._locate(tensor)}
+            return {
+                name: source
+                for tensor in self._reader.tensors
+                for name, source in self._locate(tensor)
+            }
         except (ValueError, TypeError, MemoryError) as error:
             raise CheckpointError(f"{self}: its metadata do not fit its tensors: {error}") from None
 
@@ -160,7 +166,10 @@ class GGUFFile:
             return []
         name = f"model.layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}.{kind}"
         if "*" in name:
-            return [(name.replace("*", str(e)), _Source(tensor, e, None)) for e in range(len(tensor.data))]
+            return [
+                (name.replace("*", str(e)), _Source(tensor, e, None))
+                for e in range(len(tensor.data))
+            ]
         return [(name, _Source(tensor, None, self._row_order(layer[2])))]
 
     def _row_order(self, tensor: str) -> NDArray[np.int64] | None:

@@ -78,7 +78,9 @@ class TorchCommunicator(DistributedCommunicator):
     that two groups can live in one process.
     """
 
-    def __init__(self, info: DistributedInfo, device: torch.device, meeting: Path, timeout_s: float) -> None:
+    def __init__(
+        self, info: DistributedInfo, device: torch.device, meeting: Path, timeout_s: float
+    ) -> None:
         super().__init__(info)
         store = FileStore(str(meeting), info.size)
         timeout = timedelta(seconds=timeout_s)
@@ -108,7 +110,9 @@ class TorchCommunicator(DistributedCommunicator):
         return torch.cat(parts, dim=-1)
 
     def gather(self, x: Tensor) -> Tensor | None:
-        parts = [torch.empty_like(x) for _ in range(self.info.size)] if self.info.is_primary else None
+        parts = (
+            [torch.empty_like(x) for _ in range(self.info.size)] if self.info.is_primary else None
+        )
         options = dist.GatherOptions()
         options.rootRank = 0
         self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()

@@ -18,7 +18,7 @@ class DistributedInfo:
     def is_primary(self) -> bool:
         return self.rank == 0
 
-    def share(self, total: int, what: str) -> range:
+    def shard(self, total: int, what: str) -> range:
         """The part of `total` equal units that this rank holds.
 
         Raises:
@@ -29,16 +29,18 @@ class DistributedInfo:
         each = total // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def share_padded(self, total: int) -> range:
+    def shard_padded(self, total: int) -> range:
         """Like `share`, but the last ranks may hold fewer, or none."""
         each = -(-total // self.size)
         return range(min(self.rank * each, total), min((self.rank + 1) * each, total))
 
-    def share_kv_heads(self, total: int) -> range:
+    def shard_kv_heads(self, total: int) -> range:
         """The kv heads of this rank; where the ranks outnumber them, each head is held by several ranks."""
         if total >= self.size:
-            return self.share(total, "key/value heads")
+            return self.shard(total, "key/value heads")
         if self.size % total:
-            raise ConfigError(f"--tp {self.size} is not a multiple of the model's {total} key/value heads")
+            raise ConfigError(
+                f"--tp {self.size} is not a multiple of the model's {total} key/value heads"
+            )
         head = self.rank * total // self.size
         return range(head, head + 1)

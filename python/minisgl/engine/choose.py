@@ -56,7 +56,11 @@ class TokenChooser:
     """
 
     def __init__(
-        self, comm: DistributedCommunicator, token_pool_RL: Tensor, model: ModelConfig, staging: Staging
+        self,
+        comm: DistributedCommunicator,
+        token_pool_RL: Tensor,
+        model: ModelConfig,
+        staging: Staging,
     ) -> None:
         self._comm = comm
         self._token_pool_RL = token_pool_RL
@@ -83,7 +87,9 @@ class TokenChooser:
         scatter(self._token_pool_RL, step.place_B, token_B)
         return token_B
 
-    def _choose_again(self, token_B: Tensor, logits_BV: Tensor, changing: Sequence[tuple[int, ReqSlice]]) -> None:
+    def _choose_again(
+        self, token_B: Tensor, logits_BV: Tensor, changing: Sequence[tuple[int, ReqSlice]]
+    ) -> None:
         index_X, parts = self.index(i for i, _ in changing), [part for _, part in changing]
         logits_XV = logits_BV[index_X].float()
         change_logits(logits_XV, parts, self._token_pool_RL, self._eos_ids, self._staging)
@@ -102,7 +108,9 @@ class TokenChooser:
         special = [(i, part) for i, part in enumerate(parts) if not part.req.is_plain]
         changing = [(i, part) for i, part in special if wants_change(part)]
         asked = {i: n for i, part in special if (n := part.req.params.logprobs) is not None}
-        asked_XV = None if logits_BV is None or not asked else logits_BV[self.index(asked)]  # as they are before a mask
+        asked_XV = (
+            None if logits_BV is None or not asked else logits_BV[self.index(asked)]
+        )  # as they are before a mask
         if step.recorded and not changing:
             graph, token_B = step.recorded
             graph.replay()
@@ -110,7 +118,9 @@ class TokenChooser:
             token_B = self.choose(step, changing)
         if asked_XV is None:
             return token_B[: len(parts)], None
-        logprobs = LogprobsOutput(list(asked), asked_XV, token_B[self.index(asked)], list(asked.values()))
+        logprobs = LogprobsOutput(
+            list(asked), asked_XV, token_B[self.index(asked)], list(asked.values())
+        )
         return token_B[: len(parts)], logprobs
 
     def index(self, rows: Iterable[int]) -> Tensor:

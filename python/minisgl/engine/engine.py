@@ -40,7 +40,13 @@ from minisgl.core import (
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.choose import LogitsStep, TokenChooser
 from minisgl.engine.graph import GraphRunner, Prepared, has_room
-from minisgl.engine.memory import free_bytes, may_pack, num_pages, out_of_memory_is_explained, return_memory
+from minisgl.engine.memory import (
+    free_bytes,
+    may_pack,
+    num_pages,
+    out_of_memory_is_explained,
+    return_memory,
+)
 from minisgl.engine.output import ForwardOutput, WayBack
 from minisgl.engine.prompts import PromptsOutput
 from minisgl.engine.sample import BatchSamplingArgs, has_filters, sampling_arrays
@@ -88,14 +94,16 @@ class Engine:
         meeting: where the ranks of the group find each other; see `create_communicator`.
 
     Attributes:
-        mask_bits: int32 [X, ceil(V / 32)], as `mask_logits` takes them: where those of a step are put before its
+        grammar_masks: int32 [X, ceil(V / 32)], as `mask_logits` takes them: where those of a step are put before its
             tokens are chosen.
 
     Raises:
         ConfigError, CheckpointError: the options do not fit the model, or its files are unusable.
     """
 
-    def __init__(self, config: EngineConfig, info: DistributedInfo, meeting: Path | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, info: DistributedInfo, meeting: Path | None = None
+    ) -> None:
         assert config.model and config.device and config.dtype and config.attn and config.page_size
         started = time.monotonic()
         self._model_config = ModelConfig.from_folder(Path(config.model))
@@ -117,7 +125,9 @@ class Engine:
         self._extras = Staging(self._device)  # for what few steps send, at any time
         self._way_back = WayBack(self._device, config.max_running_requests)
         with out_of_memory_is_explained("trying the largest step"):
-            step_bytes = self._try_largest_step(config, max_seq_len) if self._device.type == "cuda" else 0
+            step_bytes = (
+                self._try_largest_step(config, max_seq_len) if self._device.type == "cuda" else 0
+            )
         with out_of_memory_is_explained("making the KV cache"):
             page_bytes = self._page_bytes(config)
             pages = num_pages(config, page_bytes, max_seq_len, self._device, self._comm, step_bytes)
@@ -134,14 +144,20 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def _load_model(self, model_class: type[BaseLLMModel], config: EngineConfig, max_seq_len: int) -> BaseLLMModel:
+    def _load_model(
+        self, model_class: type[BaseLLMModel], config: EngineConfig, max_seq_len: int
+    ) -> BaseLLMModel:
         assert config.model
         model = model_class(self._model_config, self._comm, max_seq_len, self._dtype)
         load_weight(model, Path(config.model), self._dtype, self._device, dummy=config.dummy_weight)
         set_rope_device(model, self._device)
         linears = [op for op in model.walk() if isinstance(op, LinearBase)]
-        num_bytes = sum(linear.num_bytes for linear in linears)  # ranks may differ, but not in what they record
-        self._weight_bytes = -int(self._comm.all_reduce_min(torch.tensor([-num_bytes], device=self._device)))
+        num_bytes = sum(
+            linear.num_bytes for linear in linears
+        )  # ranks may differ, but not in what they record
+        self._weight_bytes = -int(
+            self._comm.all_reduce_min(torch.tensor([-num_bytes], device=self._device))
+        )
         pack = may_pack(config, self._weight_bytes, self._device)
         for linear in linears:
             linear.prepare(pack=pack)
@@ -151,7 +167,11 @@ class Engine:
     def _kv_shape(self) -> tuple[int, int, int]:
         """Layers, this rank's kv heads, head width."""
         model = self._model_config
-        return model.num_layers, len(self._comm.info.share_kv_heads(model.num_kv_heads)), model.head_dim
+        return (
+            model.num_layers,
+            len(self._comm.info.shard_kv_heads(model.num_kv_heads)),
+            model.head_dim,
+        )
 
     def _page_bytes(self, config: EngineConfig) -> int:
         assert config.page_size
@@ -167,22 +187,35 @@ class Engine:
         plan = _largest_step(config, max_seq_len)
         self.sample(plan, self.prepare(plan)()).wait()
         torch.cuda.synchronize()
-        used = free - free_bytes(self._device, config.tp) + (self._graphs.missing_bytes if self._graphs else 0)
-        del self.context, self._chooser, self._graphs, self.mask_bits
+        used = (
+            free
+            - free_bytes(self._device, config.tp)
+            + (self._graphs.missing_bytes if self._graphs else 0)
+        )
+        del self.context, self._chooser, self._graphs, self.grammar_masks
         return_memory()
         return used
 
-    def _make_context(self, config: EngineConfig, max_seq_len: int, pages: int, *, is_trial: bool = False) -> None:
+    def _make_context(
+        self, config: EngineConfig, max_seq_len: int, pages: int, *, is_trial: bool = False
+    ) -> None:
         """What steps need besides weights: the tables, the pool, and what knows where they are."""
         model = self._model_config
         assert config.page_size and config.attn
         limits = EngineLimits(
-            pages, config.page_size, max_seq_len, model.vocab_size, model.eos_ids, config.max_running_requests
+            pages,
+            config.page_size,
+            max_seq_len,
+            model.vocab_size,
+            model.eos_ids,
+            config.max_running_requests,
         )
         # One row and one page more than the scheduler knows of, for what pads a batch.
-        pool = create_kvcache_pool(*self._kv_shape, pages + 1, config.page_size, self._dtype, self._device)
+        pool = create_kvcache_pool(
+            *self._kv_shape, pages + 1, config.page_size, self._dtype, self._device
+        )
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages).fill_(pages)
-        num_heads = len(self._comm.info.share(model.num_heads, "attention heads"))
+        num_heads = len(self._comm.info.shard(model.num_heads, "attention heads"))
         self.limits = limits
         self.context = Context(
             page_table_RP=page_table_RP,
@@ -192,17 +225,23 @@ class Engine:
             moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
         )
         self._chooser = TokenChooser(self._comm, self.context.token_pool_RL, model, self._extras)
-        self.mask_bits: IntArray = self._chooser.bits_XW.numpy()
+        self.grammar_masks: IntArray = self._chooser.bits_XW.numpy()
         self._launched: tuple[LogitsStep, PromptsOutput | None] | None = None  # until it is sampled
         self._graphs: GraphRunner | None = None
         max_decodes = min(config.cuda_graph_max_bs, limits.num_rows)
-        if self._device.type == "cuda" and max_decodes and self.context.attn_backend.records_graphs:
+        if (
+            self._device.type == "cuda"
+            and max_decodes
+            and self.context.attn_backend.captures_graphs
+        ):
             parts = (self._forward_to_logits, self._chooser, self.context)
             self._graphs = GraphRunner(*parts, max_decodes, self._weight_bytes, is_trial=is_trial)
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
-            raise ConfigError(f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables can hold")
+            raise ConfigError(
+                f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables can hold"
+            )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> Callable[[], Tensor | None]:
@@ -218,13 +257,17 @@ class Engine:
         return partial(self._compute, plan, writes, prepared)
 
     @torch.inference_mode()
-    def _compute(self, plan: BatchPlan, writes: TableWrites, prepared: Prepared | None) -> Tensor | None:
+    def _compute(
+        self, plan: BatchPlan, writes: TableWrites, prepared: Prepared | None
+    ) -> Tensor | None:
         self._write_tables(writes)
         x_WD, step = self._graphs.replay(prepared) if self._graphs and prepared else self._run(plan)
         prompts = PromptsOutput.of(plan, x_WD, self._model.logits, self.context.token_pool_RL)
         self._launched = step, prompts
-        num_sampling = len(plan.sampling)
-        return step.logits_BV[:num_sampling] if step.logits_BV is not None and num_sampling else None
+        num_sampling = len(plan.sampling_slices)
+        return (
+            step.logits_BV[:num_sampling] if step.logits_BV is not None and num_sampling else None
+        )
 
     @torch.inference_mode()
     def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
@@ -235,7 +278,7 @@ class Engine:
         """
         assert self._launched is not None
         (step, prompts), self._launched = self._launched, None
-        parts = plan.sampling
+        parts = plan.sampling_slices
         if not parts:
             empty = torch.empty(0, dtype=torch.int32, device=self._device)
             return self._way_back.send(empty, None, prompts)
@@ -274,11 +317,14 @@ class Engine:
         lengths, is_sampled = stops - starts, samples > 0
         ends = np.cumsum(lengths, dtype=np.int32)
         offsets = np.repeat(starts - (ends - lengths), lengths)
-        wanted = (range(end - part.num_wanted, end) for end, part in zip(ends.tolist(), plan.slices, strict=True))
+        wanted = (
+            range(end - part.num_hidden_states, end)
+            for end, part in zip(ends.tolist(), plan.slices, strict=True)
+        )
         lasts = np.fromiter(chain.from_iterable(wanted), dtype=np.int32)
         end_B = stops[is_sampled]
         places = rows[is_sampled] * self.limits.max_seq_len + end_B
-        sampling = sampling_arrays(plan.sampling, end_B)
+        sampling = sampling_arrays(plan.sampling_slices, end_B)
         metadata = self.context.attn_backend.prepare(plan)
         positions = np.arange(ends[-1], dtype=np.int32) + offsets
         arrays = (np.repeat(rows, lengths), positions, lasts, places, *sampling)
@@ -286,7 +332,7 @@ class Engine:
         tables = (self.context.token_pool_RL, self.context.page_table_RP)
         input_ids_T, slot_T = look_up(row_T, position_T, *tables, self.limits.page_size)
         batch = Batch(row_T, position_T.long(), input_ids_T, slot_T, last_B.long(), metadata)
-        is_masked = any(part.req.params.grammar for part in plan.sampling)
+        is_masked = any(part.req.params.grammar for part in plan.sampling_slices)
         return batch, BatchSamplingArgs(has_filters(sampling), is_masked, *sent), place_B
 
     def close(self) -> None:
@@ -297,7 +343,7 @@ class Engine:
 
 def _sampled(plan: BatchPlan) -> list[int]:
     """Among the tokens whose hidden states are wanted, those after which a slice samples."""
-    ends = accumulate(part.num_wanted for part in plan.slices)
+    ends = accumulate(part.num_hidden_states for part in plan.slices)
     return [end - 1 for end, part in zip(ends, plan.slices, strict=True) if part.samples]
 
 
@@ -323,7 +369,10 @@ def _context_length(config: EngineConfig, model: ModelConfig) -> int:
     """
     limit, reason = model.max_position, "the model's context"
     if model.sliding_window is not None and model.sliding_window < limit:
-        limit, reason = model.sliding_window, "the model's sliding window, beyond which it is not supported"
+        limit, reason = (
+            model.sliding_window,
+            "the model's sliding window, beyond which it is not supported",
+        )
     if config.max_seq_len is not None and config.max_seq_len > limit:
         raise ConfigError(f"--max-seq-len must be <= {limit} ({reason}), got {config.max_seq_len}")
     if limit < model.max_position:

@@ -30,7 +30,9 @@ from minisgl.kernel import cuda_kernels_for, look_up, scatter
 from minisgl.utils.staging import Numbers, Staging
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]
-_PROMPT_WORK = 2 * 10**13  # tokens times bytes of weights: beyond, the device takes longer than the host to launch
+_PROMPT_WORK = (
+    2 * 10**13
+)  # tokens times bytes of weights: beyond, the device takes longer than the host to launch
 _MIN_SHARED = 256  # tokens that all decodes must share, and
 _MIN_SHARING = 16  # decodes that must share them, for it to pay
 
@@ -113,7 +115,9 @@ class GraphRunner:
         self._records_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
         max_prompt = min(_PROMPTS[-1], self._num_row_tokens, _PROMPT_WORK // weight_bytes)
         self._sizes = sizes(max_decodes, max_prompt)
-        capacity = 16 * (max(max_decodes, max_prompt) + 4)  # it must not grow: more than `_load` ever loads
+        capacity = 16 * (
+            max(max_decodes, max_prompt) + 4
+        )  # it must not grow: more than `_load` ever loads
         self._staging = Staging(context.page_table_RP.device, capacity)
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Fit, _Recorded] = {}
@@ -165,7 +169,9 @@ class GraphRunner:
             step = replace(step, args=replace(step.args, is_filtered=True), recorded=None)
         return recorded.hidden_RD, step
 
-    def _load(self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]) -> Callable[[], list[Tensor]]:
+    def _load(
+        self, plan: BatchPlan, inputs: _Inputs, sampling: list[Numbers]
+    ) -> Callable[[], list[Tensor]]:
         """All of a step, for one copy. What pads it has a page and a token written to places that nobody reads."""
         place_R = inputs.row_R * self._num_row_tokens + inputs.end_R
         place_R[len(plan.slices) :] = (self._idle_row + 1) * self._num_row_tokens - 1
@@ -183,15 +189,25 @@ class GraphRunner:
         extra_3 = np.zeros(3, dtype=np.int32)
         if kind is not Kind.PROMPT:
             num = len(plan.slices)
-            row_G[:num], end_G[:num] = [part.row for part in plan.slices], [part.end for part in plan.slices]
-            extra_3[0] = plan.num_shared
+            row_G[:num], end_G[:num] = (
+                [part.row for part in plan.slices],
+                [part.end for part in plan.slices],
+            )
+            extra_3[0] = plan.num_shared_tokens
             return _Inputs(row_G, end_G - 1, extra_3, row_G, end_G, end_G - 1, end_G)
-        row, start, end = next(((part.row, part.start, part.end) for part in plan.slices), (self._idle_row, 0, 1))
+        row, start, end = next(
+            ((part.row, part.start, part.end) for part in plan.slices), (self._idle_row, 0, 1)
+        )
         length = end - start
         row_G[:length] = row
-        position_G = np.concatenate((np.arange(start, end), np.arange(size - length)), dtype=np.int32)
+        position_G = np.concatenate(
+            (np.arange(start, end), np.arange(size - length)), dtype=np.int32
+        )
         extra_3[:] = row, self._idle_row, length - 1
-        start_A, end_A = np.array([start, 0], dtype=np.int32), np.array([end, size - length], dtype=np.int32)
+        start_A, end_A = (
+            np.array([start, 0], dtype=np.int32),
+            np.array([end, size - length], dtype=np.int32),
+        )
         return _Inputs(row_G, position_G, extra_3, row_G[:1], end_A[:1], start_A, end_A)
 
     def _record(self, kind: Kind, size: int) -> _Recorded:
@@ -213,10 +229,14 @@ class GraphRunner:
             return self._forward(Batch(row_G, position_G, input_ids_G, slot_G, last_1, metadata))
 
         graph, (hidden_RD, logits_RV) = record(forward, self._pool)
-        step = LogitsStep(logits_RV, BatchSamplingArgs(self._records_filters, True, *sampling), place_R)
+        step = LogitsStep(
+            logits_RV, BatchSamplingArgs(self._records_filters, True, *sampling), place_R
+        )
         recorded = record(lambda: self._chooser.choose(step), self._pool)
         logits_RV = None if logits_RV is None else unowned(logits_RV)
-        return _Recorded(metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, recorded=recorded))
+        return _Recorded(
+            metadata, graph, hidden_RD, replace(step, logits_BV=logits_RV, recorded=recorded)
+        )
 
 
 def has_room(writes: TableWrites, fit: Fit) -> bool:
@@ -227,7 +247,11 @@ def has_room(writes: TableWrites, fit: Fit) -> bool:
 
 def few(sizes: list[int]) -> list[int]:
     """The smallest, one in the middle, and the two largest."""
-    return [size for i, size in enumerate(sizes) if i in (0, len(sizes) // 2, len(sizes) - 2, len(sizes) - 1)]
+    return [
+        size
+        for i, size in enumerate(sizes)
+        if i in (0, len(sizes) // 2, len(sizes) - 2, len(sizes) - 1)
+    ]
 
 
 def sizes(max_decodes: int, max_prompt: int) -> dict[Kind, list[int]]:
@@ -235,7 +259,11 @@ def sizes(max_decodes: int, max_prompt: int) -> dict[Kind, list[int]]:
     decodes = ladder(max_decodes)
     return {
         Kind.DECODES: decodes,
-        Kind.SHARING: [size for size in decodes if size >= _MIN_SHARING and (size % 16 == 0 or size == max_decodes)],
+        Kind.SHARING: [
+            size
+            for size in decodes
+            if size >= _MIN_SHARING and (size % 16 == 0 or size == max_decodes)
+        ],
         Kind.PROMPT: [size for size in _PROMPTS if size <= max_prompt],
     }
 
@@ -244,9 +272,9 @@ def fit(plan: BatchPlan, recorded: dict[Kind, list[int]]) -> Fit | None:
     """The smallest recorded graph that takes a plan, if there is one."""
     num_tokens = len(plan.slices)
     if all(part.samples and part.start + 1 == part.end for part in plan.slices):
-        can_share = plan.num_shared >= _MIN_SHARED and num_tokens >= _MIN_SHARING
+        can_share = plan.num_shared_tokens >= _MIN_SHARED and num_tokens >= _MIN_SHARING
         kind = Kind.SHARING if can_share else Kind.DECODES
-    elif len(plan.slices) == 1 and plan.slices[0].num_wanted <= 1:
+    elif len(plan.slices) == 1 and plan.slices[0].num_hidden_states <= 1:
         kind, num_tokens = Kind.PROMPT, len(plan.slices[0])
     else:
         return None

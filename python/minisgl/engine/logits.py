@@ -27,7 +27,11 @@ def wants_change(part: ReqSlice) -> bool:
 
 
 def change_logits(
-    logits_XV: Tensor, parts: list[ReqSlice], token_pool_RL: Tensor, eos_ids: frozenset[int], staging: Staging
+    logits_XV: Tensor,
+    parts: list[ReqSlice],
+    token_pool_RL: Tensor,
+    eos_ids: frozenset[int],
+    staging: Staging,
 ) -> None:
     """Apply bias, bans and penalties of the slices to their rows, in place."""
     entries = [
@@ -38,11 +42,15 @@ def change_logits(
     if entries:
         row, token, value = zip(*entries, strict=True)
         row_E, token_E, value_E = staging.send(
-            np.array(row, dtype=np.int32), np.array(token, dtype=np.int32), np.array(value, dtype=np.float32)
+            np.array(row, dtype=np.int32),
+            np.array(token, dtype=np.int32),
+            np.array(value, dtype=np.float32),
         )
         logits_XV.index_put_((row_E.long(), token_E.long()), value_E, accumulate=True)
     params = [part.req.params for part in parts]
-    if any((p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1) for p in params):
+    if any(
+        (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1) for p in params
+    ):
         _penalize(logits_XV, parts, token_pool_RL, staging)
 
 
@@ -51,17 +59,24 @@ def _bans(part: ReqSlice, eos_ids: frozenset[int]) -> list[tuple[int, float]]:
     params = part.req.params
     if not _is_too_short(part):
         return []
-    return [(token, _BAN) for token in {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}]
+    return [
+        (token, _BAN) for token in {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    ]
 
 
 def _is_too_short(part: ReqSlice) -> bool:
     return part.end - part.req.num_prompt < part.req.params.min_tokens
 
 
-def _penalize(logits_XV: Tensor, parts: list[ReqSlice], token_pool_RL: Tensor, staging: Staging) -> None:
+def _penalize(
+    logits_XV: Tensor, parts: list[ReqSlice], token_pool_RL: Tensor, staging: Staging
+) -> None:
     params = [part.req.params for part in parts]
     row_X, prompt_X, end_X, *penalties = staging.send(
-        *(np.array(x, dtype=np.int32) for x in zip(*((p.row, p.req.num_prompt, p.end) for p in parts), strict=True)),
+        *(
+            np.array(x, dtype=np.int32)
+            for x in zip(*((p.row, p.req.num_prompt, p.end) for p in parts), strict=True)
+        ),
         *(np.array([getattr(p, name) for p in params], dtype=np.float32) for name in _PENALTIES),
     )
     presence_X1, frequency_X1, repetition_X1 = (penalty[:, None] for penalty in penalties)
@@ -89,12 +104,16 @@ class LogprobsOutput:
         num_top: how many of the likeliest each wants.
     """
 
-    def __init__(self, index: list[int], logits_XV: Tensor, token_X: Tensor, num_top: list[int]) -> None:
+    def __init__(
+        self, index: list[int], logits_XV: Tensor, token_X: Tensor, num_top: list[int]
+    ) -> None:
         self._index, self._num_top = index, num_top
         logprob_XV = torch.log_softmax(logits_XV.float(), dim=-1)
         own_X1 = logprob_XV.gather(1, token_X.long()[:, None])
         top_XC, id_XC = logprob_XV.topk(min(max(num_top), logprob_XV.shape[1]), dim=-1)
-        self._own_X, self._top_XC, self._id_XC = (x.to("cpu", non_blocking=True) for x in (own_X1[:, 0], top_XC, id_XC))
+        self._own_X, self._top_XC, self._id_XC = (
+            x.to("cpu", non_blocking=True) for x in (own_X1[:, 0], top_XC, id_XC)
+        )
 
     def read(self) -> dict[int, TokenLogprobs]:
         """By index of the sampled token; only after the tokens have come."""

@@ -75,7 +75,9 @@ def num_pages(
     if config.num_pages is not None:
         return config.num_pages
     assert config.memory_ratio is not None and config.page_size is not None
-    affordable = int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio) // page_bytes
+    affordable = (
+        int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio) // page_bytes
+    )
     usable = config.max_running_requests * -(-max_seq_len // config.page_size)
     if affordable < 1:
         raise ConfigError(

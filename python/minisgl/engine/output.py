@@ -11,7 +11,9 @@ from minisgl.core import TokenLogprobs
 from minisgl.engine.logits import LogprobsOutput
 from minisgl.engine.prompts import PromptsOutput
 
-_NUM_PINNED = 4  # at most two outputs are unread at a time: of the batch in flight, and of the one after it
+_NUM_PINNED = (
+    4  # at most two outputs are unread at a time: of the batch in flight, and of the one after it
+)
 
 
 class ForwardOutput:
@@ -61,10 +63,15 @@ class WayBack:
         self._turn = 0
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
         if device.type != "cpu":
-            buffers = (torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PINNED))
+            buffers = (
+                torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+                for _ in range(_NUM_PINNED)
+            )
             self._pinned = [(buffer_X, torch.cuda.Event()) for buffer_X in buffers]
 
-    def send(self, token_B: Tensor, logprobs: LogprobsOutput | None, prompts: PromptsOutput | None) -> ForwardOutput:
+    def send(
+        self, token_B: Tensor, logprobs: LogprobsOutput | None, prompts: PromptsOutput | None
+    ) -> ForwardOutput:
         """Start the copy; what the others copy is on its way already, so it is there when the tokens are."""
         if not self._pinned:
             return ForwardOutput(token_B, None, logprobs, prompts)

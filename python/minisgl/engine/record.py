@@ -30,7 +30,9 @@ def record(call: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
         call()  # what is compiled or allocated once is not to be recorded
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's threads go on
+    with torch.cuda.graph(
+        graph, pool=pool, capture_error_mode="thread_local"
+    ):  # NCCL's threads go on
         result = call()
     return graph, result
 

@@ -60,7 +60,9 @@ def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
     Args:
         end_B: where the slices end; if it is longer, the rest is greedy.
     """
-    told = bytearray().join([part.req.sampling for part in parts]) + _GREEDY * (len(end_B) - len(parts))
+    told = bytearray().join([part.req.packed_sampling for part in parts]) + _GREEDY * (
+        len(end_B) - len(parts)
+    )
     of_B = np.frombuffer(told, dtype=SAMPLING)
     mask_B = of_B["is_masked"].cumsum(dtype=np.int32) * of_B["is_masked"] - 1
     filters = [of_B[name] for name in ("top_k", "top_p", "min_p")]
@@ -70,12 +72,18 @@ def sampling_arrays(parts: list[ReqSlice], end_B: IntArray) -> list[Numbers]:
 def has_filters(arrays: list[Numbers]) -> bool:
     """Whether some of the `sampling_arrays` have a filter and are not greedy."""
     temperature_B, *_, top_k_B, top_p_B, min_p_B = arrays
-    return bool(((temperature_B > 0) & ((top_k_B < MAX_COUNT) | (top_p_B < 1) | (min_p_B > 0))).any())
+    return bool(
+        ((temperature_B > 0) & ((top_k_B < MAX_COUNT) | (top_p_B < 1) | (min_p_B > 0))).any()
+    )
 
 
 def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
     """Choose one token a request, of logits that are masked: int32 [B]."""
     lowest_B = None
     if args.is_filtered:
-        lowest_B = lowest_kept(logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B)
-    return choose_tokens(logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B)
+        lowest_B = lowest_kept(
+            logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B
+        )
+    return choose_tokens(
+        logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B
+    )

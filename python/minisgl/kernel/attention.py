@@ -52,12 +52,18 @@ def attend_decode_reference(
 ) -> None:
     """The same, one request after the other."""
     group = q_TNH.shape[1] // k_SKH.shape[1]
-    for token, row, position in zip(token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True):
+    for token, row, position in zip(
+        token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True
+    ):
         position_L = torch.arange(position + 1, device=q_TNH.device)
-        slot_L = page_table_RP[row, position_L // page_size].long() * page_size + position_L % page_size
+        slot_L = (
+            page_table_RP[row, position_L // page_size].long() * page_size + position_L % page_size
+        )
         q_K1GH = q_TNH[token].unflatten(0, (-1, group))
         k_KLH, v_KLH = k_SKH[slot_L].transpose(0, 1), v_SKH[slot_L].transpose(0, 1)
-        weights_KGL = torch.softmax(q_K1GH.float() @ k_KLH.float().transpose(1, 2) / math.sqrt(q_TNH.shape[2]), dim=-1)
+        weights_KGL = torch.softmax(
+            q_K1GH.float() @ k_KLH.float().transpose(1, 2) / math.sqrt(q_TNH.shape[2]), dim=-1
+        )
         o_TNH[token] = (weights_KGL @ v_KLH.float()).flatten(0, 1).to(o_TNH.dtype)
 
 
@@ -72,5 +78,9 @@ def causal_softmax(score_KXL: Tensor, start: int, length: int, scale: float) -> 
         kernels.causal_softmax(score_KXL, start, length, scale)
         return
     score_KGTL = score_KXL.unflatten(1, (-1, length))
-    is_future_TL = torch.ones(score_KGTL.shape[2:], dtype=torch.bool, device=score_KXL.device).triu(start + 1)
-    score_KGTL.copy_(torch.softmax((score_KGTL * scale).masked_fill(is_future_TL, -math.inf), dim=-1))
+    is_future_TL = torch.ones(score_KGTL.shape[2:], dtype=torch.bool, device=score_KXL.device).triu(
+        start + 1
+    )
+    score_KGTL.copy_(
+        torch.softmax((score_KGTL * scale).masked_fill(is_future_TL, -math.inf), dim=-1)
+    )

@@ -26,15 +26,24 @@ class BalancedDecode:
     """Attention over one page table and pools of one shape, with room for the parts of divided contexts. See `of`."""
 
     def __init__(
-        self, kernels: Any, page_table_RP: Tensor, page_size: int, shape: tuple[int, int, int], num_ranges: int
+        self,
+        kernels: Any,
+        page_table_RP: Tensor,
+        page_size: int,
+        shape: tuple[int, int, int],
+        num_ranges: int,
     ) -> None:
         num_heads, num_kv_heads, width = shape
         device, num_rows = page_table_RP.device, len(page_table_RP)
         self._kernels, self._page_table_RP, self._page_size = kernels, page_table_RP, page_size
         self._num_ranges = num_ranges
-        self._plan = torch.zeros(4 * (self._num_ranges // 2 + 1 + num_rows), dtype=torch.int32, device=device)
+        self._plan = torch.zeros(
+            4 * (self._num_ranges // 2 + 1 + num_rows), dtype=torch.int32, device=device
+        )
         self._part = torch.zeros(2 * self._num_ranges * num_heads * width, device=device)
-        self._part_top = torch.zeros(2 * self._num_ranges * num_kv_heads * 2 * _MAX_GROUP, device=device)
+        self._part_top = torch.zeros(
+            2 * self._num_ranges * num_kv_heads * 2 * _MAX_GROUP, device=device
+        )
         self._num_done = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
 
     @classmethod
@@ -45,7 +54,9 @@ class BalancedDecode:
         num_heads, num_kv_heads, width = shape
         device = page_table_RP.device
         kernels = cuda_kernels_for(torch.empty(0, dtype=dtype, device=device))
-        fits = width in _WIDTHS and num_heads <= _MAX_GROUP * num_kv_heads and page_size % _TILE == 0
+        fits = (
+            width in _WIDTHS and num_heads <= _MAX_GROUP * num_kv_heads and page_size % _TILE == 0
+        )
         if kernels is None or not fits:
             return None
         num_warps = torch.cuda.get_device_properties(device).multi_processor_count * _WARPS

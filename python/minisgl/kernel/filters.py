@@ -17,7 +17,9 @@ from minisgl.kernel.dispatch import cuda_kernels_for
 _FEW_CANDIDATES = 1024
 
 
-def lowest_kept(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+def lowest_kept(
+    logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
+) -> Tensor:
     """The smallest logit that top_k, then top_p of what that leaves, and min_p keep; ties at a border are kept.
 
     Of bfloat16 logits on a GPU, those nearer to 0 than 2^-15 count as 0, and those of 2^12 and more as equal.

@@ -33,9 +33,13 @@ class CpuLinear:
     def __init__(self, weight_FD: Tensor, bias_F: Tensor | None, *, pack: bool) -> None:
         self._weight_FD = weight_FD
         self._bias_F = bias_F
-        can_pack = pack and weight_FD.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+        can_pack = (
+            pack and weight_FD.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+        )
         self._packed: Tensor | None = (
-            torch.ops.mkldnn._reorder_linear_weight(weight_FD, _PACK_FOR_TOKENS) if can_pack else None
+            torch.ops.mkldnn._reorder_linear_weight(weight_FD, _PACK_FOR_TOKENS)
+            if can_pack
+            else None
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -43,7 +47,9 @@ class CpuLinear:
             return self._one_token(x_TD)
         if self._packed is None or x_TD.shape[0] == 0:
             return F.linear(x_TD, self._weight_FD, self._bias_F)
-        y_TF: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, self._packed, self._bias_F, "none", [], "")
+        y_TF: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TD, self._packed, self._bias_F, "none", [], ""
+        )
         return y_TF
 
     def _one_token(self, x_TD: Tensor) -> Tensor:

@@ -31,13 +31,17 @@ def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, 
 
 def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
-    weight_TA, expert_TA = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+    weight_TA, expert_TA = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).topk(
+        num_chosen, dim=-1
+    )
     if normalize:
         weight_TA = weight_TA / weight_TA.sum(dim=-1, keepdim=True)
     return weight_TA.to(logits_TE.dtype), expert_TA.int()
 
 
-def moe(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+def moe(
+    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+) -> Tensor:
     """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
@@ -56,7 +60,9 @@ def moe(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, 
     return y_TD
 
 
-def moe_reference(x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+def moe_reference(
+    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+) -> Tensor:
     """The same in plain torch, one expert after the other; reads only the experts that some token chose."""
     out_TD = torch.zeros_like(x_TD)
     for expert in expert_TA.unique().tolist():

@@ -41,9 +41,13 @@ def load_cuda_kernels(major: int, minor: int) -> Any | None:
     return _load("gpu", sources, nvcc(), [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}"], [])
 
 
-def _load(name: str, sources: list[Path], compiler: str, flags: list[str], features: list[str]) -> Any | None:
+def _load(
+    name: str, sources: list[Path], compiler: str, flags: list[str], features: list[str]
+) -> Any | None:
     read = [file.read_text() for file in (*sources, *sorted(_SOURCES.glob("*.cuh")))]
-    digest = hashlib.sha256("\n".join([*read, tvm_ffi.__version__, *flags, *features]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        "\n".join([*read, tvm_ffi.__version__, *flags, *features]).encode()
+    ).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"{name}-{digest}.so"
     try:
         if not library.exists():
@@ -51,7 +55,9 @@ def _load(name: str, sources: list[Path], compiler: str, flags: list[str], featu
         return tvm_ffi.load_module(str(library))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.warning("the kernels for a %s cannot be built, slower ones are used: %s", name.upper(), reason)
+        logger.warning(
+            "the kernels for a %s cannot be built, slower ones are used: %s", name.upper(), reason
+        )
         return None
 
 
@@ -64,12 +70,26 @@ def _compile(sources: list[Path], library: Path, compiler: str, flags: list[str]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         unfinished = Path(folder) / "kernels.so"
         objects = {source: Path(folder) / f"{source.stem}.o" for source in sources}
-        include = [f"-I{path}" for path in (_SOURCES, libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
+        include = [
+            f"-I{path}"
+            for path in (_SOURCES, libinfo.find_include_path(), libinfo.find_dlpack_include_path())
+        ]
         with ThreadPoolExecutor(len(sources)) as pool:
-            commands = [(compiler, *flags, *include, "-c", str(it), "-o", str(made)) for it, made in objects.items()]
+            commands = [
+                (compiler, *flags, *include, "-c", str(it), "-o", str(made))
+                for it, made in objects.items()
+            ]
             list(pool.map(lambda command: _run(*command), commands))
         folder_of_ffi = Path(libinfo.find_libtvm_ffi()).parent
-        _run(compiler, "-shared", *map(str, objects.values()), "-o", str(unfinished), f"-L{folder_of_ffi}", "-ltvm_ffi")
+        _run(
+            compiler,
+            "-shared",
+            *map(str, objects.values()),
+            "-o",
+            str(unfinished),
+            f"-L{folder_of_ffi}",
+            "-ltvm_ffi",
+        )
         unfinished.rename(library)
 
 

@@ -19,7 +19,11 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
 def choose_tokens(
-    logits_BV: Tensor, lowest_B: Tensor | None, temperature_B: Tensor, seed_B2: Tensor, position_B: Tensor
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
 ) -> Tensor:
     """The argmax of logits + temperature * noise; without noise where the temperature is 0.
 
@@ -34,7 +38,9 @@ def choose_tokens(
     """
     kernels = kernels_for(logits_BV)
     if logits_BV.is_cuda and kernels is not None:
-        token_B: Tensor = kernels.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B2, position_B)
+        token_B: Tensor = kernels.choose_tokens(
+            logits_BV, lowest_B, temperature_B, seed_B2, position_B
+        )
         return token_B
     token_B = logits_BV.argmax(dim=-1)
     sampled_X = temperature_B.nonzero().flatten()
@@ -44,7 +50,9 @@ def choose_tokens(
             score_XV.masked_fill_(score_XV < lowest_B[sampled_X, None], -torch.inf)
         seed_X = seed_B2[sampled_X].contiguous().view(torch.int64).flatten()
         noise_XV = gumbel_noise(seed_X, position_B[sampled_X].long(), logits_BV.shape[1])
-        token_B[sampled_X] = torch.addcmul(score_XV, temperature_B[sampled_X, None], noise_XV).argmax(dim=-1)
+        token_B[sampled_X] = torch.addcmul(
+            score_XV, temperature_B[sampled_X, None], noise_XV
+        ).argmax(dim=-1)
     return token_B.int()
 
 
@@ -59,11 +67,15 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
     Returns:
         float32 [B, V], finite.
     """
-    key_B1 = _mix(_low_bits(seed_B) ^ _mix(_low_bits(seed_B >> 32) ^ _mix(_low_bits(position_B))))[:, None]
+    key_B1 = _mix(_low_bits(seed_B) ^ _mix(_low_bits(seed_B >> 32) ^ _mix(_low_bits(position_B))))[
+        :, None
+    ]
     bits_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) ^ key_B1
     _mix(bits_BV).bitwise_xor_(key_B1)
     _mix(bits_BV)
-    uniform_BV = ((bits_BV >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # in (0, 1): the sum is exact
+    uniform_BV = (
+        ((bits_BV >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+    )  # in (0, 1): the sum is exact
     return uniform_BV.log_().neg_().log_().neg_()
 
 

@@ -38,7 +38,12 @@ def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
 
 
 def rotate_and_store(
-    qkv_TMH: Tensor, norms: HeadNorms | None, rotation: Rotation, slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor
+    qkv_TMH: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation,
+    slot_T: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
 ) -> None:
     """Norm (if there are norms) and turn queries and keys, in place; write keys and values to their slots too.
 
@@ -55,7 +60,12 @@ def rotate_and_store(
 
 
 def _rotate_and_store_reference(
-    qkv_TMH: Tensor, norms: HeadNorms | None, rotation: Rotation, slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor
+    qkv_TMH: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation,
+    slot_T: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
 ) -> None:
     q_TNH, k_TKH, v_TKH = split_heads(qkv_TMH, k_SKH.shape[1])
     if norms is not None:

@@ -9,7 +9,9 @@ from torch import Tensor
 from minisgl.errors import KernelInputError
 
 
-def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_pool_SKH: Tensor, v_pool_SKH: Tensor, slot_T: Tensor) -> None:
+def store_kv(
+    k_TKH: Tensor, v_TKH: Tensor, k_pool_SKH: Tensor, v_pool_SKH: Tensor, slot_T: Tensor
+) -> None:
     """Write row t of k and v to row slot_T[t] of each pool, in place.
 
     Args:

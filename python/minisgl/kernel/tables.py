@@ -27,7 +27,9 @@ def look_up(
     if not row_T.is_cuda:
         page_T = page_table_RP[row_T, position_T // page_size].long()
         return token_pool_RL[row_T, position_T].long(), page_T * page_size + position_T % page_size
-    input_ids_T, slot_T = torch.empty(2, len(row_T), dtype=torch.int64, device=row_T.device).unbind()
+    input_ids_T, slot_T = torch.empty(
+        2, len(row_T), dtype=torch.int64, device=row_T.device
+    ).unbind()
     kernels = kernels_for(row_T)
     assert kernels is not None
     kernels.look_up(row_T, position_T, token_pool_RL, page_table_RP, page_size, input_ids_T, slot_T)

@@ -40,13 +40,17 @@ class MHAKVCache(BaseKVCachePool):
             self._kv_2SKH: list[Tensor] = list(head_first.transpose(2, 3))
         else:
             self._kv_2SKH = list(
-                torch.zeros(num_layers, 2, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+                torch.zeros(
+                    num_layers, 2, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device
+                )
             )
         self._k_SKH: list[Tensor] = [kv_2SKH[0] for kv_2SKH in self._kv_2SKH]
         self._v_SKH: list[Tensor] = [kv_2SKH[1] for kv_2SKH in self._kv_2SKH]
 
     @staticmethod
-    def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int) -> int:
+    def page_bytes(
+        num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int
+    ) -> int:
         """Bytes that one page takes over all layers, keys and values."""
         return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
 

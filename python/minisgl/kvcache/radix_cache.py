@@ -84,7 +84,9 @@ class RadixPrefixCache(BasePrefixCache):
         num_tokens = len(pages) * self.page_size
         node, existing = self._walk(tokens[:num_tokens])
         if existing < num_tokens:
-            node = self._add_leaf(node, tokens[existing:num_tokens], pages[existing // self.page_size :])
+            node = self._add_leaf(
+                node, tokens[existing:num_tokens], pages[existing // self.page_size :]
+            )
         return InsertResult(_RadixHandle(num_tokens, node), existing)
 
     def lock(self, handle: BaseCacheHandle) -> None:
@@ -148,7 +150,11 @@ class RadixPrefixCache(BasePrefixCache):
         upper = _Node(node.tokens[:num_tokens], node.pages[:num_pages], node.parent)
         upper.num_locks, upper.last_used = node.num_locks, node.last_used
         node.parent.children[self._key(node.tokens)] = upper
-        node.tokens, node.pages, node.parent = node.tokens[num_tokens:], node.pages[num_pages:], upper
+        node.tokens, node.pages, node.parent = (
+            node.tokens[num_tokens:],
+            node.pages[num_pages:],
+            upper,
+        )
         upper.children[self._key(node.tokens)] = node
         return upper
 
@@ -168,7 +174,10 @@ class RadixPrefixCache(BasePrefixCache):
         self._num_pages -= len(taken)
         self._num_evictable -= len(taken)
         if num_kept:
-            leaf.tokens, leaf.pages = leaf.tokens[: num_kept * self.page_size], leaf.pages[:num_kept]
+            leaf.tokens, leaf.pages = (
+                leaf.tokens[: num_kept * self.page_size],
+                leaf.pages[:num_kept],
+            )
             self._offer(leaf)
         else:
             parent, leaf.parent = leaf.parent, None
@@ -205,7 +214,10 @@ class RadixPrefixCache(BasePrefixCache):
                 runs.append(node.pages)
                 num_evictable += 0 if node.num_locks else len(node.pages)
             if node.is_evictable:
-                assert sum(entry[2] is node and entry[0] == node.last_used for entry in self._heap) == 1
+                assert (
+                    sum(entry[2] is node and entry[0] == node.last_used for entry in self._heap)
+                    == 1
+                )
             stack.extend(node.children.values())
         assert num_evictable == self._num_evictable
         assert sum(map(len, runs)) == self._num_pages

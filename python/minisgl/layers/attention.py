@@ -18,7 +18,9 @@ class AttentionLayer(StateLessOP):
     The norms are its owner's, who loads them.
     """
 
-    def __init__(self, layer: int, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None) -> None:
+    def __init__(
+        self, layer: int, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+    ) -> None:
         self._layer = layer
         self._q_norm = q_norm
         self._k_norm = k_norm

@@ -77,5 +77,7 @@ class OPList(BaseOP, Generic[Op]):
     def load(self, source: WeightSource, name: str = "") -> None:
         """Side by side: while the tensors of one go to the device, those of another are read."""
         with ThreadPoolExecutor(min(_LOADERS, len(os.sched_getaffinity(0)))) as pool:
-            for _ in pool.map(lambda child: child[1].load(source, f"{name}.{child[0]}"), self.children()):
+            for _ in pool.map(
+                lambda child: child[1].load(source, f"{name}.{child[0]}"), self.children()
+            ):
                 pass

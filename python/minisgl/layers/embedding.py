@@ -18,7 +18,7 @@ class VocabParallelEmbedding(BaseOP):
     def __init__(self, vocab_size: int, width: int, comm: DistributedCommunicator) -> None:
         self._shape = (vocab_size, width)
         self._comm = comm
-        self._share = comm.info.share_padded(vocab_size)
+        self._share = comm.info.shard_padded(vocab_size)
 
     def load(self, source: WeightSource, name: str = "") -> None:
         self.weight_VD = source.read(f"{name}.weight", self._shape, rows=self._share)
@@ -43,12 +43,16 @@ class ParallelLMHead(LinearBase):
     """
 
     def __init__(
-        self, vocab_size: int, width: int, comm: DistributedCommunicator, tied: VocabParallelEmbedding | None
+        self,
+        vocab_size: int,
+        width: int,
+        comm: DistributedCommunicator,
+        tied: VocabParallelEmbedding | None,
     ) -> None:
         self._shape = (vocab_size, width)
         self._comm = comm
         self._tied = tied
-        self._share = comm.info.share_padded(vocab_size)
+        self._share = comm.info.shard_padded(vocab_size)
 
     def load(self, source: WeightSource, name: str = "") -> None:
         if self._tied is not None:

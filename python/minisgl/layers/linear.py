@@ -52,7 +52,9 @@ class LinearColParallelMerged(LinearBase):
         shares: this rank's outputs of each part.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], shares: dict[str, range], *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, parts: dict[str, int], shares: dict[str, range], *, bias: bool
+    ) -> None:
         self._in_features = in_features
         self._parts = parts
         self._shares = shares
@@ -65,7 +67,7 @@ class LinearColParallelMerged(LinearBase):
         cls, in_features: int, parts: dict[str, int], info: DistributedInfo, *, bias: bool
     ) -> LinearColParallelMerged:
         """Every part is divided evenly over the ranks."""
-        shares = {name: info.share(size, f"outputs of {name}") for name, size in parts.items()}
+        shares = {name: info.shard(size, f"outputs of {name}") for name, size in parts.items()}
         return cls(in_features, parts, shares, bias=bias)
 
     def load(self, source: WeightSource, name: str = "") -> None:
@@ -73,7 +75,9 @@ class LinearColParallelMerged(LinearBase):
         weights, biases = [], []
         for part, size in self._parts.items():
             rows = self._shares[part]
-            weights.append(source.read(f"{parent}.{part}.weight", (size, self._in_features), rows=rows))
+            weights.append(
+                source.read(f"{parent}.{part}.weight", (size, self._in_features), rows=rows)
+            )
             if self._has_bias:
                 biases.append(source.read(f"{parent}.{part}.bias", (size,), rows=rows))
         self._weight_FD = torch.cat(weights)
@@ -101,8 +105,8 @@ class LinearQKVMerged(LinearColParallelMerged):
         *,
         bias: bool,
     ) -> None:
-        heads = info.share(num_heads, "attention heads")
-        kv_heads = info.share_kv_heads(num_kv_heads)
+        heads = info.shard(num_heads, "attention heads")
+        kv_heads = info.shard_kv_heads(num_kv_heads)
         self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
         self._head_dim = head_dim
         sizes = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
@@ -110,7 +114,10 @@ class LinearQKVMerged(LinearColParallelMerged):
         super().__init__(
             in_features,
             {name: count * head_dim for name, count in sizes.items()},
-            {name: range(held.start * head_dim, held.stop * head_dim) for name, held in shares.items()},
+            {
+                name: range(held.start * head_dim, held.stop * head_dim)
+                for name, held in shares.items()
+            },
             bias=bias,
         )
 
@@ -123,14 +130,16 @@ class LinearQKVMerged(LinearColParallelMerged):
 class LinearRowParallel(LinearBase):
     """Sharded by input; the ranks' partial sums are added up. The bias is added once, by rank 0."""
 
-    def __init__(self, in_features: int, out_features: int, comm: DistributedCommunicator, *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, comm: DistributedCommunicator, *, bias: bool
+    ) -> None:
         self._shape = (out_features, in_features)
         self._comm = comm
         self._has_bias = bias
 
     def load(self, source: WeightSource, name: str = "") -> None:
         info = self._comm.info
-        cols = info.share(self._shape[1], f"inputs of {name}")
+        cols = info.shard(self._shape[1], f"inputs of {name}")
         self._weight_FD = source.read(f"{name}.weight", self._shape, cols=cols)
         if self._has_bias and info.is_primary:
             self._bias_F = source.read(f"{name}.bias", self._shape[:1])

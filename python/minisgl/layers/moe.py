@@ -37,11 +37,13 @@ class MoELayer(BaseOP):
         self._experts_per_token = experts_per_token
         self._comm = comm
         self._normalize = normalize
-        self.gate = LinearColParallelMerged(width, {"gate": num_experts}, {"gate": range(num_experts)}, bias=False)
+        self.gate = LinearColParallelMerged(
+            width, {"gate": num_experts}, {"gate": range(num_experts)}, bias=False
+        )
 
     def load(self, source: WeightSource, name: str = "") -> None:
         self.gate.load(source, f"{name}.gate")
-        share = self._comm.info.share(self._mlp_width, "columns of an expert")
+        share = self._comm.info.shard(self._mlp_width, "columns of an expert")
         up_shape, down_shape = (self._mlp_width, self._width), (self._width, self._mlp_width)
         for expert in range(self._num_experts):
             prefix = f"{name}.experts.{expert}"

@@ -28,7 +28,9 @@ from minisgl.layers.base import BaseOP, StateLessOP
 class RotaryEmbedding(StateLessOP):
     """A table of angles by position; see `Rotation`."""
 
-    def __init__(self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype
+    ) -> None:
         angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
         cos, sin = angle.cos() * scale, angle.sin() * scale
         self._cos_LH = torch.cat((cos, cos), dim=-1).to(dtype)
@@ -49,12 +51,16 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
         CheckpointError: an unknown kind, or one of its parameters is missing.
     """
     if config.kind not in _KINDS:
-        raise CheckpointError(f"rope type {config.kind!r} is not supported; there is {', '.join(_KINDS)}")
+        raise CheckpointError(
+            f"rope type {config.kind!r} is not supported; there is {', '.join(_KINDS)}"
+        )
     given = {name: value for name, value in config.scaling.items() if value is not None}
     try:
         inverse_frequency, scale = _KINDS[config.kind](replace(config, scaling=given))
     except KeyError as missing:
-        raise CheckpointError(f"rope type {config.kind!r} needs {missing} in the model's config") from None
+        raise CheckpointError(
+            f"rope type {config.kind!r} needs {missing} in the model's config"
+        ) from None
     return RotaryEmbedding(inverse_frequency, scale, num_positions, dtype)
 
 

@@ -110,7 +110,9 @@ class LLM:
         EngineFailed: a rank did not start.
     """
 
-    def __init__(self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any
+    ) -> None:
         config = SchedulerConfig(model=None if model is None else str(model), **options)
         folder = fetch_model(config.model, config.model_source)
         config = config.agree(folder).resolve(detect_hardware())
@@ -122,7 +124,13 @@ class LLM:
             addresses = Addresses(stack.enter_context(private_folder()))
             supervisor = stack.enter_context(Supervisor("WARNING"))
             for rank in range(1, config.tp):
-                supervisor.start(f"scheduler-{rank}", "minisgl.scheduler:scheduler_worker", config, rank, addresses)
+                supervisor.start(
+                    f"scheduler-{rank}",
+                    "minisgl.scheduler:scheduler_worker",
+                    config,
+                    rank,
+                    addresses,
+                )
             engine = Engine(config, DistributedInfo(0, config.tp), addresses.meeting)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)
@@ -155,31 +163,47 @@ class LLM:
         several = _several(prompts)
         each = self._each(several, sampling_params)
         answers = [_Collected(params) for params in each]
-        with tqdm(total=len(several), disable=not use_tqdm, unit="prompt", dynamic_ncols=True) as bar:
+        with tqdm(
+            total=len(several), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
+        ) as bar:
             num_tokens = 0
-            for index, news, reply in self._run(several, each, wants_text=any(params.stop for params in each)):
+            for index, news, reply in self._run(
+                several, each, wants_text=any(params.stop for params in each)
+            ):
                 answers[index].take(news, reply)
                 num_tokens += news.token is not None
                 if answers[index].finish:
                     bar.update()
-                    bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
+                    bar.set_postfix_str(
+                        f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s"
+                    )
         return [self._output(answer) for answer in answers]
 
     def _output(self, answer: _Collected) -> GenerationOutput:
         assert answer.last is not None and answer.finish is not None
         text = "".join(answer.texts)
         if not answer.texts and self._optional_tokenizer:
-            text = self._optional_tokenizer.decode(answer.said, skip_special_tokens=answer.params.skip_special_tokens)
+            text = self._optional_tokenizer.decode(
+                answer.said, skip_special_tokens=answer.params.skip_special_tokens
+            )
         logprobs = None if answer.params.logprobs is None else answer.logprobs
         of_prompt = None if answer.params.prompt_logprobs is None else answer.prompt_logprobs
         return GenerationOutput(
-            text, answer.ids, answer.finish, answer.last.num_prompt, answer.last.num_cached, logprobs, of_prompt
+            text,
+            answer.ids,
+            answer.finish,
+            answer.last.num_prompt,
+            answer.last.num_cached,
+            logprobs,
+            of_prompt,
         )
 
     @property
     def _tokenizer(self) -> Tokenizer:
         if self._optional_tokenizer is None:
-            raise InvalidRequest("without a tokenizer (skip_tokenizer_init) prompts must be token ids")
+            raise InvalidRequest(
+                "without a tokenizer (skip_tokenizer_init) prompts must be token ids"
+            )
         return self._optional_tokenizer
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
@@ -191,7 +215,10 @@ class LLM:
         """
         several = _several(prompts)
         each = [SamplingParams(max_tokens=0, embeds=True)] * len(several)
-        raw = {index: news.embedding or b"" for index, news, _ in self._run(several, each, wants_text=False)}
+        raw = {
+            index: news.embedding or b""
+            for index, news, _ in self._run(several, each, wants_text=False)
+        }
         return [np.frombuffer(raw[index], "<f4") for index in range(len(several))]
 
     def stream(
@@ -229,7 +256,11 @@ class LLM:
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
         """The parameters of each prompt."""
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
+        each = (
+            [params or SamplingParams()] * len(prompts)
+            if not isinstance(params, Sequence)
+            else params
+        )
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
         return each
@@ -255,17 +286,24 @@ class LLM:
                 if news.finish or news.error or (reply and reply.finish):
                     unfinished.discard(news.uid)
                 if news.error is not None:
-                    raise RequestError(news.error.message, param=news.error.param, code=news.error.code)
+                    raise RequestError(
+                        news.error.message, param=news.error.param, code=news.error.code
+                    )
                 if reply and reply.finish and not news.finish:
                     self._mailbox.to_scheduler.append(AbortBackendMsg(news.uid))
                 yield news.uid - first, news, reply
         finally:
             self._abort(everyone & self._readers.keys())
 
-    def _submit(self, prompts: list[Prompt], each: Sequence[SamplingParams], mail: deque[DetokenizeMsg]) -> int:
+    def _submit(
+        self, prompts: list[Prompt], each: Sequence[SamplingParams], mail: deque[DetokenizeMsg]
+    ) -> int:
         """Post the prompts under consecutive uids, whose news go to `mail`; returns the first."""
         self._check_usable()
-        ids = [pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+        ids = [
+            pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            for prompt in prompts
+        ]
         uids = [next(self._uids) for _ in prompts]
         for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
             self._readers[uid] = mail
@@ -274,7 +312,9 @@ class LLM:
 
     def _check_usable(self) -> None:
         if self._has_failed or not self._scheduler.is_running:
-            raise EngineFailed("a step of this LLM was broken off" if self._has_failed else "this LLM is closed")
+            raise EngineFailed(
+                "a step of this LLM was broken off" if self._has_failed else "this LLM is closed"
+            )
 
     def _step(self) -> None:
         """One step; its news go to those who wait for them."""
@@ -282,7 +322,9 @@ class LLM:
             self._scheduler.step()
         except BaseException as error:  # what the step had begun is lost, whatever has ended it
             self._has_failed = True
-            if not isinstance(error, RuntimeError):  # a collective whose peer has died, or a device that failed
+            if not isinstance(
+                error, RuntimeError
+            ):  # a collective whose peer has died, or a device that failed
                 raise
             raise EngineFailed(f"the engine failed: {error}") from error
         for news in self._mailbox.take():
@@ -310,7 +352,10 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

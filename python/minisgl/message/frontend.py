@@ -29,11 +29,11 @@ class ReplyError(BaseMsg, frozen=True):
 class TextLogprobs(BaseMsg, frozen=True):
     """The text of a token and its log probability; those of the likeliest, the likeliest first.
 
-    own: None for the first token of a prompt, which nothing predicts.
+    logprob: None for the first token of a prompt, which nothing predicts.
     """
 
     text: str
-    own: float | None
+    logprob: float | None
     top: list[tuple[str, float]]
 
 

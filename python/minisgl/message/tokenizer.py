@@ -103,4 +103,6 @@ class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
     stats: EngineStats | None = None
 
 
-TokenizerMsg: TypeAlias = TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg
+TokenizerMsg: TypeAlias = (
+    TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg
+)

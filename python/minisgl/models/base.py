@@ -60,7 +60,9 @@ class AttentionBlock(BaseOP):
         self.qkv_proj = LinearQKVMerged(
             width, config.num_heads, config.num_kv_heads, head_dim, comm.info, bias=options.qkv_bias
         )
-        self.o_proj = LinearRowParallel(config.num_heads * head_dim, width, comm, bias=options.output_bias)
+        self.o_proj = LinearRowParallel(
+            config.num_heads * head_dim, width, comm, bias=options.output_bias
+        )
         self.q_norm = RMSNorm(head_dim, config.norm_eps) if options.head_norm else None
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if options.head_norm else None
         self.attention = AttentionLayer(layer, self.q_norm, self.k_norm)
@@ -81,11 +83,17 @@ class GatedMLP(BaseOP):
 
     def __init__(self, config: ModelConfig, comm: DistributedCommunicator) -> None:
         if config.activation not in _ACTIVATIONS:
-            raise CheckpointError(f"activation {config.activation!r} is not supported: {', '.join(_ACTIVATIONS)}")
+            raise CheckpointError(
+                f"activation {config.activation!r} is not supported: {', '.join(_ACTIVATIONS)}"
+            )
         self._activation = _ACTIVATIONS[config.activation]
         parts = {"gate_proj": config.mlp_width, "up_proj": config.mlp_width}
-        self.gate_up_proj = LinearColParallelMerged.even(config.width, parts, comm.info, bias=config.mlp_bias)
-        self.down_proj = LinearRowParallel(config.mlp_width, config.width, comm, bias=config.mlp_bias)
+        self.gate_up_proj = LinearColParallelMerged.even(
+            config.width, parts, comm.info, bias=config.mlp_bias
+        )
+        self.down_proj = LinearRowParallel(
+            config.mlp_width, config.width, comm, bias=config.mlp_bias
+        )
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:  # noqa: ARG002 - the signature of every MLP
         gate_TF, up_TF = self.gate_up_proj.forward(x_TD)
@@ -102,7 +110,12 @@ class DecoderLayer(BaseOP):
         self.mlp = mlp
 
     def attend(
-        self, x_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, batch: Batch, ctx: Context
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        ctx: Context,
     ) -> tuple[Tensor, Tensor]:
         """The first half, in which tokens see each other."""
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
@@ -118,7 +131,11 @@ class Decoder(BaseOP):
     """Embedding, layers, final norm."""
 
     def __init__(
-        self, config: ModelConfig, rope: RotaryEmbedding, layers: list[DecoderLayer], comm: DistributedCommunicator
+        self,
+        config: ModelConfig,
+        rope: RotaryEmbedding,
+        layers: list[DecoderLayer],
+        comm: DistributedCommunicator,
     ) -> None:
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.width, comm)
         self.rotary = rope
@@ -132,7 +149,9 @@ class Decoder(BaseOP):
         *layers, last = self.layers
         residual_TD: Tensor | None = None
         for layer in layers:
-            x_TD, residual_TD = layer.transform(*layer.attend(x_TD, residual_TD, rotation, batch, ctx), ctx)
+            x_TD, residual_TD = layer.transform(
+                *layer.attend(x_TD, residual_TD, rotation, batch, ctx), ctx
+            )
         x_TD, residual_TD = last.attend(x_TD, residual_TD, rotation, batch, ctx)
         if batch.last_B is not None:  # nobody looks at the other tokens any more
             x_TD, residual_TD = x_TD[batch.last_B], residual_TD[batch.last_B]
@@ -147,12 +166,18 @@ class BaseLLMModel(BaseOP):
     """
 
     def __init__(
-        self, config: ModelConfig, comm: DistributedCommunicator, max_seq_len: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        comm: DistributedCommunicator,
+        max_seq_len: int,
+        dtype: torch.dtype,
     ) -> None:
         rope = get_rope(config.rotary, max_seq_len, dtype)
         options = self._attention_options(config)
         layers = [
-            DecoderLayer(config, AttentionBlock(i, config, options, comm), self._mlp(i, config, comm))
+            DecoderLayer(
+                config, AttentionBlock(i, config, options, comm), self._mlp(i, config, comm)
+            )
             for i in range(config.num_layers)
         ]
         self.model = Decoder(config, rope, layers, comm)

@@ -32,11 +32,15 @@ class Checkpoint(ABC):
         if name not in self:
             raise CheckpointError(f"{self} has no tensor {name!r}")
         if self._shape(name) != shape:
-            raise CheckpointError(f"{self}: {name!r} has the shape {self._shape(name)}, expected {shape}")
+            raise CheckpointError(
+                f"{self}: {name!r} has the shape {self._shape(name)}, expected {shape}"
+            )
         unknown = parts.keys() - {"rows", "cols"}
         assert not unknown, unknown
         whole = [range(size) for size in shape]
-        wanted = tuple(parts.get(axis, full) for axis, full in zip(("rows", "cols"), whole, strict=False))
+        wanted = tuple(
+            parts.get(axis, full) for axis, full in zip(("rows", "cols"), whole, strict=False)
+        )
         tensor = self._read(name, tuple(slice(part.start, part.stop) for part in wanted))
         return tensor.to(self._device, self._dtype, copy=True).contiguous()
 
@@ -103,7 +107,10 @@ class DummyWeights:
         self._device = device
 
     def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:  # noqa: ARG002 - all are alike
-        size = [len(parts.get(axis, range(full))) for axis, full in zip(("rows", "cols"), shape, strict=False)]
+        size = [
+            len(parts.get(axis, range(full)))
+            for axis, full in zip(("rows", "cols"), shape, strict=False)
+        ]
         weight = torch.empty([*size, *shape[2:]], dtype=self._dtype, device=self._device)
         return weight.normal_(std=0.02) if len(shape) > 1 else weight.fill_(1.0)
 
@@ -121,7 +128,9 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> C
     return SafetensorsCheckpoint(folder, dtype, device)
 
 
-def load_weight(model: BaseOP, folder: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool = False) -> None:
+def load_weight(
+    model: BaseOP, folder: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool = False
+) -> None:
     """Give a model this rank's part of the weights in a folder, or random ones.
 
     Raises:
@@ -142,7 +151,9 @@ def _safetensors_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(path) for path in files if not path.exists()]
     if missing or not files:
-        raise CheckpointError(f"weights are missing: {', '.join(missing) or folder / '*.safetensors'}")
+        raise CheckpointError(
+            f"weights are missing: {', '.join(missing) or folder / '*.safetensors'}"
+        )
     return files
 
 

@@ -18,4 +18,10 @@ def create_moe_backend(name: str) -> BaseMoeBackend:
     return MOE_BACKENDS[name]()
 
 
-__all__ = ["MOE_BACKENDS", "BaseMoeBackend", "FusedMoeBackend", "TorchMoeBackend", "create_moe_backend"]
+__all__ = [
+    "MOE_BACKENDS",
+    "BaseMoeBackend",
+    "FusedMoeBackend",
+    "TorchMoeBackend",
+    "create_moe_backend",
+]

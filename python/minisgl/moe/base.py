@@ -14,7 +14,12 @@ class BaseMoeBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+        self,
+        x_TD: Tensor,
+        gate_up_EXD: Tensor,
+        down_EDF: Tensor,
+        weight_TA: Tensor,
+        expert_TA: Tensor,
     ) -> Tensor:
         """
         Args:

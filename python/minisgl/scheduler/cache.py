@@ -42,7 +42,9 @@ class CacheManager:
         self.num_pages = num_pages
         self._cache = prefix_cache
         self._table = table
-        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack: [:_num_free] are free
+        self._free = np.arange(num_pages, dtype=np.int32)[
+            ::-1
+        ].copy()  # a stack: [:_num_free] are free
         self._num_free = num_pages
         self._held: dict[int, _Holding] = {}
 
@@ -71,7 +73,7 @@ class CacheManager:
         """
         tokens = req.tokens[: req.num_known]
         # What is computed is what has logits: the last token, or all of a prompt that is scored.
-        handle = self._cache.match(tokens[: 0 if req.scores else -1])
+        handle = self._cache.match(tokens[: 0 if req.scores_prompt else -1])
         self._cache.lock(handle)
         wanted = self.num_pages_for(req.num_tokens) - handle.num_tokens // self.page_size
         if wanted + reserve > self.num_available:
@@ -107,13 +109,17 @@ class CacheManager:
         self._cache.unlock(holding.handle)
         holding.handle = result.handle
 
-    def num_shared(self, reqs: list[Req]) -> int:
+    def num_shared_tokens(self, reqs: list[Req]) -> int:
         """Leading tokens whose pages all these requests have in common."""
         first, *others = (self._held[req.uid].pages for req in reqs)
         length = len(first)
         for pages in others:
             if pages[:length] != first[:length]:
-                differs = (i for i, (mine, its) in enumerate(zip(first, pages, strict=False)) if mine != its)
+                differs = (
+                    i
+                    for i, (mine, its) in enumerate(zip(first, pages, strict=False))
+                    if mine != its
+                )
                 length = min(length, next(differs, len(pages)))
             if length == 0:
                 break
@@ -150,12 +156,14 @@ class CacheManager:
         """Assert that every page has exactly one owner and every row names pages that it may read."""
         own = [page for held in self._held.values() for page in held.own_pages(self.page_size)]
         cached = self._cache.check_integrity()
-        everything = np.concatenate([self._free[: self._num_free], cached, np.array(own, dtype=np.int32)])
+        everything = np.concatenate(
+            [self._free[: self._num_free], cached, np.array(own, dtype=np.int32)]
+        )
         assert np.array_equal(np.sort(everything), np.arange(self.num_pages))
         assert {req.uid for req in admitted} == self._held.keys()
         for req in admitted:
             holding = self._held[req.uid]
-            num_shared = holding.handle.num_tokens // self.page_size
-            foreign = set(holding.pages[:num_shared]) - set(holding.duplicates)
+            num_shared_tokens = holding.handle.num_tokens // self.page_size
+            foreign = set(holding.pages[:num_shared_tokens]) - set(holding.duplicates)
             assert foreign <= set(cached.tolist())
             assert len(holding.pages) >= self.num_pages_for(req.num_computed)

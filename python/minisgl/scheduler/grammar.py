@@ -29,7 +29,9 @@ from minisgl.sampling_params import JSON_OPTIONS
 # near the end of a text of limited length it looks at every token that is in none.
 _SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
 _LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # about a second for a regular expression
-_STACK = 2**28  # bytes, of which 2**26 are enough for the longest chain of references that a grammar can be
+_STACK = (
+    2**28
+)  # bytes, of which 2**26 are enough for the longest chain of references that a grammar can be
 # What follows a reason: an excerpt of the grammar, which may be around what the request sent, or advice to programmers.
 _REST = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
 
@@ -50,7 +52,13 @@ class Grammars:
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, eos_ids: frozenset[int], bits_XW: IntArray, *, for_gpu: bool
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        bits_XW: IntArray,
+        *,
+        for_gpu: bool,
     ) -> None:
         self._folder, self._vocab_size = folder, vocab_size
         self._eos_ids = sorted(eos_ids)
@@ -66,7 +74,10 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        file, options = self._folder / "tokenizer.json", (self._vocab_size, self._eos_ids or None, _SLICES)
+        file, options = (
+            self._folder / "tokenizer.json",
+            (self._vocab_size, self._eos_ids or None, _SLICES),
+        )
         if file.exists():
             return LLTokenizer(str(file), *options)
         from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
@@ -79,7 +90,9 @@ class Grammars:
         Raises:
             InvalidRequest: the grammar has a mistake, no match, or something in it that is not supported.
         """
-        wait(self._filling)  # an idle matcher may still be making a mask, of a request that has just ended
+        wait(
+            self._filling
+        )  # an idle matcher may still be making a mask, of a request that has just ended
         idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
         if idle:
             self._idle.remove(idle)
@@ -93,7 +106,9 @@ class Grammars:
         except ValueError as error:
             raise _refusal(str(error)) from None
         first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
-        llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)  # it is compiled as far as it is looked at
+        llguidance.numpy.fill_next_token_bitmask(
+            matcher, first_1W
+        )  # it is compiled as far as it is looked at
         if reason := matcher.get_error():
             raise _refusal("nothing matches it" if reason.startswith("NoExtension") else reason)
         return matcher
@@ -118,7 +133,9 @@ class Grammars:
 
         def fill() -> None:
             has_begun.set()
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits_XW)  # without Python's lock
+            llguidance.numpy.fill_next_token_bitmask_par(
+                self._executor, pairs, bits_XW
+            )  # without Python's lock
 
         self._filling = [self._helper.submit(fill)]
         has_begun.wait()  # else the caller would keep the lock until it waits for the masks, and they begin then
@@ -133,7 +150,9 @@ class Grammars:
             return False
         _, matcher = self._matchers[uid]
         matcher.consume_token(token)
-        return bool(matcher.is_stopped()) and (not matcher.is_error() or _refusal(matcher.get_error()))
+        return bool(matcher.is_stopped()) and (
+            not matcher.is_error() or _refusal(matcher.get_error())
+        )
 
     def close(self, uid: int) -> None:
         if uid in self._matchers:
@@ -144,7 +163,9 @@ def _source(grammar: Grammar) -> str:
     """As llguidance reads it."""
     if grammar.kind == "json_schema":
         return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
-    to_source = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    to_source = (
+        LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    )
     return str(to_source(grammar.text))
 
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from minisgl.message import BackendMsg, BatchBackendMsg, BatchTokenizerMsg, DetokenizeMsg, EngineStats
+from minisgl.message import (
+    BackendMsg,
+    BatchBackendMsg,
+    BatchTokenizerMsg,
+    DetokenizeMsg,
+    EngineStats,
+)
 from minisgl.utils.mp import PullQueue, PushQueue
 
 

@@ -94,11 +94,13 @@ class PrefillManager:
 
     def _should_wait(self, req: Req, slices: list[ReqSlice]) -> bool:
         """Whether much of a prompt is computed in this step for another one; in the next step it can be shared."""
-        if not self._cache.shares or req.scores:
+        if not self._cache.shares or req.scores_prompt:
             return False
         known = req.tokens[: req.num_known]
         return any(
-            part.samples and common_prefix_length(known, part.req.tokens[: part.end]) - part.start >= _WORTH_WAITING
+            part.samples
+            and common_prefix_length(known, part.req.tokens[: part.end]) - part.start
+            >= _WORTH_WAITING
             for part in slices
         )
 

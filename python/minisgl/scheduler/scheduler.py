@@ -52,7 +52,7 @@ class Executor(Protocol):
     def limits(self) -> EngineLimits: ...
 
     @property
-    def mask_bits(self) -> IntArray:
+    def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
 
     def prepare(self, plan: BatchPlan) -> Callable[[], Tensor | None]:
@@ -89,7 +89,9 @@ class Scheduler:
     et al. 2024, arXiv:2408.12757). Without, it finishes the batch that it launched. The tokens are the same.
     """
 
-    def __init__(self, config: SchedulerConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self, config: SchedulerConfig, executor: Executor, inbox: Inbox, outbox: Outbox
+    ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
         limits = executor.limits
         self.is_running = True
@@ -99,7 +101,9 @@ class Scheduler:
         self.prefill = PrefillManager(self.cache, self.table)
         self.decode = DecodeManager(self.cache)
         folder, for_gpu = Path(config.model or ""), config.device == "cuda"
-        self.grammars = Grammars(folder, limits.vocab_size, limits.eos_ids, executor.mask_bits, for_gpu=for_gpu)
+        self.grammars = Grammars(
+            folder, limits.vocab_size, limits.eos_ids, executor.grammar_masks, for_gpu=for_gpu
+        )
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
@@ -108,7 +112,9 @@ class Scheduler:
         self._overlap = config.overlap
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
-        self._retiring: dict[int, Req] = {}  # ended or retracted, but a launched batch refers to them
+        self._retiring: dict[
+            int, Req
+        ] = {}  # ended or retracted, but a launched batch refers to them
         self._in_flight: _Launched | None = None
         self._news: list[DetokenizeMsg] = []
         self._num_retractions = 0
@@ -135,10 +141,10 @@ class Scheduler:
         compute = self._executor.prepare(plan) if plan else None
         self._sample(self._in_flight)
         launched = self._launch(plan, compute) if plan and compute else None
-        if launched and self.grammars.guides(launched.plan.sampling):
+        if launched and self.grammars.guides(launched.plan.sampling_slices):
             self._read_tokens()
             if launched.logits_BV is not None:
-                launched.await_masks = self.grammars.start_masks(launched.plan.sampling)
+                launched.await_masks = self.grammars.start_masks(launched.plan.sampling_slices)
         else:
             self._sample(launched)
         self._finish_in_flight()
@@ -187,9 +193,13 @@ class Scheduler:
             if params.grammar:
                 self.grammars.open(msg.uid, params.grammar)
         except RequestError as error:
-            self._news.append(DetokenizeMsg(msg.uid, error=ReplyError.of(error), num_prompt=len(prompt)))
+            self._news.append(
+                DetokenizeMsg(msg.uid, error=ReplyError.of(error), num_prompt=len(prompt))
+            )
             return
-        req = Req(msg.uid, prompt, params, max_length, drawn if params.seed is None else params.seed)
+        req = Req(
+            msg.uid, prompt, params, max_length, drawn if params.seed is None else params.seed
+        )
         self._live[req.uid] = req
         self.prefill.add(req)
 
@@ -197,14 +207,21 @@ class Scheduler:
         """All decodes that have pages, and beside them prompts up to the prefill budget; None if there is nothing."""
         decodes, starved = self.decode.plan()
         if starved and not self._retiring:  # else pages are on their way back already
-            victim = self.prefill.retract(self.decode.least_urgent.params.priority) or self.decode.retract()
+            victim = (
+                self.prefill.retract(self.decode.least_urgent.params.priority)
+                or self.decode.retract()
+            )
             logger.debug("request %d is retracted at %d tokens", victim.uid, victim.num_known)
             self._num_retractions += 1
             self._retire(victim)
             decodes = [part for part in decodes if part.req is not victim]
         slices = decodes + self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
         reqs = [part.req for part in slices]
-        return BatchPlan(slices, self.table.take_writes(), self.cache.num_shared(reqs)) if reqs else None
+        return (
+            BatchPlan(slices, self.table.take_writes(), self.cache.num_shared_tokens(reqs))
+            if reqs
+            else None
+        )
 
     def _launch(self, plan: BatchPlan, compute: Callable[[], Tensor | None]) -> _Launched:
         launched = _Launched(plan, compute())
@@ -236,8 +253,12 @@ class Scheduler:
         batch, accept = self._in_flight, self.grammars.accept
         self._sample(batch)
         if batch and batch.output and batch.tokens is None:
-            pairs = zip([part.req for part in batch.plan.sampling], batch.output.wait(), strict=True)
-            batch.tokens = [(token, req.finish is None and accept(req.uid, token)) for req, token in pairs]
+            pairs = zip(
+                [part.req for part in batch.plan.sampling_slices], batch.output.wait(), strict=True
+            )
+            batch.tokens = [
+                (token, req.finish is None and accept(req.uid, token)) for req, token in pairs
+            ]
 
     def _finish_in_flight(self) -> None:
         """Take the tokens of the batch in flight, if there is one; release what nobody needs any more."""
@@ -252,7 +273,9 @@ class Scheduler:
             part.req.prompt_logprobs[part.start :] = told
         for index, vector in batch.output.embeddings().items():
             batch.plan.slices[index].req.embedding = vector
-        for index, (part, (token, match)) in enumerate(zip(batch.plan.sampling, batch.tokens, strict=True)):
+        for index, (part, (token, match)) in enumerate(
+            zip(batch.plan.sampling_slices, batch.tokens, strict=True)
+        ):
             if part.req.finish is None:
                 self._take_token(part.req, token, match, logprobs.get(index))
         for part in batch.plan.slices:
@@ -260,7 +283,9 @@ class Scheduler:
             if part.req.uid in self._retiring and part.req.num_in_flight == 0:
                 self._release(self._retiring.pop(part.req.uid))
 
-    def _take_token(self, req: Req, token: int, match: bool | InvalidRequest, logprobs: TokenLogprobs | None) -> None:
+    def _take_token(
+        self, req: Req, token: int, match: bool | InvalidRequest, logprobs: TokenLogprobs | None
+    ) -> None:
         if req.max_length == req.num_prompt:
             self._tell(req, finish="length")
             self._end(req, "length")
@@ -303,7 +328,9 @@ class Scheduler:
                 error=error,
                 num_prompt=req.num_prompt,
                 num_cached=req.num_cached or 0,
-                prompt_logprobs=_of_prompt(req) if is_first and req.params.prompt_logprobs is not None else None,
+                prompt_logprobs=_of_prompt(req)
+                if is_first and req.params.prompt_logprobs is not None
+                else None,
                 embedding=req.embedding if is_first else None,
             )
         )
@@ -342,4 +369,6 @@ class Scheduler:
 
 def _of_prompt(req: Req) -> list[tuple[int, TokenLogprobs | None]]:
     """Its tokens with their log probabilities, as far as they have come; nothing predicts the first."""
-    return list(zip(req.tokens[: req.num_prompt].tolist(), [None, *req.prompt_logprobs], strict=False))
+    return list(
+        zip(req.tokens[: req.num_prompt].tolist(), [None, *req.prompt_logprobs], strict=False)
+    )

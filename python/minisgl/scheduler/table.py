@@ -54,7 +54,8 @@ class TableManager:
     def take_writes(self) -> TableWrites:
         """All that was written since the last call."""
         writes = TableWrites(
-            *_flatten(write for writes in self._pages.values() for write in writes), *_flatten(self._tokens.values())
+            *_flatten(write for writes in self._pages.values() for write in writes),
+            *_flatten(self._tokens.values()),
         )
         self._pages, self._tokens = {}, {}
         return writes
@@ -68,5 +69,7 @@ def _flatten(writes: Iterable[_Write]) -> tuple[IntArray, IntArray]:
     pairs = list(writes)
     if not pairs:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
-    index = np.concatenate([np.arange(first, first + len(values), dtype=np.int32) for first, values in pairs])
+    index = np.concatenate(
+        [np.arange(first, first + len(values), dtype=np.int32) for first, values in pairs]
+    )
     return index, np.concatenate([values for _, values in pairs])

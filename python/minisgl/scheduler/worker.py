@@ -6,14 +6,24 @@ from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.message import BackendMsg, BatchBackendMsg, ShutdownMsg, decoder, encode
-from minisgl.scheduler.io import DiscardOutbox, FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
+from minisgl.scheduler.io import (
+    DiscardOutbox,
+    FollowerInbox,
+    Inbox,
+    LeaderInbox,
+    Outbox,
+    ZmqInbox,
+    ZmqOutbox,
+)
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, Report
 
 
-def scheduler_worker(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
+def scheduler_worker(
+    ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses
+) -> None:
     """Body of a process: a scheduler and its engine, until an ExitMsg comes.
 
     Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0. All are on one machine, of which
@@ -34,11 +44,15 @@ def scheduler_worker(ready: Ready, config: SchedulerConfig, rank: int, addresses
 
 def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[Inbox, Outbox]:
     if rank > 0:
-        return FollowerInbox(PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))), DiscardOutbox()
+        return FollowerInbox(
+            PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))
+        ), DiscardOutbox()
     inbox = ZmqInbox(PullQueue(addresses.backend, decoder(BackendMsg)))
     return lead(inbox, config.tp, addresses), ZmqOutbox(PushQueue(addresses.detokenizer, encode))
 
 
 def lead(inbox: Inbox, num_ranks: int, addresses: Addresses) -> LeaderInbox:
     """Rank 0's inbox: the given one, shared with the other ranks if there are any."""
-    return LeaderInbox(inbox, [PushQueue(addresses.rank(rank), encode) for rank in range(1, num_ranks)])
+    return LeaderInbox(
+        inbox, [PushQueue(addresses.rank(rank), encode) for rank in range(1, num_ranks)]
+    )

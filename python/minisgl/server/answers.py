@@ -122,7 +122,9 @@ class Answer(ABC):
         return reason
 
     def usage(self) -> Usage:
-        firsts = [reply for index, reply in self._last.items() if index % self._n == 0]  # a prompt counts once
+        firsts = [
+            reply for index, reply in self._last.items() if index % self._n == 0
+        ]  # a prompt counts once
         num_prompt = sum(reply.num_prompt for reply in firsts)
         num_output = sum(reply.num_output for reply in self._last.values())
         num_cached = sum(reply.num_cached for reply in firsts)
@@ -160,7 +162,11 @@ class _ChoicesAnswer(Answer):
     chunk_object: str
 
     def head(self) -> Iterable[str]:
-        return [self._event(choice) for index in range(len(self._said)) for choice in self.opening(index)]
+        return [
+            self._event(choice)
+            for index in range(len(self._said))
+            for choice in self.opening(index)
+        ]
 
     def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
         return [self._event(choice) for choice in self.pieces(index, deltas, reply)]
@@ -172,7 +178,12 @@ class _ChoicesAnswer(Answer):
         yield "data: [DONE]\n\n"
 
     def _event(self, *choices: dict[str, Any]) -> str:
-        head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
+        head = {
+            "id": self.id,
+            "object": self.chunk_object,
+            "created": self.created,
+            "model": self.model,
+        }
         return f"data: {json.dumps({**head, 'choices': choices, **self._usage}, ensure_ascii=False)}\n\n"
 
     @abstractmethod
@@ -188,13 +199,21 @@ class ChatAnswer(_ChoicesAnswer):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect) -> None:
+    def __init__(
+        self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect
+    ) -> None:
         self._tools = request.tool_use
-        make_reader = partial(dialect.make_reader, self._tools, thinks=request.thinks, eager=bool(request.stream))
+        make_reader = partial(
+            dialect.make_reader, self._tools, thinks=request.thinks, eager=bool(request.stream)
+        )
         super().__init__(model, request, prompts, make_reader)
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": None if self._tools.offered else ""}, None)]
+        return [
+            _delta(
+                index, {"role": "assistant", "content": None if self._tools.offered else ""}, None
+            )
+        ]
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
@@ -215,7 +234,7 @@ class ChatAnswer(_ChoicesAnswer):
         return ChatLogprobs(
             content=[
                 ChatLogprob(
-                    **Likely.of(token.text, token.own).model_dump(),
+                    **Likely.of(token.text, token.logprob).model_dump(),
                     top_logprobs=[Likely.of(text, logprob) for text, logprob in token.top],
                 )
                 for token in logprobs
@@ -232,7 +251,9 @@ class ChatAnswer(_ChoicesAnswer):
             )
             for index in range(len(self._said))
         ]
-        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
+        return ChatCompletion(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
+        )
 
 
 class CompletionAnswer(_ChoicesAnswer):
@@ -240,26 +261,43 @@ class CompletionAnswer(_ChoicesAnswer):
     chunk_object = "text_completion"
 
     def __init__(
-        self, model: str, request: CompletionRequest, prompts: list[Prompt], echoes: list[str] | None = None
+        self,
+        model: str,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        echoes: list[str] | None = None,
     ) -> None:
         super().__init__(model, request, prompts)
         self._echoes = echoes or [""] * len(prompts)
         tells_prompt = request.prompt_logprobs is not None
-        self._offsets = [0 if tells_prompt else len(self._echo(index)) for index in range(len(self._said))]
+        self._offsets = [
+            0 if tells_prompt else len(self._echo(index)) for index in range(len(self._said))
+        ]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n]
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         echo = self._echo(index)
-        return [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
+        return (
+            [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}]
+            if echo
+            else []
+        )
 
     def pieces(self, index: int, _deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
         tokens = told(reply)
         if not (reply.text or reply.finish or tokens):
             return []
         logprobs = self._shape(index, tokens).model_dump() if tokens else None
-        return [{"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish}]
+        return [
+            {
+                "index": index,
+                "text": reply.text,
+                "logprobs": logprobs,
+                "finish_reason": reply.finish,
+            }
+        ]
 
     def _shape(self, index: int, logprobs: list[TextLogprobs]) -> CompletionLogprobs:
         """Of the next tokens of a choice."""
@@ -268,8 +306,8 @@ class CompletionAnswer(_ChoicesAnswer):
         self._offsets[index] = ends[-1]
         return CompletionLogprobs(
             tokens=[token.text for token in logprobs],
-            token_logprobs=[token.own for token in logprobs],
-            top_logprobs=[None if token.own is None else dict(token.top) for token in logprobs],
+            token_logprobs=[token.logprob for token in logprobs],
+            top_logprobs=[None if token.logprob is None else dict(token.top) for token in logprobs],
             text_offset=ends[:-1],
         )
 
@@ -283,7 +321,9 @@ class CompletionAnswer(_ChoicesAnswer):
             )
             for index in range(len(self._said))
         ]
-        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
+        return Completion(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
+        )
 
 
 def told(reply: UserReply) -> list[TextLogprobs]:
@@ -293,10 +333,13 @@ def told(reply: UserReply) -> list[TextLogprobs]:
 
 def _message(said: Transcript) -> AssistantMessage:
     calls = [
-        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments)) for call in said.calls
+        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in said.calls
     ]
     content = None if calls and not said.content else said.content
-    return AssistantMessage(content=content, reasoning_content=said.reasoning or None, tool_calls=calls or None)
+    return AssistantMessage(
+        content=content, reasoning_content=said.reasoning or None, tool_calls=calls or None
+    )
 
 
 def _shape_delta(delta: Delta) -> dict[str, Any]:
@@ -307,7 +350,9 @@ def _shape_delta(delta: Delta) -> dict[str, Any]:
             return {"reasoning_content": text}
         case CallBegin(index, id, name):
             function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+            return {
+                "tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]
+            }
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
@@ -321,6 +366,10 @@ def _delta(
 def error_response(error: RequestError | EngineFailed) -> ErrorResponse:
     """OpenAI's error object for an error of ours."""
     if isinstance(error, EngineFailed):
-        return ErrorResponse(error=ErrorBody(message=str(error), type="server_error", code="engine_failed"))
+        return ErrorResponse(
+            error=ErrorBody(message=str(error), type="server_error", code="engine_failed")
+        )
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    return ErrorResponse(error=ErrorBody(message=str(error), type=kind, param=error.param, code=error.code))
+    return ErrorResponse(
+        error=ErrorBody(message=str(error), type=kind, param=error.param, code=error.code)
+    )

@@ -35,7 +35,14 @@ from minisgl.server.frontend import Frontend, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
-from minisgl.server.objects import ChatCompletion, Completion, ErrorBody, ErrorResponse, ModelCard, ModelList
+from minisgl.server.objects import (
+    ChatCompletion,
+    Completion,
+    ErrorBody,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+)
 from minisgl.server.openapi import ERRORS, STREAMS, WITH_KEY, DocumentedApp
 from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.response_objects import ResponseObject
@@ -98,7 +105,9 @@ def create_app(
     app = DocumentedApp(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
     app.state.model = model
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)  # the last to be added is the first to see a request
+    app.add_middleware(
+        BodyLimit, max_bytes=max_body_bytes
+    )  # the last to be added is the first to see a request
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys, metrics=frontend.metrics)
     if cors_origins:  # before the keys: a browser asks without one whether it may send one
@@ -132,9 +141,15 @@ def create_app(
     post("/generate", generate, response_model=Generated, responses=STREAMS)
     whole = {"model": ResponseObject, **STREAMS[200]}  # told, not checked at each answer
     post("/v1/responses", responses, response_model=None, responses={**STREAMS, 200: whole})
-    none_stored: dict[str, Any] = {"status_code": 404, "response_model": ErrorResponse, "responses": ERRORS}
+    none_stored: dict[str, Any] = {
+        "status_code": 404,
+        "response_model": ErrorResponse,
+        "responses": ERRORS,
+    }
     for method in ("GET", "DELETE"):
-        router.add_api_route("/v1/responses/{name}", stored_response, methods=[method], **none_stored)
+        router.add_api_route(
+            "/v1/responses/{name}", stored_response, methods=[method], **none_stored
+        )
     post("/tokenize", tokenize, responses=ERRORS)
     post("/detokenize", detokenize, responses=ERRORS)
     app.include_router(router, **(WITH_KEY if api_keys else {}))
@@ -180,29 +195,49 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
     return model.card
 
 
-async def chat_completions(body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(
-        body, request, frontend, model, lambda prompts, _: ChatAnswer(model.name, body, prompts, model.dialect)
-    )
-
-
-async def completions(body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    model.check_name(body.model)
-    with _naming(body.field_of):
-        echoes = await _unless_disconnected(request, frontend.texts(body.prompts())) if body.echo else None
-
-    return await _answer(
-        body, request, frontend, model, lambda prompts, _: CompletionAnswer(model.name, body, prompts, echoes)
-    )
-
-
-async def responses(body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
+async def chat_completions(
+    body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
     return await _answer(
         body,
         request,
         frontend,
         model,
-        lambda prompts, sampling: ResponsesAnswer(model.name, body, prompts, sampling, model.dialect),
+        lambda prompts, _: ChatAnswer(model.name, body, prompts, model.dialect),
+    )
+
+
+async def completions(
+    body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    model.check_name(body.model)
+    with _naming(body.field_of):
+        echoes = (
+            await _unless_disconnected(request, frontend.texts(body.prompts()))
+            if body.echo
+            else None
+        )
+
+    return await _answer(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: CompletionAnswer(model.name, body, prompts, echoes),
+    )
+
+
+async def responses(
+    body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    return await _answer(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, sampling: ResponsesAnswer(
+            model.name, body, prompts, sampling, model.dialect
+        ),
     )
 
 
@@ -210,25 +245,38 @@ async def stored_response(name: str) -> None:
     raise ResponseNotFound(name)
 
 
-async def generate(body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Any:
-    return await _answer(body, request, frontend, model, lambda prompts, _: GenerateAnswer(model.name, body, prompts))
+async def generate(
+    body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    return await _answer(
+        body, request, frontend, model, lambda prompts, _: GenerateAnswer(model.name, body, prompts)
+    )
 
 
-async def embeddings(body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> EmbeddingList:
+async def embeddings(
+    body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> EmbeddingList:
     model.check_name(body.model)
     body.check_dimensions(model.width)
-    with _naming(lambda param: param or "input"), closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation:
+    with (
+        _naming(lambda param: param or "input"),
+        closing(frontend.submit(body.prompts(), ONLY_EMBED)) as generation,
+    ):
         return EmbeddingList.of(body, await _unless_disconnected(request, generation.collect()))
 
 
-async def tokenize(body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Tokenized:
+async def tokenize(
+    body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Tokenized:
     model.check_name(body.model)
     encoding = frontend.encode(body.content(), add_special_tokens=body.add_special_tokens)
     tokens = await _unless_disconnected(request, encoding)
     return Tokenized(tokens=tokens, count=len(tokens), max_model_len=model.max_seq_len)
 
 
-async def detokenize(body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep) -> Detokenized:
+async def detokenize(
+    body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Detokenized:
     model.check_name(body.model)
     with _naming(lambda param: param or "tokens"):
         return Detokenized(prompt=await _unless_disconnected(request, frontend.decode(body.tokens)))
@@ -275,7 +323,9 @@ class _EventStream(StreamingResponse):
 
     def __init__(self, answer: Answer, generation: Generation, metrics: Metrics) -> None:
         events = answer.events(generation)
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self._generation = generation
         self._metrics = metrics
 
@@ -318,7 +368,9 @@ def _respond(request: Request, status: int, content: ErrorResponse) -> Response:
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineFailed)
-    return _respond(request, 503 if isinstance(error, EngineFailed) else error.status, error_response(error))
+    return _respond(
+        request, 503 if isinstance(error, EngineFailed) else error.status, error_response(error)
+    )
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
@@ -329,7 +381,9 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     param = ".".join(path) or None
     said = str(fault["msg"]).removeprefix("Value error, ")
     message = f"{param}: {said}" if param else said
-    body = ErrorBody(message=message, type="invalid_request_error", param=param, code=str(fault["type"]))
+    body = ErrorBody(
+        message=message, type="invalid_request_error", param=param, code=str(fault["type"])
+    )
     return _respond(request, 400, ErrorResponse(error=body))
 
 

@@ -27,18 +27,26 @@ class ServerConfig(SchedulerConfig):
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
     shell: bool = option(False, "chat in this terminal, beside the server")
-    served_model_name: str | None = option(None, "the model's name in the API; auto: what --model says")
+    served_model_name: str | None = option(
+        None, "the model's name in the API; auto: what --model says"
+    )
     num_tokenizer: int = option(1, "tokenizer processes; with 0 the detokenizer also tokenizes")
     api_key: tuple[str, ...] = option(
-        (), "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY", secret=True
+        (),
+        "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY",
+        secret=True,
     )
     tool_call_parser: str | None = option(
         None, "how the model calls tools; auto: as its chat template says", TOOL_CALL_PARSERS
     )
     reasoning_parser: str | None = option(
-        None, "how the model marks its thoughts, to tell them from content; auto: not at all", REASONING_PARSERS
+        None,
+        "how the model marks its thoughts, to tell them from content; auto: not at all",
+        REASONING_PARSERS,
     )
-    cors_origins: tuple[str, ...] = option((), "origins whose pages may call this server, with commas; * is all")
+    cors_origins: tuple[str, ...] = option(
+        (), "origins whose pages may call this server, with commas; * is all"
+    )
     max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
@@ -57,7 +65,9 @@ class ServerConfig(SchedulerConfig):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
         for origin in self.cors_origins:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-                raise ConfigError(f"--cors-origins must be * or like https://example.org:8080, got {origin!r}")
+                raise ConfigError(
+                    f"--cors-origins must be * or like https://example.org:8080, got {origin!r}"
+                )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,7 +91,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
     """
     given = vars(make_parser().parse_args(argv))
     given["api_key"] += _several(text) if (text := env.api_keys()) is not None else ()
-    values: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in given.items()}
+    values: dict[str, Any] = {
+        name: tuple(it) if isinstance(it, list) else it for name, it in given.items()
+    }
     return ServerConfig(**values)
 
 
@@ -90,11 +102,21 @@ def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: objec
     words: dict[object, object] = {None: "auto", (): "none"}
     help_text = f"{entry.metadata['help']} (default: {words.get(entry.default, entry.default)})"
     if plain is tuple:
-        parser.add_argument(flag(entry.name), action="extend", type=_several, default=[], help=help_text, metavar="A,B")
+        parser.add_argument(
+            flag(entry.name),
+            action="extend",
+            type=_several,
+            default=[],
+            help=help_text,
+            metavar="A,B",
+        )
         return
     if plain is bool:
         parser.add_argument(
-            flag(entry.name), action=argparse.BooleanOptionalAction, default=entry.default, help=help_text
+            flag(entry.name),
+            action=argparse.BooleanOptionalAction,
+            default=entry.default,
+            help=help_text,
         )
         return
     parser.add_argument(

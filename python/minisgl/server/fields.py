@@ -60,7 +60,11 @@ def shallow(value: T) -> T:
     for _ in range(MAX_DEPTH + 1):
         if any(isinstance(it, str) and "\0" in it for it in level):
             raise ValueError("a text in it has a null character")
-        lists = [[*it, *it.values()] if isinstance(it, dict) else it for it in level if isinstance(it, dict | list)]
+        lists = [
+            [*it, *it.values()] if isinstance(it, dict) else it
+            for it in level
+            if isinstance(it, dict | list)
+        ]
         level = [child for children in lists for child in children]
     if level:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
@@ -80,7 +84,9 @@ class Only:
         self._neutral = (*neutral, None)
 
     def _check(self, value: Any) -> Any:
-        if any(type(value) is type(it) and value == it for it in self._neutral):  # True is not 1 here
+        if any(
+            type(value) is type(it) and value == it for it in self._neutral
+        ):  # True is not 1 here
             return value
         neutral = " or ".join(map(json.dumps, self._neutral))
         message = "it is not supported; leave it out or send {neutral}"
@@ -114,7 +120,9 @@ def path_of(fault: dict[str, Any], body: Any) -> list[str]:
     path = []
     *parts, last = fault["loc"][1:] or [None]
     for part in [*parts, last]:
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body))):
+        if (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and part in range(len(body))
+        ):
             path.append(str(part))
             body = body[part]
     return [*path, last] if fault["type"] == "missing" and last else path

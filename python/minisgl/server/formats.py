@@ -23,7 +23,9 @@ def _spelled(schema: Any) -> Any:
         raise ValueError(f"the text is not JSON: {error}") from None
 
 
-SchemaOrText = Annotated[Schema, BeforeValidator(_spelled, json_schema_input_type=str | dict[str, Any])]
+SchemaOrText = Annotated[
+    Schema, BeforeValidator(_spelled, json_schema_input_type=str | dict[str, Any])
+]
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
 
 
@@ -75,7 +77,9 @@ def schema_grammar(schema: dict[str, Any]) -> Grammar:
 
 def choice_grammar(choices: list[str]) -> Grammar:
     """Of one of several texts."""
-    return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return Grammar(
+        "lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    )
 
 
 class Guided(Strict):
@@ -84,7 +88,9 @@ class Guided(Strict):
     guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
-    guided_grammar: ShortText | None = None  # more of Lark may take seconds to compile, and others would wait
+    guided_grammar: ShortText | None = (
+        None  # more of Lark may take seconds to compile, and others would wait
+    )
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match.
@@ -94,14 +100,22 @@ class Guided(Strict):
         """
         asked = {name: grammar for name, grammar in self._grammars().items() if grammar}
         if len(asked) > 1:
-            raise InvalidRequest("an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1])
+            raise InvalidRequest(
+                "an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1]
+            )
         return next(iter(asked.values()), None)
 
     def _grammars(self) -> dict[str, Grammar | None]:
         """By the field that may ask for one."""
         return {
             "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
-            "guided_regex": None if self.guided_regex is None else Grammar("regex", self.guided_regex),
-            "guided_choice": None if self.guided_choice is None else choice_grammar(self.guided_choice),
-            "guided_grammar": None if self.guided_grammar is None else Grammar("lark", self.guided_grammar),
+            "guided_regex": None
+            if self.guided_regex is None
+            else Grammar("regex", self.guided_regex),
+            "guided_choice": None
+            if self.guided_choice is None
+            else choice_grammar(self.guided_choice),
+            "guided_grammar": None
+            if self.guided_grammar is None
+            else Grammar("lark", self.guided_grammar),
         }

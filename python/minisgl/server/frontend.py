@@ -152,7 +152,9 @@ class Frontend:
         if self.num_open + num_requests > self._max_open:
             raise QueueFull(self.num_open, self._max_open)
 
-    async def encode(self, prompt: str | Conversation, *, add_special_tokens: bool | None = None) -> list[int]:
+    async def encode(
+        self, prompt: str | Conversation, *, add_special_tokens: bool | None = None
+    ) -> list[int]:
         """The tokens of a text or a conversation; see `EncodeMsg`.
 
         Raises:
@@ -174,8 +176,15 @@ class Frontend:
 
     async def texts(self, prompts: list[Prompt]) -> list[str]:
         """What prompts of texts or ids say; raises as `decode` does."""
-        ids = {i: unpack_ids(prompt.raw).tolist() for i, prompt in enumerate(prompts) if isinstance(prompt, TokenIds)}
-        return [await self.decode(ids[i]) if i in ids else str(prompt) for i, prompt in enumerate(prompts)]
+        ids = {
+            i: unpack_ids(prompt.raw).tolist()
+            for i, prompt in enumerate(prompts)
+            if isinstance(prompt, TokenIds)
+        }
+        return [
+            await self.decode(ids[i]) if i in ids else str(prompt)
+            for i, prompt in enumerate(prompts)
+        ]
 
     async def _ask(self, question: Callable[[int], EncodeMsg | DecodeMsg]) -> CodecReply:
         """Ask a tokenizer. Who stops waiting leaves nothing behind."""

@@ -51,7 +51,9 @@ def _run(config: ServerConfig) -> int:
     with _interruptible(), _listen(config) as listener, private_folder() as ipc:
         addresses = Addresses(ipc, config.num_tokenizer)
         with Supervisor(config.log_level) as supervisor:
-            _start_workers(supervisor, config, addresses, config.max_seq_len or model_config.max_position)
+            _start_workers(
+                supervisor, config, addresses, config.max_seq_len or model_config.max_position
+            )
             from minisgl.server.serve import serve, served_model  # here: while the workers start
 
             reports = supervisor.wait_ready(config.start_timeout_s)
@@ -69,7 +71,9 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --port") from None
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; see --port"
+        ) from None
     return listener
 
 
@@ -77,7 +81,9 @@ def _accept_connections(listener: socket.socket) -> None:
     try:
         listener.listen(_BACKLOG)
     except OSError as error:  # another server took the port while this one was loading
-        raise ConfigError(f"cannot listen on {listener.getsockname()}: {error.strerror}; see --port") from None
+        raise ConfigError(
+            f"cannot listen on {listener.getsockname()}: {error.strerror}; see --port"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -90,11 +96,22 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _start_workers(supervisor: Supervisor, config: ServerConfig, addresses: Addresses, max_seq_len: int) -> None:
+def _start_workers(
+    supervisor: Supervisor, config: ServerConfig, addresses: Addresses, max_seq_len: int
+) -> None:
     assert config.model
     for rank in range(config.tp):
-        supervisor.start(f"scheduler-{rank}", "minisgl.scheduler:scheduler_worker", config, rank, addresses)
+        supervisor.start(
+            f"scheduler-{rank}", "minisgl.scheduler:scheduler_worker", config, rank, addresses
+        )
     inboxes = {"detokenizer": addresses.detokenizer}
     inboxes |= {f"tokenizer-{i}": addresses.tokenizers[i] for i in range(config.num_tokenizer)}
     for name, inbox in inboxes.items():
-        supervisor.start(name, "minisgl.tokenizer:tokenize_worker", Path(config.model), max_seq_len, inbox, addresses)
+        supervisor.start(
+            name,
+            "minisgl.tokenizer:tokenize_worker",
+            Path(config.model),
+            max_seq_len,
+            inbox,
+            addresses,
+        )

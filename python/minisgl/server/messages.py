@@ -32,14 +32,20 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, turn: Any) -> Any:
-        return {name: value for name, value in turn.items() if value is not None} if isinstance(turn, dict) else turn
+        return (
+            {name: value for name, value in turn.items() if value is not None}
+            if isinstance(turn, dict)
+            else turn
+        )
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("there is no content")
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
-            raise ValueError(f"only an assistant has tool_calls and reasoning_content, not a {self.role}")
+            raise ValueError(
+                f"only an assistant has tool_calls and reasoning_content, not a {self.role}"
+            )
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("a tool, and nobody else, has a tool_call_id")
         return self
@@ -55,4 +61,8 @@ class Message(Strict):
             "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
         }
-        return {"role": role, "content": text, **{key: it for key, it in others.items() if it is not None}}
+        return {
+            "role": role,
+            "content": text,
+            **{key: it for key, it in others.items() if it is not None},
+        }

@@ -26,23 +26,37 @@ class Metrics:
         counter = partial(Counter, namespace="minisgl", registry=self._registry)
         gauge = partial(Gauge, namespace="minisgl", registry=self._registry)
         histogram = partial(Histogram, namespace="minisgl", registry=self._registry)
-        self._requests = counter("http_requests_total", "HTTP requests by route and status", ["route", "status"])
+        self._requests = counter(
+            "http_requests_total", "HTTP requests by route and status", ["route", "status"]
+        )
         self._errors = counter("errors_total", "Errors answered, by their code", ["code"])
         self.aborts = counter("aborts_total", "Prompts whose reader went away before the end")
         self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts that were computed")
-        self.cached_tokens = counter("cached_prompt_tokens_total", "Those of them that came from the prefix cache")
+        self.cached_tokens = counter(
+            "cached_prompt_tokens_total", "Those of them that came from the prefix cache"
+        )
         self.output_tokens = counter("output_tokens_total", "Tokens of answers")
         self.to_first = histogram(
-            "time_to_first_token_seconds", "From a prompt's arrival to its first token", buckets=_TO_FIRST_S
+            "time_to_first_token_seconds",
+            "From a prompt's arrival to its first token",
+            buckets=_TO_FIRST_S,
         )
-        self.between = histogram("inter_token_latency_seconds", "From a token to the next", buckets=_BETWEEN_S)
+        self.between = histogram(
+            "inter_token_latency_seconds", "From a token to the next", buckets=_BETWEEN_S
+        )
         self.whole = histogram(
-            "request_duration_seconds", "From a prompt's arrival to the end of its answer", buckets=_WHOLE_S
+            "request_duration_seconds",
+            "From a prompt's arrival to the end of its answer",
+            buckets=_WHOLE_S,
         )
         self._running = gauge("requests_running", "Prompts that hold pages of the KV cache")
         self._waiting = gauge("requests_waiting", "Prompts that wait for pages")
-        self._used = gauge("kv_pages_used_ratio", "Share of KV pages that are held: neither free nor evictable")
-        self._retractions = counter("retractions_total", "Times that a prompt lost its pages to others")
+        self._used = gauge(
+            "kv_pages_used_ratio", "Share of KV pages that are held: neither free nor evictable"
+        )
+        self._retractions = counter(
+            "retractions_total", "Times that a prompt lost its pages to others"
+        )
         self._num_retractions = 0
 
     def count_request(self, route: str, status: int) -> None:

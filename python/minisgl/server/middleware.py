@@ -58,7 +58,11 @@ class ApiKey:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in _OPEN_PATHS or self._is_allowed(Headers(scope=scope)):
+        if (
+            scope["type"] == "lifespan"
+            or scope["path"] in _OPEN_PATHS
+            or self._is_allowed(Headers(scope=scope))
+        ):
             await self._app(scope, receive, send)
             return
         error = InvalidApiKey()
@@ -94,7 +98,9 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the body is larger than the limit of {self._max_bytes} bytes")
+                raise HTTPException(
+                    413, f"the body is larger than the limit of {self._max_bytes} bytes"
+                )
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)

@@ -43,7 +43,7 @@ class TokenLogprob(Answered):
 
     @classmethod
     def of(cls, token: TextLogprobs) -> TokenLogprob:
-        return cls(token=token.text, logprob=token.own, top=token.top)
+        return cls(token=token.text, logprob=token.logprob, top=token.top)
 
 
 def _shape(logprobs: list[TextLogprobs]) -> list[TokenLogprob]:
@@ -71,7 +71,9 @@ class GenerateAnswer(Answer):
             return []
         piece: dict[str, Any] = {"text": reply.text, "finish_reason": reply.finish}
         if reply.prompt_logprobs:
-            piece["prompt_logprobs"] = [token.model_dump() for token in _shape(reply.prompt_logprobs)]
+            piece["prompt_logprobs"] = [
+                token.model_dump() for token in _shape(reply.prompt_logprobs)
+            ]
         if reply.logprobs:
             piece["logprobs"] = [TokenLogprob.of(reply.logprobs).model_dump()]
         if reply.finish:

@@ -66,7 +66,9 @@ class Likely(Answered):
     @classmethod
     def of(cls, text: str, logprob: float | None) -> Self:
         assert logprob is not None  # only a prompt's first token has none
-        return cls(token=text, logprob=logprob, bytes=None if "\ufffd" in text else list(text.encode()))
+        return cls(
+            token=text, logprob=logprob, bytes=None if "\ufffd" in text else list(text.encode())
+        )
 
 
 class ChatLogprob(Likely):

@@ -15,7 +15,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 STREAMS = {**ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 WITH_KEY: dict[str, Any] = {
-    "dependencies": [Depends(HTTPBearer(auto_error=False))],  # only said here: `ApiKey` has looked before
+    "dependencies": [
+        Depends(HTTPBearer(auto_error=False))
+    ],  # only said here: `ApiKey` has looked before
     "responses": {401: {"model": ErrorResponse}},
 }
 

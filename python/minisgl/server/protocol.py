@@ -20,7 +20,16 @@ from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
 from minisgl.server.dialect import Dialect
 from minisgl.server.dialect.tools import MAX_TOOLS, Function, NamedTool, Tool, ToolUse
-from minisgl.server.fields import Limit, OfStream, Only, Schema, Strict, TokenId, TopLogprobs, ValidText
+from minisgl.server.fields import (
+    Limit,
+    OfStream,
+    Only,
+    Schema,
+    Strict,
+    TokenId,
+    TopLogprobs,
+    ValidText,
+)
 from minisgl.server.formats import Guided, ResponseFormat
 from minisgl.server.messages import Message, TextPart
 
@@ -97,11 +106,15 @@ class GenerationRequest(Guided):
             "max_tokens": self.limit,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "logit_bias": {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "logit_bias": {
+                _token_id(token): bias for token, bias in (self.logit_bias or {}).items()
+            },
             "logprobs": self.num_logprobs,
             "grammar": self.grammar(),
         }
-        chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
+        chosen: dict[str, Any] = defaults | {
+            name: value for name, value in given.items() if value is not None
+        }
         return SamplingParams(**chosen)
 
     def constrain(self, sampling: SamplingParams, _dialect: Dialect) -> SamplingParams:
@@ -155,7 +168,9 @@ def _at_least_one(limit: int | None) -> int | None:
 
 def _token_id(text: str) -> int:
     if not re.fullmatch("0|[1-9][0-9]{0,9}", text):
-        raise InvalidRequest(f"logit_bias maps token ids in decimal digits, got {text[:40]!r}", param="logit_bias")
+        raise InvalidRequest(
+            f"logit_bias maps token ids in decimal digits, got {text[:40]!r}", param="logit_bias"
+        )
     return int(text)
 
 
@@ -214,7 +229,12 @@ class ConversationRequest(GenerationRequest):
         """
         choice: Any = self.tool_choice or "auto"
         named = None if isinstance(choice, str) else choice.name
-        return ToolUse(self.offered, "required" if named else choice, named, self.parallel_tool_calls is not False)
+        return ToolUse(
+            self.offered,
+            "required" if named else choice,
+            named,
+            self.parallel_tool_calls is not False,
+        )
 
     @property
     def thinks(self) -> bool:
@@ -261,7 +281,11 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
         given = {name: value for name, value in options.items() if value is not None}
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
-        return [Conversation(messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+        return [
+            Conversation(
+                messages, given, self.chat_template_kwargs or {}, self.tool_use.for_template()
+            )
+        ]
 
     @property
     def offered(self) -> list[Function]:
@@ -279,7 +303,9 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
 
     @property
     def limit(self) -> int | None:
-        return _at_least_one(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
+        return _at_least_one(
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
 
 
 class CompletionRequest(ChoicesRequest):

@@ -99,7 +99,9 @@ class CallItem(_Item):
 
     def add_to(self, messages: list[ChatMessage]) -> None:
         call = ToolCall(
-            id=self.call_id, type="function", function=CalledFunction(name=self.name, arguments=self.arguments)
+            id=self.call_id,
+            type="function",
+            function=CalledFunction(name=self.name, arguments=self.arguments),
         )
         _turn(messages).setdefault("tool_calls", []).append(call.for_template())
 
@@ -110,7 +112,9 @@ class CallOutputItem(_Item):
     output: Text
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)})
+        messages.append(
+            {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
+        )
 
 
 def _type_of(item: Any) -> str | None:
@@ -153,7 +157,8 @@ class ChosenFunction(_OfFunction):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[ChosenFunction, Tag("function")],
+    Annotated[Literal["none", "auto", "required"], Tag("mode")]
+    | Annotated[ChosenFunction, Tag("function")],
     Discriminator(lambda choice: "mode" if isinstance(choice, str) else "function"),
 ]
 
@@ -200,11 +205,17 @@ class ResponsesRequest(ConversationRequest):
     truncation: Annotated[Any, Only("disabled")] = None
 
     def prompts(self) -> list[Prompt]:
-        return [Conversation(self.messages(), {}, self.chat_template_kwargs or {}, self.tool_use.for_template())]
+        return [
+            Conversation(
+                self.messages(), {}, self.chat_template_kwargs or {}, self.tool_use.for_template()
+            )
+        ]
 
     def messages(self) -> list[ChatMessage]:
         """Instructions and input as a chat."""
-        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
         for item in self.input:
             item.add_to(messages)
         return messages
@@ -225,4 +236,7 @@ class ResponsesRequest(ConversationRequest):
         return (self.top_logprobs or 0) if self.include else None
 
     def _grammars(self) -> dict[str, Grammar | None]:
-        return {"text": None if self.text is None else self.text.format.grammar(), **super()._grammars()}
+        return {
+            "text": None if self.text is None else self.text.format.grammar(),
+            **super()._grammars(),
+        }

@@ -65,7 +65,7 @@ class Output:
     def note(self, token: TextLogprobs) -> None:
         """Keep a token's log probabilities for the text that comes next. Only messages have them."""
         top = [_likely(text, logprob) for text, logprob in token.top]
-        self._logprobs.append({**_likely(token.text, token.own), "top_logprobs": top})
+        self._logprobs.append({**_likely(token.text, token.logprob), "top_logprobs": top})
 
     def take(self, delta: Delta) -> list[Object]:
         match delta:
@@ -73,7 +73,9 @@ class Output:
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 return self._write(text, "message", part, role="assistant")
             case Reasoning(text):
-                return self._write(text, "reasoning", {"type": "reasoning_text", "text": ""}, summary=[])
+                return self._write(
+                    text, "reasoning", {"type": "reasoning_text", "text": ""}, summary=[]
+                )
             case CallBegin(_, id, name):
                 return self._add("function_call", call_id=id, name=name, arguments="")
             case CallArguments(_, text):
@@ -110,11 +112,19 @@ class Output:
         return [*self._complete(item), self._item_event("done")]
 
     def is_growing(self, *kinds: str) -> bool:
-        return bool(self.items) and self.items[-1]["status"] == "in_progress" and self.items[-1]["type"] in kinds
+        return (
+            bool(self.items)
+            and self.items[-1]["status"] == "in_progress"
+            and self.items[-1]["type"] in kinds
+        )
 
     def _complete(self, item: Object) -> list[Object]:
         if item["type"] == "function_call":
-            return [self._event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
+            return [
+                self._event(
+                    "function_call_arguments.done", name=item["name"], arguments=item["arguments"]
+                )
+            ]
         part = item["content"][0]
         texts = {name: part[name] for name in ("text", "logprobs") if name in part}
         done = self._event(f"{part['type']}.done", content_index=0, **texts)
@@ -127,7 +137,11 @@ class Output:
         return [*closed, deepcopy(self._item_event("added"))]
 
     def _item_event(self, what: str) -> Object:
-        return {"type": f"response.output_item.{what}", "output_index": len(self.items) - 1, "item": self.items[-1]}
+        return {
+            "type": f"response.output_item.{what}",
+            "output_index": len(self.items) - 1,
+            "item": self.items[-1],
+        }
 
     def _event(self, kind: str, **fields: Any) -> Object:
         """Of the last item."""
@@ -152,7 +166,9 @@ class ResponsesAnswer(Answer):
         dialect: Dialect,
     ) -> None:
         eager = bool(request.stream)
-        make_reader = partial(dialect.make_reader, request.tool_use, thinks=request.thinks, eager=eager)
+        make_reader = partial(
+            dialect.make_reader, request.tool_use, thinks=request.thinks, eager=eager
+        )
         super().__init__(model, request, prompts, make_reader)
         self._asked = _asked(request, sampling)
         self._output = Output(self.id.removeprefix(self.id_prefix))
@@ -176,7 +192,10 @@ class ResponsesAnswer(Answer):
 
     def head(self) -> Iterable[str]:
         response = self._response("in_progress")
-        return [self._event({"type": f"response.{kind}", "response": response}) for kind in ("created", "in_progress")]
+        return [
+            self._event({"type": f"response.{kind}", "response": response})
+            for kind in ("created", "in_progress")
+        ]
 
     def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
         return map(self._event, self._grow(index, deltas, reply))
@@ -206,8 +225,19 @@ class ResponsesAnswer(Answer):
         return self._response("incomplete", incomplete_details=details, usage=self._spent())
 
     def _response(self, status: str, **more: Any) -> Object:
-        head = {"id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model}
-        unless_told = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
+        head = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.model,
+        }
+        unless_told = {
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
         return {**head, "output": self._output.items, **self._asked, **unless_told, **more}
 
     def _spent(self) -> Object:

@@ -34,16 +34,27 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 5
 
 
-def served_model(name: str, model: ModelConfig, reports: Sequence[Report], config: ServerConfig) -> ServedModel:
+def served_model(
+    name: str, model: ModelConfig, reports: Sequence[Report], config: ServerConfig
+) -> ServedModel:
     """What the API says of a model, as its workers report. All tokenizers say the same."""
     limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
     vocabulary = next(report.vocabulary for report in reports if report.vocabulary)
-    dialect = Dialect.of(vocabulary.chat_template, vocabulary.markers, config.tool_call_parser, config.reasoning_parser)
+    dialect = Dialect.of(
+        vocabulary.chat_template,
+        vocabulary.markers,
+        config.tool_call_parser,
+        config.reasoning_parser,
+    )
     return ServedModel(name, limit, model.sampling_defaults, now(), model.width, dialect)
 
 
 def serve(
-    config: ServerConfig, model: ServedModel, addresses: Addresses, supervisor: Supervisor, listener: socket.socket
+    config: ServerConfig,
+    model: ServedModel,
+    addresses: Addresses,
+    supervisor: Supervisor,
+    listener: socket.socket,
 ) -> None:
     """Serve until told to stop.
 
@@ -64,18 +75,29 @@ async def _serve(
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(addresses.frontend, decoder(FrontendMsg))
     frontend = Frontend(queues, replies, config.max_open_requests)
     app = create_app(frontend, model, config.max_body_mb << 20, config.api_key, config.cors_origins)
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S))
+    server = _Server(
+        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S)
+    )
     reading = asyncio.create_task(frontend.run())
     serving = asyncio.create_task(server.serve([listener]))
     dying = asyncio.create_task(supervisor.watch())
     stop = asyncio.Event()
     _on_signals(stop)
-    reasons_to_end: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), dying, serving, reading]
+    reasons_to_end: list[asyncio.Task[Any]] = [
+        asyncio.create_task(stop.wait()),
+        dying,
+        serving,
+        reading,
+    ]
     if config.shell:
         sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
-        reasons_to_end.append(asyncio.create_task(run_shell(frontend, model.name, sampling, stop.set)))
+        reasons_to_end.append(
+            asyncio.create_task(run_shell(frontend, model.name, sampling, stop.set))
+        )
     host, port = listener.getsockname()[:2]
-    logger.info("%s is served at http://%s:%d/v1", model.name, f"[{host}]" if ":" in host else host, port)
+    logger.info(
+        "%s is served at http://%s:%d/v1", model.name, f"[{host}]" if ":" in host else host, port
+    )
 
     done, pending = await asyncio.wait(reasons_to_end, return_when=asyncio.FIRST_COMPLETED)
     failure = dying.result() if dying in done else None

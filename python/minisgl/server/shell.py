@@ -23,7 +23,9 @@ from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
 
 _PROMPT = "you> "
-_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\n\t")}, "\ufffd")  # they command a terminal
+_CONTROLS = dict.fromkeys(
+    {*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\n\t")}, "\ufffd"
+)  # they command a terminal
 _HELP = """Type a message and press Enter; Ctrl-C stops the answer.
   /reset   begin a new conversation
   /help    this text
@@ -116,7 +118,9 @@ class Shell:
                 if error.code != "context_length_exceeded" or len(self._turns) < 3:
                     raise
                 del self._turns[:2]
-                self._write("[the oldest turn is dropped: the conversation is longer than the context]\n")
+                self._write(
+                    "[the oldest turn is dropped: the conversation is longer than the context]\n"
+                )
             finally:
                 generation.close()
 

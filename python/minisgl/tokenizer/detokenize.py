@@ -49,7 +49,11 @@ class StopTexts:
             at, stop = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
             self.has_stopped = True
             return text[: at + len(stop) * self._include]
-        certain = len(text) if flush else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        certain = (
+            len(text)
+            if flush
+            else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        )
         self._held = text[certain:]
         return text[:certain]
 
@@ -84,7 +88,10 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Decode, decode_all: Decode | None = None, byte_ids: frozenset[int] = frozenset()
+        self,
+        decode: Decode,
+        decode_all: Decode | None = None,
+        byte_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._decode = decode
         self._decode_all = everything = decode_all or decode
@@ -102,14 +109,18 @@ class Detokenizer:
         A text that ends the answer does so here, before the scheduler knows: who calls has to abort the request then.
         None: the answer had ended so.
         """
-        answer = self._answers.get(msg.uid) or self._answers.setdefault(msg.uid, self._begin(msg.params))
+        answer = self._answers.get(msg.uid) or self._answers.setdefault(
+            msg.uid, self._begin(msg.params)
+        )
         ends = msg.finish is not None or msg.error is not None
         if ends:
             del self._answers[msg.uid]
         if answer.stops.has_stopped:
             return None
         num_output = len(answer.ids) + (msg.token is not None)
-        if msg.token is not None and msg.finish != "stop":  # the token that says stop is not part of the text
+        if (
+            msg.token is not None and msg.finish != "stop"
+        ):  # the token that says stop is not part of the text
             answer.ids.append(msg.token)
         text = answer.stops.feed(self._advance(answer, flush=ends), flush=ends)
         return UserReply(
@@ -117,11 +128,15 @@ class Detokenizer:
             text,
             finish="stop" if answer.stops.has_stopped else msg.finish,
             error=msg.error,
-            logprobs=self._text_logprobs(msg.token, msg.logprobs) if msg.token is not None and msg.logprobs else None,
+            logprobs=self._text_logprobs(msg.token, msg.logprobs)
+            if msg.token is not None and msg.logprobs
+            else None,
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
             num_output=num_output,
-            prompt_logprobs=[self._text_logprobs(token, told) for token, told in msg.prompt_logprobs or ()],
+            prompt_logprobs=[
+                self._text_logprobs(token, told) for token, told in msg.prompt_logprobs or ()
+            ],
             embedding=msg.embedding,
         )
 
@@ -135,7 +150,9 @@ class Detokenizer:
         if told is None:
             return TextLogprobs(self._text_of(token), None, [])
         return TextLogprobs(
-            self._text_of(token), told.own, [(self._text_of(other), logprob) for other, logprob in told.top]
+            self._text_of(token),
+            told.logprob,
+            [(self._text_of(other), logprob) for other, logprob in told.top],
         )
 
     def _advance(self, answer: _Answer, *, flush: bool) -> str:
@@ -158,7 +175,9 @@ class Detokenizer:
 
     def _ends_in_a_run(self, answer: _Answer, window: list[int]) -> bool:
         """Whether the last token that has any text is a byte; special tokens and unknown ids have none."""
-        visible = (token for token in reversed(window) if token in self._byte_ids or answer.decode([token]))
+        visible = (
+            token for token in reversed(window) if token in self._byte_ids or answer.decode([token])
+        )
         return next(visible, None) in self._byte_ids
 
     def _move_window(self, answer: _Answer) -> None:

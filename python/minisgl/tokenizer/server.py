@@ -50,7 +50,11 @@ class TokenizeWorker:
     """
 
     def __init__(
-        self, folder: Path, max_seq_len: int, backend: PushQueue[BackendMsg], frontend: PushQueue[FrontendMsg]
+        self,
+        folder: Path,
+        max_seq_len: int,
+        backend: PushQueue[BackendMsg],
+        frontend: PushQueue[FrontendMsg],
     ) -> None:
         self._max_seq_len = max_seq_len
         self._tokenizer = Tokenizer(folder)
@@ -93,7 +97,9 @@ class TokenizeWorker:
         for msg in batch.msgs:
             if reply := self._detokenizer.step(msg):
                 replies.append(reply)
-                if reply.is_final and not (msg.finish or msg.error):  # a stop text, which the scheduler cannot see
+                if reply.is_final and not (
+                    msg.finish or msg.error
+                ):  # a stop text, which the scheduler cannot see
                     self._backend.put(AbortBackendMsg(msg.uid))
         if replies or batch.stats:
             self._frontend.put(BatchFrontendMsg(replies, batch.stats))
@@ -108,7 +114,9 @@ class TokenizeWorker:
             return CodecReply(msg.uid, error=ReplyError.of(error))
 
 
-def tokenize_worker(ready: Ready, folder: Path, max_seq_len: int, inbox: str, addresses: Addresses) -> None:
+def tokenize_worker(
+    ready: Ready, folder: Path, max_seq_len: int, inbox: str, addresses: Addresses
+) -> None:
     """Body of a process: a tokenizer, the detokenizer, or both, as the address of its `inbox` says.
 
     Raises:

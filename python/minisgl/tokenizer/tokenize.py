@@ -17,7 +17,15 @@ from minisgl.tokenizer.detokenize import Detokenizer
 
 _RESERVED = {  # parameters of apply_chat_template that are not variables of the template
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *(
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+    ),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
 }
 
@@ -33,7 +41,9 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # here: it takes seconds, and the server need not wait for it
+        from transformers import (
+            AutoTokenizer,
+        )  # here: it takes seconds, and the server need not wait for it
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -42,7 +52,11 @@ class Tokenizer:
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
 
     def encode(
-        self, prompt: Prompt, *, add_special_tokens: bool | None = None, max_tokens: int | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool | None = None,
+        max_tokens: int | None = None,
     ) -> IntArray:
         """int32 ids of a text, a conversation, or ids as they are.
 
@@ -67,14 +81,28 @@ class Tokenizer:
         """The conversation as the model was trained to read it, open for the assistant's answer unless it says else."""
         reserved = conversation.variables.keys() & _RESERVED
         if reserved:
-            raise InvalidRequest(f"{sorted(reserved)[0]!r} is not the template's to take", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"{sorted(reserved)[0]!r} is not the template's to take",
+                param="chat_template_kwargs",
+            )
         tools = {"tools": conversation.tools} if conversation.tools else {}
-        options = {"add_generation_prompt": True, **conversation.options, **conversation.variables, **tools}
+        options = {
+            "add_generation_prompt": True,
+            **conversation.options,
+            **conversation.variables,
+            **tools,
+        }
         if not self._tokenizer.chat_template:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
         try:
-            text: str = self._tokenizer.apply_chat_template(conversation.messages, tokenize=False, **options)
-        except Exception as error:  # a template is a program; whatever it raises is about these messages
+            text: str = self._tokenizer.apply_chat_template(
+                conversation.messages, tokenize=False, **options
+            )
+        except (
+            Exception
+        ) as error:  # a template is a program; whatever it raises is about these messages
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {reason}", param="messages"
@@ -97,7 +125,9 @@ class Tokenizer:
         unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
         if unknown.size:
             raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})")
-        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return text
 
     @cached_property
@@ -113,7 +143,10 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.values()
         if any(token.lstrip or token.rstrip for token in added):
             return None
-        return shrink * max(*map(len, self._tokenizer.get_vocab()), *(len(token.content.encode()) for token in added))
+        return shrink * max(
+            *map(len, self._tokenizer.get_vocab()),
+            *(len(token.content.encode()) for token in added),
+        )
 
     @cached_property
     def vocab_size(self) -> int:
@@ -137,7 +170,9 @@ class Tokenizer:
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""
-        return Detokenizer(self.decode, partial(self.decode, skip_special_tokens=False), self.byte_ids)
+        return Detokenizer(
+            self.decode, partial(self.decode, skip_special_tokens=False), self.byte_ids
+        )
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

@@ -24,14 +24,18 @@ def detect_hardware() -> Hardware:
     import torch  # here: of those that import this file only schedulers need it
 
     if torch.cuda.is_available():
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # which no rank tries on another's GPU
+        has_bf16 = torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )  # which no rank tries on another's GPU
         return Hardware("cuda", has_bf16, torch.cuda.device_count())
     return Hardware("cpu", _cpu_has_bf16(), 0)
 
 
 def _cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bf16 in hardware; without, bf16 is slower than float32."""
-    flags = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    flags = (
+        Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    )
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 

@@ -28,7 +28,11 @@ def api_keys() -> str | None:
 def nvcc() -> str:
     """CUDA's compiler: that of CUDA_HOME, else that of the PATH, else where it is installed by default."""
     home = os.environ.get("CUDA_HOME")
-    folders = [*([f"{home}/bin"] if home else []), os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    folders = [
+        *([f"{home}/bin"] if home else []),
+        os.environ.get("PATH", os.defpath),
+        "/usr/local/cuda/bin",
+    ]
     return shutil.which("nvcc", path=os.pathsep.join(folders)) or "nvcc"
 
 

@@ -12,7 +12,9 @@ import sys
 def set_up_logging(process: str, level: str = "INFO") -> None:
     """Send this process's records to stderr under its name. Replaces an earlier call."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [{process}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s [{process}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
     root = logging.getLogger("minisgl")
     root.handlers[:] = [handler]
     root.propagate = False

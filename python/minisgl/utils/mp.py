@@ -72,7 +72,9 @@ def private_folder() -> Iterator[Path]:
     """
     with TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/tokenizer-000") > zmq.IPC_PATH_MAX_LEN:
-            raise ConfigError(f"the temporary folder {name} is too long for a socket name; set TMPDIR")
+            raise ConfigError(
+                f"the temporary folder {name} is too long for a socket name; set TMPDIR"
+            )
         yield Path(name)
 
 

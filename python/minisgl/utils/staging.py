@@ -23,7 +23,9 @@ _DTYPES = {"i": torch.int32, "f": torch.float32}
 Numbers = NDArray[np.int32] | NDArray[np.float32]
 
 
-Layout = tuple[list[slice], Tensor, list[Tensor]]  # where the arrays lie, on the device all of them, and each
+Layout = tuple[
+    list[slice], Tensor, list[Tensor]
+]  # where the arrays lie, on the device all of them, and each
 
 
 class Staging:
@@ -74,13 +76,18 @@ class Staging:
             self._grow(2 * end)
         if len(self._layouts) == _NUM_LAYOUTS:
             self._layouts.clear()
-        parts = [self._device_X[place].view(_DTYPES[char]) for place, (_, char) in zip(places, key, strict=True)]
+        parts = [
+            self._device_X[place].view(_DTYPES[char])
+            for place, (_, char) in zip(places, key, strict=True)
+        ]
         self._layouts[key] = places, self._device_X[:end], parts
         return self._layouts[key]
 
     def _grow(self, capacity: int) -> None:
         torch.cuda.synchronize(self._device)
         self._device_X = torch.zeros(capacity, dtype=torch.int32, device=self._device)
-        buffers = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PINNED)]
+        buffers = [
+            torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PINNED)
+        ]
         self._pinned = [(buffer_X, buffer_X.numpy(), torch.cuda.Event()) for buffer_X in buffers]
         self._layouts.clear()

@@ -92,12 +92,16 @@ class Supervisor:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise EngineFailed(f"{', '.join(waiting.values())} not ready after {timeout_s:.0f} s")
+                raise EngineFailed(
+                    f"{', '.join(waiting.values())} not ready after {timeout_s:.0f} s"
+                )
             for connection in ready:
                 assert isinstance(connection, Connection)
                 reports.append(self._read_report(waiting.pop(connection), connection))
             if failed := [report for report in reports if report.failure is not None]:
-                cause = max(failed, key=lambda report: report.is_users_fault)  # others may fail in consequence
+                cause = max(
+                    failed, key=lambda report: report.is_users_fault
+                )  # others may fail in consequence
                 raise (ConfigError if cause.is_users_fault else EngineFailed)(cause.failure)
         return reports
 
@@ -130,17 +134,24 @@ class Supervisor:
         process.join(_EXIT_PATIENCE_S)
         try:
             last_words = (
-                msgspec.json.decode(connection.recv_bytes(), type=Report).failure if connection.poll() else None
+                msgspec.json.decode(connection.recv_bytes(), type=Report).failure
+                if connection.poll()
+                else None
             )
         except EOFError:
             last_words = None
-        return f"{name} died with exit code {process.exitcode}" + (f": {last_words}" if last_words else "")
+        return f"{name} died with exit code {process.exitcode}" + (
+            f": {last_words}" if last_words else ""
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop(patiently=kind is None)
 
@@ -185,7 +196,11 @@ def _run_worker(
             logger.debug("%s", traceback.format_exc())
         else:
             logger.exception("%s fails", name)
-        reason = str(error) if isinstance(error, MiniSGLError) else f"{name}: {type(error).__name__}: {error}"
+        reason = (
+            str(error)
+            if isinstance(error, MiniSGLError)
+            else f"{name}: {type(error).__name__}: {error}"
+        )
         report(Report(failure=reason, is_users_fault=isinstance(error, ConfigError)))
         connection.close()
         os._exit(1)

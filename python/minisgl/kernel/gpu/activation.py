@@ -10,7 +10,9 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
 
 @triton.jit
-def _silu_and_mul(gate, up, y, stride_gate, stride_up, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul(
+    gate, up, y, stride_gate, stride_up, width, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < width
@@ -24,5 +26,12 @@ def silu_and_mul(gate_TF: Tensor, up_TF: Tensor, y_TF: Tensor) -> None:
     tokens, width = gate_TF.shape
     if tokens:
         _silu_and_mul[(tokens, triton.cdiv(width, 1024))](
-            gate_TF, up_TF, y_TF, gate_TF.stride(0), up_TF.stride(0), width, BLOCK=1024, **pdl(gate_TF)
+            gate_TF,
+            up_TF,
+            y_TF,
+            gate_TF.stride(0),
+            up_TF.stride(0),
+            width,
+            BLOCK=1024,
+            **pdl(gate_TF),
         )

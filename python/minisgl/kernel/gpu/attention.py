@@ -146,22 +146,24 @@ def attend_decode(
     width_2 = max(16, triton.next_power_of_2(width))
     num_own = _num_parts(batch_size * num_kv_heads)
     num_tiles = triton.cdiv(batch_size * group, _ROWS)
-    num_shared = 0 if shared_1 is None else _num_parts(num_tiles * num_kv_heads)
-    num_parts = num_shared + num_own
-    o_part = torch.empty(batch_size * num_heads * num_parts, width, dtype=torch.float32, device=device)
+    num_shared_tokens = 0 if shared_1 is None else _num_parts(num_tiles * num_kv_heads)
+    num_parts = num_shared_tokens + num_own
+    o_part = torch.empty(
+        batch_size * num_heads * num_parts, width, dtype=torch.float32, device=device
+    )
     top_part, sum_part = torch.empty(2, batch_size * num_heads * num_parts, device=device).unbind()
     outputs = (o_part, top_part, sum_part, 1.0 / math.sqrt(width))
     pool_strides = (k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1))
     strides = (q_TNH.stride(0), *pool_strides, page_table_RP.stride(0), page_size, num_parts)
     sizes = {"GROUP": group, "WIDTH": width, "WIDTH_2": width_2, **pdl(q_TNH)}
     if shared_1 is not None:
-        _attend_shared[(num_tiles, num_kv_heads, num_shared)](
-            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1, *outputs, *strides, num_shared, num_heads, batch_size,
+        _attend_shared[(num_tiles, num_kv_heads, num_shared_tokens)](
+            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1, *outputs, *strides, num_shared_tokens, num_heads, batch_size,
             ROWS=_ROWS, BLOCK=_SHARED_BLOCK, **sizes,
         )  # fmt: skip
     _attend_own[(batch_size, num_kv_heads, num_own)](
         q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B, row_B if shared_1 is None else shared_1,
-        *outputs, *strides, num_shared, num_heads,
+        *outputs, *strides, num_shared_tokens, num_heads,
         HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, HAS_SHARED=shared_1 is not None, **sizes,
     )  # fmt: skip
     _join_parts[(batch_size, num_heads)](

@@ -39,13 +39,17 @@ def _route(
     t = tl.program_id(0).to(tl.int64)
     a, e = tl.arange(0, EACH_2), tl.arange(0, EXPERTS_2)
     wait_for_inputs(PDL)
-    left = tl.load(logits + t * stride_logits + e, mask=e < num_experts, other=-float("inf")).to(tl.float32)
+    left = tl.load(logits + t * stride_logits + e, mask=e < num_experts, other=-float("inf")).to(
+        tl.float32
+    )
     top = tl.max(left, axis=0)
     total = tl.sum(tl.exp(left - top), axis=0)
     chosen, value = tl.zeros((EACH_2,), tl.int32), tl.zeros((EACH_2,), tl.float32)
     for n in range(EACH):
         highest = tl.max(left, axis=0)
-        best = tl.min(tl.where(left == highest, e, num_experts - 1), axis=0)  # NaN is no best: an expert all the same
+        best = tl.min(
+            tl.where(left == highest, e, num_experts - 1), axis=0
+        )  # NaN is no best: an expert all the same
         chosen = tl.where(a == n, best, chosen)
         value = tl.where(a == n, tl.exp(highest - top), value)
         left = tl.where(e == best, -float("inf"), left)
@@ -177,7 +181,12 @@ def _add_up(y, scale, total, width, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def moe(
-    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor, y_TD: Tensor
+    x_TD: Tensor,
+    gate_up_EXD: Tensor,
+    down_EDF: Tensor,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    y_TD: Tensor,
 ) -> None:
     h_PF = x_TD.new_empty(expert_TA.numel(), down_EDF.shape[2])
     if len(x_TD) <= _FEW:
@@ -212,7 +221,14 @@ def _few_tokens(
 
 
 def _multiply_all(
-    x: Tensor, weight: Tensor, pair_EP: Tensor, count_E: Tensor, y: Tensor, *, each: int, is_gated: bool
+    x: Tensor,
+    weight: Tensor,
+    pair_EP: Tensor,
+    count_E: Tensor,
+    y: Tensor,
+    *,
+    each: int,
+    is_gated: bool,
 ) -> None:
     num_experts, num_rows, inputs = weight.shape
     num_pairs = pair_EP.shape[1]

@@ -34,5 +34,12 @@ def _mask_logits(
 def mask_logits(logits_BV: Tensor, mask_B: Tensor, bits_XW: Tensor) -> None:
     num_rows, vocab_size = logits_BV.shape
     _mask_logits[(num_rows, triton.cdiv(vocab_size, 32 * _WORDS))](
-        logits_BV, mask_B, bits_XW, logits_BV.stride(0), bits_XW.stride(0), vocab_size, WORDS=_WORDS, **pdl(logits_BV)
+        logits_BV,
+        mask_B,
+        bits_XW,
+        logits_BV.stride(0),
+        bits_XW.stride(0),
+        vocab_size,
+        WORDS=_WORDS,
+        **pdl(logits_BV),
     )

@@ -11,7 +11,16 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, y, stride_x, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x,
+    residual,
+    weight,
+    y,
+    stride_x,
+    width,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -28,7 +37,9 @@ def _rms_norm(
     tl.store(y + row * width + i, (value * rms * scale).to(y.dtype.element_ty), mask=mask)
 
 
-def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, y_TD: Tensor) -> None:
+def _launch(
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, y_TD: Tensor
+) -> None:
     tokens, width = x_TD.shape
     if tokens == 0:
         return
@@ -44,5 +55,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor) -> None:
     _launch(x_TD, None, weight_D, eps, y_TD)
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor) -> None:
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor
+) -> None:
     _launch(x_TD, residual_TD, weight_D, eps, y_TD)

@@ -30,14 +30,22 @@ def _rotate_and_store(
     b = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         dtype = qkv.dtype.element_ty
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
-        wa = tl.where(is_q, tl.load(q_weight + i, mask=inside), tl.load(k_weight + i, mask=inside)).to(tl.float32)
-        wb = tl.where(is_q, tl.load(q_weight + HALF + i, mask=inside), tl.load(k_weight + HALF + i, mask=inside)).to(
-            tl.float32
-        )
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[
+            :, None
+        ]
+        wa = tl.where(
+            is_q, tl.load(q_weight + i, mask=inside), tl.load(k_weight + i, mask=inside)
+        ).to(tl.float32)
+        wb = tl.where(
+            is_q,
+            tl.load(q_weight + HALF + i, mask=inside),
+            tl.load(k_weight + HALF + i, mask=inside),
+        ).to(tl.float32)
         a = tl.where(is_v, a, (a * scale * wa).to(dtype).to(tl.float32))
         b = tl.where(is_v, b, (b * scale * wb).to(dtype).to(tl.float32))
-    angle = tl.load(position + t) * (2 * HALF) + HALF + i  # the second half of a row holds cos and +sin
+    angle = (
+        tl.load(position + t) * (2 * HALF) + HALF + i
+    )  # the second half of a row holds cos and +sin
     c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     first = (a * c - b * s).to(qkv.dtype.element_ty)

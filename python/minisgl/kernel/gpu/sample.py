@@ -47,7 +47,9 @@ def _best_of_part(
     top, top_id = -float("inf"), 2147483647
     for block in range(part * blocks_of_part, (part + 1) * blocks_of_part):
         i = block * BLOCK + tl.arange(0, BLOCK)
-        score = tl.load(logits + b * stride_logits + i, mask=i < vocab_size, other=-float("inf")).to(tl.float32)
+        score = tl.load(
+            logits + b * stride_logits + i, mask=i < vocab_size, other=-float("inf")
+        ).to(tl.float32)
         score = tl.where(score >= border, score, -float("inf"))
         most = tl.max(score, axis=0)
         may_win = most + t * 16.7 > top
@@ -66,7 +68,9 @@ def _best_of_part(
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _best_of_all(best, token, output, num_parts, vocab_size, PARTS: tl.constexpr, PDL: tl.constexpr):
+def _best_of_all(
+    best, token, output, num_parts, vocab_size, PARTS: tl.constexpr, PDL: tl.constexpr
+):
     b = tl.program_id(0)
     i = tl.arange(0, PARTS)
     wait_for_inputs(PDL)
@@ -77,7 +81,11 @@ def _best_of_all(best, token, output, num_parts, vocab_size, PARTS: tl.constexpr
 
 
 def choose_tokens(
-    logits_BV: Tensor, lowest_B: Tensor | None, temperature_B: Tensor, seed_B2: Tensor, position_B: Tensor
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
 ) -> Tensor:
     batch_size, vocab_size = logits_BV.shape
     num_blocks, parts_wanted = triton.cdiv(vocab_size, _BLOCK), triton.cdiv(_PROGRAMS, batch_size)

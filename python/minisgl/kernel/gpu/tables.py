@@ -16,14 +16,20 @@ def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     wait_for_inputs(PDL)
-    tl.store(table + tl.load(index + i, mask=mask, other=0), tl.load(value + i, mask=mask, other=0), mask=mask)
+    tl.store(
+        table + tl.load(index + i, mask=mask, other=0),
+        tl.load(value + i, mask=mask, other=0),
+        mask=mask,
+    )
 
 
 def scatter(table: Tensor, index_X: Tensor, value_X: Tensor) -> None:
     """table.view(-1)[index] = value, all int32."""
     count = len(index_X)
     if count:
-        _scatter[(triton.cdiv(count, _BLOCK),)](table, index_X, value_X, count, BLOCK=_BLOCK, **pdl(table))
+        _scatter[(triton.cdiv(count, _BLOCK),)](
+            table, index_X, value_X, count, BLOCK=_BLOCK, **pdl(table)
+        )
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -54,17 +60,23 @@ def look_up(
 
 
 @triton.jit
-def _list_pages(row, indptr, page_table, pages, stride_pages, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _list_pages(
+    row, indptr, page_table, pages, stride_pages, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     b = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
     start = tl.load(indptr + b)
     mask = i < tl.load(indptr + b + 1) - start
-    page = tl.load(page_table + tl.load(row + b).to(tl.int64) * stride_pages + i, mask=mask, other=0)
+    page = tl.load(
+        page_table + tl.load(row + b).to(tl.int64) * stride_pages + i, mask=mask, other=0
+    )
     tl.store(pages + start + i, page, mask=mask)
 
 
 def list_pages(row_B: Tensor, indptr: Tensor, page_table_RP: Tensor, pages_X: Tensor) -> None:
     """The pages of each row one after the other: those of row_B[b] at [indptr[b], indptr[b + 1]); all int32."""
     grid = (len(row_B), triton.cdiv(page_table_RP.shape[1], 1024))
-    _list_pages[grid](row_B, indptr, page_table_RP, pages_X, page_table_RP.stride(0), BLOCK=1024, **pdl(row_B))
+    _list_pages[grid](
+        row_B, indptr, page_table_RP, pages_X, page_table_RP.stride(0), BLOCK=1024, **pdl(row_B)
+    )

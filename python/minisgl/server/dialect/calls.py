@@ -46,10 +46,14 @@ class CallReader(StepReader):
             must call.
     """
 
-    def __init__(self, spelling: Spelling, use: ToolUse, new_id: Callable[[], str], *, eager: bool) -> None:
+    def __init__(
+        self, spelling: Spelling, use: ToolUse, new_id: Callable[[], str], *, eager: bool
+    ) -> None:
         super().__init__()
-        self._opening, self._again, self._tail, self._closing = map(  # compiled once, and then found again
-            regex.compile, (spelling.opening, spelling.again, spelling.tail, spelling.closing)
+        self._opening, self._again, self._tail, self._closing = (
+            map(  # compiled once, and then found again
+                regex.compile, (spelling.opening, spelling.again, spelling.tail, spelling.closing)
+            )
         )
         self._opens_answer = spelling.opens_answer
         self._names = {tool.name for tool in use.callable}

@@ -30,7 +30,9 @@ class Dialect:
     markers: Markers = field(default_factory=dict)
 
     @classmethod
-    def of(cls, template: str | None, markers: Markers, calls: str | None, thoughts: str | None) -> Self:
+    def of(
+        cls, template: str | None, markers: Markers, calls: str | None, thoughts: str | None
+    ) -> Self:
         """
         Args:
             calls: name of a format; None: what the chat template has.
@@ -50,8 +52,12 @@ class Dialect:
         if use.offered and (use.is_enforced or grammar):
             grammar = self._format.grammar(use, self.markers, grammar)
             if len(grammar.text) > MAX_GRAMMAR:
-                raise InvalidRequest(f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools")
-        return replace(sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False)
+                raise InvalidRequest(
+                    f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools"
+                )
+        return replace(
+            sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False
+        )
 
     def with_thoughts(self, grammar: Grammar | None, *, thinks: bool) -> Grammar | None:
         """A grammar that lets the model think first, if it does."""
@@ -67,6 +73,8 @@ class Dialect:
     @property
     def _format(self) -> ToolFormat:
         if self.calls is None:
-            message = "the model's chat template does not say how it calls tools; --tool-call-parser does"
+            message = (
+                "the model's chat template does not say how it calls tools; --tool-call-parser does"
+            )
             raise InvalidRequest(message, param="tools")
         return self.calls

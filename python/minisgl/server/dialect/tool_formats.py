@@ -69,8 +69,12 @@ class ToolFormat(ABC):
         if use.must_call:
             return calls
         if answer:
-            return Grammar("lark", f"start: answer | calls\nanswer: {nested(answer)}\ncalls: {nested(calls)}")
-        return Grammar("lark", f"start: TEXT calls?\nTEXT: {self.text(markers)}\ncalls: {nested(calls)}")
+            return Grammar(
+                "lark", f"start: answer | calls\nanswer: {nested(answer)}\ncalls: {nested(calls)}"
+            )
+        return Grammar(
+            "lark", f"start: TEXT calls?\nTEXT: {self.text(markers)}\ncalls: {nested(calls)}"
+        )
 
     def make_reader(self, use: ToolUse, *, eager: bool) -> CallReader:
         return CallReader(self.spelling, use, self.new_id, eager=eager)
@@ -90,7 +94,9 @@ class Hermes(ToolFormat):
     def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
         begin, end = marker("<tool_call>", markers), marker("</tool_call>", markers)
         start = f"start: {_one_or('call', several, chr(10))}"
-        return "\n".join([start, rf'call: {begin} "\n" object "\n" {end}', *_objects(tools, "arguments")])
+        return "\n".join(
+            [start, rf'call: {begin} "\n" object "\n" {end}', *_objects(tools, "arguments")]
+        )
 
     def text(self, markers: Markers) -> str:
         return _text_before("<tool_call>", markers)
@@ -106,10 +112,15 @@ class Llama3Json(ToolFormat):
 
     @staticmethod
     def suits(template: str) -> bool:
-        return "<|python_tag|>" in template or re.search(r'name\\?": function name, \\?"param', template) is not None
+        return (
+            "<|python_tag|>" in template
+            or re.search(r'name\\?": function name, \\?"param', template) is not None
+        )
 
     def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:  # noqa: ARG002
-        return "\n".join([f"start: {_one_or('object', several, '; ')}", *_objects(tools, "parameters")])
+        return "\n".join(
+            [f"start: {_one_or('object', several, '; ')}", *_objects(tools, "parameters")]
+        )
 
     def text(self, markers: Markers) -> str:  # noqa: ARG002
         return r"/([^\s{](?s:.*))?/"
@@ -135,19 +146,29 @@ class Mistral(ToolFormat):
             call = f'start: {begin} " "? "[" {_one_or("object", several, ", ")} "]"'
             return "\n".join([call, *_objects(tools, "arguments")])
         arguments = marker("[ARGS]", markers)
-        calls = [f"{begin} {json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools]
+        calls = [
+            f"{begin} {json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools
+        ]
         return "\n".join([f"start: object{'+' if several else ''}", *_any_of(calls)])
 
     def text(self, markers: Markers) -> str:
         return _text_before("[TOOL_CALLS]", markers)
 
 
-FORMATS: dict[str, type[ToolFormat]] = {"hermes": Hermes, "mistral": Mistral, "llama3_json": Llama3Json}
+FORMATS: dict[str, type[ToolFormat]] = {
+    "hermes": Hermes,
+    "mistral": Mistral,
+    "llama3_json": Llama3Json,
+}
 
 
 def choose_format(template: str | None, name: str | None) -> ToolFormat | None:
     """The one of that name, else the one that the template has, if it has one."""
-    kinds = [FORMATS[name]] if name else [kind for kind in FORMATS.values() if kind.suits(template or "")]
+    kinds = (
+        [FORMATS[name]]
+        if name
+        else [kind for kind in FORMATS.values() if kind.suits(template or "")]
+    )
     return kinds[0](template or "") if kinds else None
 
 
@@ -158,7 +179,9 @@ def _one_or(rule: str, several: bool, separator: str) -> str:
 def _objects(tools: Sequence[Function], key: str) -> list[str]:
     """A rule `object`: a call as a JSON object."""
     heads = (json.dumps(f'{{"name": "{tool.name}", "{key}": ') for tool in tools)
-    return _any_of([f'{head} {_arguments(tool)} "}}"' for head, tool in zip(heads, tools, strict=True)])
+    return _any_of(
+        [f'{head} {_arguments(tool)} "}}"' for head, tool in zip(heads, tools, strict=True)]
+    )
 
 
 def _arguments(tool: Function) -> str:

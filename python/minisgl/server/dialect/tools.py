@@ -45,7 +45,10 @@ class Function(Strict):
         """As templates expect it: what it takes is always said."""
         description = {} if self.description is None else {"description": self.description}
         parameters = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": {"name": self.name, **description, "parameters": parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **description, "parameters": parameters},
+        }
 
 
 class Tool(Strict):
@@ -120,9 +123,14 @@ class ToolUse:
         if len(names) > MAX_TOOLS:
             raise InvalidRequest(f"there may be {MAX_TOOLS} tools, got {len(names)}", param="tools")
         if self.named is not None and self.named not in names:
-            raise InvalidRequest(f"tool_choice names {self.named!r}, which is not among the tools", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice names {self.named!r}, which is not among the tools",
+                param="tool_choice",
+            )
         if self.choice == "required" and not names:
-            raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
+            raise InvalidRequest(
+                "tool_choice is 'required', but there are no tools", param="tool_choice"
+            )
 
     @property
     def offered(self) -> Sequence[Function]:
