@@ -24,9 +24,9 @@ from minisgl.message import (
     UserReply,
 )
 from minisgl.server.api_server import ServedModel, create_app
-from minisgl.server.dialect import Dialect
-from minisgl.server.dialect.reasoning import PARSERS
 from minisgl.server.frontend import Frontend
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import PARSERS
 from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 

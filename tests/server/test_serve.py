@@ -10,9 +10,9 @@ import pytest
 from minisgl.checkpoint import ModelConfig
 from minisgl.server import ServerConfig
 from minisgl.server.args import REASONING_PARSERS, TOOL_CALL_PARSERS
-from minisgl.server.dialect import Dialect
-from minisgl.server.dialect.reasoning import PARSERS, Thinking
-from minisgl.server.dialect.tool_formats import FORMATS, Hermes, Mistral
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import PARSERS, Thinking
+from minisgl.server.parsing.tool_formats import FORMATS, Hermes, Mistral
 from minisgl.server.serve import served_model
 from minisgl.utils.supervisor import Report, Vocabulary
 

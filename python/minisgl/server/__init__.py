@@ -1,22 +1,18 @@
 """The online entrance: processes, HTTP, and the chat in the terminal.
 
     args.py        the command line, made from the config's fields
-    launch.py      `launch_server`: from options to a running server and back to nothing
-    serve.py       the event loop, between the two
-    api_server.py  the routes
+    launch.py      `launch_server`: from options to a running server, and its end
+    serve.py       the event loop of the running server
+    api_server.py  `create_app`: the HTTP application and what the API says of the model
     frontend.py    open requests: from a prompt to a stream of replies
-    protocol.py    requests: which fields are honoured, and the parameters and prompts that they become
-    answers.py     replies to OpenAI's answers, whole or streamed
-    deltas.py      what an answer says, piece by piece: the one stream behind all answers
-    dialect/       how the model spells calls of tools and thoughts
-    formats.py     formats that an answer can be held to
-    messages.py, fields.py, objects.py                what requests and answers are made of
-    responses.py, embeddings.py, native.py, vocabulary.py    the routes beside completions
-    middleware.py  what stands before the routes: keys, limits, counts
-    metrics.py     the numbers at /metrics
     shell.py       the chat
+    openai/        OpenAI's endpoints: requests, objects and builders of answers
+    native/        /generate, /tokenize and /detokenize
+    parsing/       what the text of a model means: content, reasoning, tool calls
+    http/          routes, middleware, errors, metrics, the OpenAPI document
 
-What is imported here is light, for it stands before the start of the workers. Read `launch.py`, then `api_server.py`.
+Only light modules are imported here, because this package is imported before the workers start.
+Read `launch.py`, then `api_server.py`.
 """
 
 from minisgl.server.args import ServerConfig, parse_args

@@ -27,15 +27,19 @@ from starlette.types import Receive, Scope, Send
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError, ResponseNotFound, UnknownModel
 from minisgl.message import Prompt
-from minisgl.server.answers import Answer, ChatAnswer, CompletionAnswer, error_response
-from minisgl.server.dialect import Dialect
-from minisgl.server.embeddings import ONLY_EMBED, EmbeddingList, EmbeddingRequest
-from minisgl.server.fields import path_of
 from minisgl.server.frontend import Frontend, Generation
-from minisgl.server.metrics import Metrics
-from minisgl.server.middleware import ApiKey, BodyLimit, RequestCount
-from minisgl.server.native import GenerateAnswer, Generated, GenerateRequest
-from minisgl.server.objects import (
+from minisgl.server.http.metrics import Metrics
+from minisgl.server.http.middleware import ApiKey, BodyLimit, RequestCount
+from minisgl.server.http.openapi import ERRORS, STREAMS, WITH_KEY, DocumentedApp
+from minisgl.server.native.generate import GenerateAnswer, Generated, GenerateRequest
+from minisgl.server.native.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+)
+from minisgl.server.openai.builder import Answer, ChatAnswer, CompletionAnswer, error_response
+from minisgl.server.openai.common import (
     ChatCompletion,
     Completion,
     ErrorBody,
@@ -43,12 +47,17 @@ from minisgl.server.objects import (
     ModelCard,
     ModelList,
 )
-from minisgl.server.openapi import ERRORS, STREAMS, WITH_KEY, DocumentedApp
-from minisgl.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from minisgl.server.response_objects import ResponseObject
-from minisgl.server.responses import ResponsesRequest
-from minisgl.server.responses_answer import ResponsesAnswer
-from minisgl.server.vocabulary import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from minisgl.server.openai.embeddings import ONLY_EMBED, EmbeddingList, EmbeddingRequest
+from minisgl.server.openai.generation_request import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from minisgl.server.openai.responses import ResponsesAnswer
+from minisgl.server.openai.responses_objects import ResponseObject
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.validation import path_of
+from minisgl.server.parsing import Dialect
 from minisgl.version import __version__
 
 logger = logging.getLogger(__name__)

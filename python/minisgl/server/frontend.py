@@ -33,7 +33,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.server.metrics import Metrics, Stopwatch
+from minisgl.server.http.metrics import Metrics, Stopwatch
 from minisgl.utils.mp import AsyncPullQueue, PushQueue
 
 logger = logging.getLogger(__name__)

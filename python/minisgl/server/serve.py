@@ -22,9 +22,9 @@ from minisgl.errors import EngineFailed
 from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.args import ServerConfig
-from minisgl.server.dialect import Dialect
 from minisgl.server.frontend import Frontend
-from minisgl.server.objects import now
+from minisgl.server.openai.common import now
+from minisgl.server.parsing import Dialect
 from minisgl.server.shell import run_shell
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.supervisor import Report, Supervisor

@@ -1,0 +1,1 @@
+"""HTTP: routes, middleware, errors, metrics and the OpenAPI document."""

@@ -1,0 +1,1 @@
+"""Endpoints that are not OpenAI's: /generate, /tokenize, /detokenize."""

@@ -1,0 +1,50 @@
+"""The objects of /tokenize and /detokenize, which are not OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from minisgl.errors import InvalidRequest
+from minisgl.message import Conversation
+from minisgl.server.openai.common import Answered
+from minisgl.server.openai.messages import Message
+from minisgl.server.openai.validation import Strict, TokenId, ValidText
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: ValidText | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        return self
+
+    def content(self) -> str | Conversation:
+        if self.prompt is not None:
+            return self.prompt
+        return Conversation([message.plain() for message in self.messages or ()])
+
+
+class Tokenized(Answered):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class Detokenized(Answered):
+    prompt: str

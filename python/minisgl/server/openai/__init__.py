@@ -1,0 +1,19 @@
+"""OpenAI's API, a file an endpoint: its request, the objects of its answer, and the builder that makes them.
+
+    chat.py                 /v1/chat/completions
+    completions.py          /v1/completions
+    responses.py            /v1/responses: the response; responses_request.py has the request
+    embeddings.py           /v1/embeddings
+    models.py               /v1/models
+
+What they share:
+
+    generation_request.py   fields of every request that generates text
+    builder.py              builders: from replies to a whole answer or to stream events
+    common.py               ids, usage, errors, logprobs
+    messages.py, tools.py   turns of a conversation; tools that a request offers
+    structured_output.py    what an answer has to match
+    validation.py           types of fields
+
+A request is a `RequestModel`, an object of an answer a `ResponseModel`. Nothing here knows HTTP.
+"""

@@ -1,0 +1,162 @@
+"""Tools as requests offer them, and which of them an answer may or must call.
+
+Knows nothing of how a model spells a call; that is `tool_formats.py`.
+Reference: https://platform.openai.com/docs/guides/function-calling
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from minisgl.errors import InvalidRequest
+from minisgl.server.openai.validation import Schema, Strict, ValidText, packable, shallow
+
+MAX_TOOLS = 128
+
+
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError('arguments are an object: leave the type out or send "object"')
+    return schema
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Parameters = Annotated[Schema, AfterValidator(_of_an_object)]
+
+
+class Function(Strict):
+    """What a tool is called, does and takes."""
+
+    name: ToolName
+    description: ValidText | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object", **(self.parameters or {})}
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it: what it takes is always said."""
+        description = {} if self.description is None else {"description": self.description}
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **description, "parameters": parameters},
+        }
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: ToolName
+
+
+class NamedTool(Strict):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class CalledFunction(Strict):
+    name: ValidText
+    arguments: ValidText
+
+
+class ToolCall(Strict):
+    """A call of an earlier answer."""
+
+    id: ValidText
+    type: Literal["function"]
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        called = {"name": self.function.name, "arguments": _read_arguments(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": called}
+
+
+def _read_arguments(text: str) -> dict[str, Any] | str:
+    """The object that templates expect, or the text if it spells none."""
+    try:
+        value = packable(shallow(json.loads(text)))
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request and what an answer may do with them.
+
+    Attributes:
+        choice: "required": at least one call, and nothing else.
+        named: the one tool that has to be called, once.
+        is_parallel: whether there may be several calls in one answer.
+
+    Raises:
+        InvalidRequest: two tools have one name, or one that is not offered has to be called.
+    """
+
+    tools: Sequence[Function] = ()
+    choice: Literal["none", "auto", "required"] = "auto"
+    named: str | None = None
+    is_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        names = [tool.name for tool in self.tools]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise InvalidRequest(f"two tools are named {min(twice)!r}", param="tools")
+        if len(names) > MAX_TOOLS:
+            raise InvalidRequest(f"there may be {MAX_TOOLS} tools, got {len(names)}", param="tools")
+        if self.named is not None and self.named not in names:
+            raise InvalidRequest(
+                f"tool_choice names {self.named!r}, which is not among the tools",
+                param="tool_choice",
+            )
+        if self.choice == "required" and not names:
+            raise InvalidRequest(
+                "tool_choice is 'required', but there are no tools", param="tool_choice"
+            )
+
+    @property
+    def offered(self) -> Sequence[Function]:
+        """What the model is shown."""
+        return () if self.choice == "none" else self.tools
+
+    @property
+    def callable(self) -> list[Function]:
+        """What an answer may call."""
+        return [tool for tool in self.offered if self.named in (None, tool.name)]
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether a grammar holds the model to the tools' schemas."""
+        return self.must_call or any(tool.strict for tool in self.offered)
+
+    @property
+    def must_call(self) -> bool:
+        return self.named is not None or self.choice == "required"
+
+    @property
+    def allows_several(self) -> bool:
+        return self.is_parallel and self.named is None
+
+    def for_template(self) -> list[dict[str, Any]]:
+        return [tool.for_template() for tool in self.offered]
+
+
+NO_TOOLS = ToolUse()

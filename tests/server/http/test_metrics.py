@@ -1,0 +1,250 @@
+"""/metrics: every number is what was asked and answered, and nothing of the texts is there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
+from minisgl.server.http.metrics import Metrics, Stopwatch
+from tests.server.harness import spell, until
+from tests.server.http.test_middleware import KEYS, bearer
+from tests.server.test_api_server import CHAT, TEXT, App, scene
+
+FEATURES = Path(__file__).parents[3] / "docs" / "features.md"
+Samples = dict[str, float]
+
+
+def parse(text: str) -> Samples:
+    """The samples, under their names and labels."""
+    return {
+        sample.name.removeprefix("minisgl_")
+        + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def scrape(app: App, **options: Any) -> Samples:
+    call = app.call("GET", "/metrics", **options)
+    await call.done
+    assert call.status == 200
+    assert call.headers["content-type"].startswith("text/plain; version=")
+    return parse(call.body.decode())
+
+
+def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("a", "", "b", "c", num_prompt=7, num_cached=4))
+        for route in (CHAT, TEXT):
+            for stream in (False, True):
+                await app.post(route, stream=stream).done
+        seen = await scrape(app)
+        assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"]) == (28, 16)
+        assert seen["output_tokens_total"] == 16
+        assert (
+            seen["time_to_first_token_seconds_count"] == seen["request_duration_seconds_count"] == 4
+        )
+        assert seen["inter_token_latency_seconds_count"] == 12
+        assert seen["aborts_total"] == 0
+        assert (
+            seen[f"http_requests_total {CHAT} 200"] == seen[f"http_requests_total {TEXT} 200"] == 2
+        )
+
+    scene(play)
+
+
+def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.5, 10.75, 12.75, 13.0])
+    monkeypatch.setattr("minisgl.server.http.metrics.time.perf_counter", lambda: next(clock))
+    metrics = Metrics()
+    watch = Stopwatch(metrics)
+    watch.see(UserReply(0, num_output=1))
+    watch.see(UserReply(0, num_output=2))
+    watch.see(UserReply(0, num_output=6))  # four at once
+    watch.see(UserReply(0, num_output=6, finish="abort"))
+    seen = parse(metrics.expose().decode())
+    assert seen["time_to_first_token_seconds_sum"] == 0.5
+    assert (seen["inter_token_latency_seconds_sum"], seen["inter_token_latency_seconds_count"]) == (
+        0.75,
+        2,
+    )
+    assert seen["request_duration_seconds_sum"] == 3
+    assert seen["output_tokens_total"] == 6
+
+
+def test_a_prompt_without_an_answer_is_counted_once() -> None:
+    metrics = Metrics()
+    watch = Stopwatch(metrics)
+    watch.see(UserReply(0))
+    watch.see(UserReply(0, finish="length", num_prompt=5, num_cached=4))
+    seen = parse(metrics.expose().decode())
+    assert (
+        seen["prompt_tokens_total"],
+        seen["cached_prompt_tokens_total"],
+        seen["output_tokens_total"],
+    ) == (5, 4, 0)
+
+
+def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
+    async def play(app: App) -> None:
+        for method, path in (
+            ("GET", "/v1/models/m"),
+            ("GET", "/v1/models/x/y"),
+            ("GET", "/v1/models/z"),
+            ("GET", "/secret/page"),
+            ("DELETE", CHAT),
+        ):
+            await app.call(method, path).done
+        await app.post(CHAT, messages=[]).done
+        await app.post(CHAT, raw=b" " * 5000).done
+        await app.call("GET", "/version", headers=[]).done
+        seen = await scrape(app)
+        model = "/v1/models/{name:path}"
+        assert (
+            seen[f"http_requests_total {model} 200"],
+            seen[f"http_requests_total {model} 404"],
+        ) == (1, 2)
+        assert seen["http_requests_total other 404"] == 1
+        assert seen["http_requests_total /version 200"] == 1
+        assert [seen[f"http_requests_total {CHAT} {status}"] for status in (400, 405, 413)] == [
+            1,
+            1,
+            1,
+        ]
+        assert {
+            name: value for name, value in seen.items() if name.startswith("errors_total ")
+        } == {
+            "errors_total model_not_found": 2,
+            "errors_total http_404": 1,
+            "errors_total http_405": 1,
+            "errors_total http_413": 1,
+            "errors_total too_short": 1,
+        }
+
+    scene(play)
+
+
+def test_a_bug_is_a_500_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(app: App) -> None:
+        monkeypatch.setattr(app.frontend, "encode", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await app.post("/tokenize", prompt="a").done
+        seen = await scrape(app)
+        assert (seen["http_requests_total /tokenize 500"], seen["errors_total http_500"]) == (1, 1)
+
+    scene(play)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
+    async def play(app: App) -> None:
+        refusal = ReplyError(400, "context_length_exceeded", "101 tokens", "prompt")
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, error=refusal, num_prompt=101)])
+        await app.post(CHAT, stream=stream).done
+        seen = await scrape(app)
+        assert (
+            seen[f"http_requests_total {CHAT} 400"],
+            seen["errors_total context_length_exceeded"],
+        ) == (1, 1)
+        assert seen["prompt_tokens_total"] == seen["request_duration_seconds_count"] == 0
+
+    scene(play)
+
+
+def test_an_engine_that_dies_is_one_error_for_a_stream_and_one_for_a_whole_answer() -> None:
+    async def play(app: App) -> None:
+        stream = app.post(CHAT, stream=True)
+        app.worker.say(UserReply((await app.worker.take()).uid, "part", num_output=1))
+        await until(lambda: b"part" in stream.body)
+        whole = app.post(CHAT)
+        await app.worker.take()
+        app.frontend.fail("gone")
+        await asyncio.gather(stream.done, whole.done)
+        seen = await scrape(app)
+        assert seen["errors_total engine_failed"] == 2
+        assert (
+            seen[f"http_requests_total {CHAT} 200"],
+            seen[f"http_requests_total {CHAT} 503"],
+        ) == (1, 1)
+        assert seen["aborts_total"] == 0
+
+    scene(play)
+
+
+def test_readers_that_go_away_are_aborts() -> None:
+    async def play(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b"])
+        await app.worker.take()
+        call.hang_up()
+        await call.done
+        seen = await scrape(app)
+        assert (seen["aborts_total"], seen[f"http_requests_total {TEXT} 499"]) == (2, 1)
+        assert seen["request_duration_seconds_count"] == 0
+
+    scene(play)
+
+
+def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
+    async def play(app: App) -> None:
+        before = await scrape(app)
+        assert (
+            before["requests_running"]
+            == before["requests_waiting"]
+            == before["kv_pages_used_ratio"]
+            == 0
+        )
+        app.worker.put(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2)))
+        app.worker.put(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5)))
+        app.worker.put(BatchFrontendMsg([]))
+        app.worker.answer_with(spell("a"))
+        await app.post(TEXT).done  # comes after them
+        seen = await scrape(app)
+        assert (seen["requests_running"], seen["requests_waiting"]) == (3, 2)
+        assert seen["kv_pages_used_ratio"] == 0.25
+        assert seen["retractions_total"] == 5
+
+    scene(play)
+
+
+def test_it_wants_a_key_and_counts_who_has_none() -> None:
+    async def play(app: App) -> None:
+        call = app.call("GET", "/metrics")
+        await call.done
+        assert call.status == 401
+        seen = await scrape(app, **bearer(KEYS[0]))
+        assert seen["errors_total invalid_api_key"] == seen["http_requests_total other 401"] == 1
+
+    scene(play, api_keys=KEYS)
+
+
+def test_no_text_of_a_request_or_an_answer_is_in_it_and_two_servers_do_not_mix() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("confidential"))
+        await app.post(CHAT, messages=[{"role": "user", "content": "confidential"}]).done
+        await app.post(CHAT, confidential=1).done
+        await app.call("GET", "/confidential").done
+        call = app.call("GET", "/metrics")
+        await call.done
+        assert b"confidential" not in call.body
+        assert parse(Metrics().expose().decode())["output_tokens_total"] == 0
+
+    scene(play)
+
+
+def test_the_documentation_lists_every_metric_with_its_type_and_no_other() -> None:
+    documented = re.findall(
+        r"^\| `(minisgl_[a-z_]+)` \| ([a-z]+) \|", FEATURES.read_text(), re.MULTILINE
+    )
+    families = list(text_string_to_metric_families(Metrics().expose().decode()))
+    total = {"counter": "_total"}
+    assert documented == [
+        (family.name.removesuffix("_total") + total.get(family.type, ""), family.type)
+        for family in families
+        if not family.name.endswith("_created")
+    ]

@@ -1,0 +1,310 @@
+"""Chats with tools and thoughts over the routes: whole, as events, and as OpenAI's client puts the events together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, LengthFinishReasonError
+
+from minisgl.message import TokenizeMsg, UserReply
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import PARSERS
+from minisgl.server.parsing.tool_formats import FORMATS
+from tests.server.harness import Script, run
+from tests.server.test_api_server import CHAT, MODEL, App, assert_is_error, events_of, running
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("get", "put")]
+NAMED = {"type": "function", "function": {"name": "get"}}
+CALLS = (
+    '<tool_call>\n{"name": "get", "arguments": {"x": "é\\"}"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "put", "arguments": {}}\n</tool_call>'
+)
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+SPEAKER = replace(
+    MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7})
+)
+
+
+def spell(text: str, finish: Any = "stop") -> Script:
+    """A script that says a text three characters at a time."""
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        pieces = [UserReply(msg.uid, text[at : at + 3]) for at in range(0, len(text), 3)]
+        return [*pieces, UserReply(msg.uid, "", finish=finish)]
+
+    return script
+
+
+@asynccontextmanager
+async def client_of(app: App) -> AsyncIterator[AsyncOpenAI]:
+    transport = httpx.ASGITransport(app=app.app)
+    async with (
+        httpx.AsyncClient(transport=transport) as http,
+        AsyncOpenAI(
+            base_url="http://test/v1", api_key="x", http_client=http, max_retries=0
+        ) as client,
+    ):
+        yield client
+
+
+def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) -> Any:
+    """The only choice of a whole answer, which must be the same that OpenAI's client makes of the events."""
+    choices: list[Any] = []
+
+    async def play() -> None:
+        async with running(model=model) as app, client_of(app) as client:
+            app.worker.answer_with(spell(text, finish))
+            call = app.post(CHAT, **{"tools": TOOLS, **fields})
+            await call.done
+            assert call.status == 200, call.body
+            choices.append(json.loads(call.body)["choices"][0])
+            asked: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+            async with client.chat.completions.stream(model="m", **asked) as stream:
+                try:
+                    streamed: Any = await stream.get_final_completion()
+                except LengthFinishReasonError as error:
+                    streamed = error.completion
+                choices.append(streamed.choices[0].to_dict())
+
+    run(play())
+    whole, streamed = choices
+    for number, said in enumerate(streamed["message"].get("tool_calls") or ()):
+        assert said.pop("index") == number
+        said["function"].pop("parsed_arguments", None)
+        assert said.pop("id").startswith("call_")
+    ids = [said.pop("id") for said in whole["message"].get("tool_calls", ())]
+    assert len(set(ids)) == len(ids) and all(it.startswith("call_") for it in ids)
+    both = [
+        {name: it for name, it in choice["message"].items() if it is not None} for choice in choices
+    ]
+    assert both[0] == both[1]
+    assert whole["finish_reason"] == streamed["finish_reason"]
+    return whole
+
+
+def called(choice: Any) -> list[tuple[str, str]]:
+    calls = choice["message"].get("tool_calls", ())
+    assert all(call["type"] == "function" for call in calls)
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+BOTH = [("get", '{"x": "é\\"}"}'), ("put", "{}")]
+
+
+def test_an_answer_of_calls_has_no_content_and_says_why_it_ended() -> None:
+    choice = ask(CALLS)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert called(choice) == BOTH
+    assert set(choice["message"]) == {"role", "content", "refusal", "tool_calls"}
+
+
+def test_thoughts_content_and_calls_of_one_answer() -> None:
+    choice = ask(f"{THOUGHT}Let me see.\n{CALLS}")
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (
+        "Hm.",
+        "Let me see.",
+    )
+    assert called(choice) == BOTH
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_without_calls_is_plain() -> None:
+    choice = ask("Just text.")
+    assert choice["message"] == {"role": "assistant", "content": "Just text.", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls", "finish"),
+    [
+        ({"tool_choice": "required"}, BOTH, "tool_calls"),
+        ({"parallel_tool_calls": False}, BOTH[:1], "tool_calls"),
+        ({"tool_choice": NAMED}, BOTH[:1], "stop"),
+    ],
+    ids=str,
+)
+def test_a_choice_bounds_the_calls(fields: Any, calls: Any, finish: str) -> None:
+    choice = ask(
+        CALLS
+        if len(calls) == 2 or "parallel_tool_calls" in fields
+        else CALLS.split("\n<tool_call>")[0],
+        **fields,
+    )
+    assert (called(choice), choice["finish_reason"]) == (calls, finish)
+
+
+def test_if_none_is_to_be_called_calls_are_text() -> None:
+    choice = ask(CALLS, tool_choice="none")
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop")
+
+
+def test_an_answer_that_is_too_long_says_so_even_if_it_called_tools() -> None:
+    async def play() -> None:
+        async with running(model=SPEAKER) as app:
+            app.worker.answer_with(spell(CALLS + "\nAnd", "length"))
+            call = app.post(CHAT, tools=TOOLS)
+            await call.done
+            (choice,) = json.loads(call.body)["choices"]
+            assert (called(choice), choice["finish_reason"]) == (BOTH, "length")
+
+    run(play())
+
+
+def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far_as_it_came() -> (
+    None
+):
+    async def play() -> None:
+        async with running(model=SPEAKER) as app:
+            app.worker.answer_with(spell(CALLS[:50], "length"))
+            whole, stream = app.post(CHAT, tools=TOOLS), app.post(CHAT, tools=TOOLS, stream=True)
+            await whole.done
+            await stream.done
+            (choice,) = json.loads(whole.body)["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS[:50], "length")
+            deltas = [event["choices"][0]["delta"] for event in events_of(stream)[:-1]]
+            pieces = [
+                it["function"]["arguments"]
+                for delta in deltas
+                for it in delta.get("tool_calls", ())
+            ]
+            assert all(delta.get("content") is None for delta in deltas)
+            assert len(pieces) > 2 and CALLS[:50].endswith("".join(pieces))
+
+    run(play())
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("finish", ["length", "stop"])
+@pytest.mark.parametrize("at", [30, 45, 52])
+def test_a_forced_call_that_is_cut_off_is_a_call_and_the_answer_says_that_it_was_cut(
+    tool_choice: Any, finish: str, at: int
+) -> None:
+    choice = ask(CALLS[:at], finish, tool_choice=tool_choice)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, finish)
+    ((name, arguments),) = called(choice)
+    assert (
+        name == "get" and '{"x": "é\\"}"}'.startswith(arguments) and arguments != '{"x": "é\\"}"}'
+    )
+
+
+def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_closing_marker() -> (
+    None
+):
+    end = CALLS.index("</tool_call>")
+    for tool_choice in ("auto", "required"):
+        choice = ask(CALLS[: end + 6], "length", tool_choice=tool_choice)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+        assert called(choice) == BOTH[:1]
+
+
+def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
+    async def play() -> None:
+        async with running(model=SPEAKER) as app:
+            app.worker.answer_with(spell(CALLS[:24], "length"))
+            whole, stream = (
+                app.post(CHAT, tools=TOOLS, tool_choice="required", stream=it)
+                for it in (False, True)
+            )
+            await whole.done
+            await stream.done
+            (choice,) = json.loads(whole.body)["choices"]
+            assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
+            first, last = [event["choices"][0] for event in events_of(stream)[:-1]]
+            assert (first["delta"], last["delta"]) == ({"role": "assistant", "content": None}, {})
+            assert choice["finish_reason"] == last["finish_reason"] == "length"
+
+    run(play())
+
+
+def test_the_events_of_a_call() -> None:
+    async def play() -> None:
+        async with running(model=SPEAKER) as app:
+            app.worker.answer_with(
+                spell(f'{THOUGHT}<tool_call>{{"name": "put", "arguments": {{"a": 1}}}}</tool_call>')
+            )
+            call = app.post(CHAT, tools=TOOLS, stream=True)
+            await call.done
+            *events, done = events_of(call)
+            first, *deltas, last = [event["choices"][0] for event in events]
+            assert (first["delta"], done) == ({"role": "assistant", "content": None}, "[DONE]")
+            assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
+            assert "".join(it["delta"].pop("reasoning_content", "") for it in deltas) == "Hm."
+            begin, *more = [it["delta"]["tool_calls"][0] for it in deltas if it["delta"]]
+            assert begin.pop("id").startswith("call_")
+            assert begin == {
+                "index": 0,
+                "type": "function",
+                "function": {"name": "put", "arguments": ""},
+            }
+            assert all(it.keys() == {"index", "function"} and it["index"] == 0 for it in more)
+            assert "".join(it["function"]["arguments"] for it in more) == '{"a": 1}'
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_grammar"),
+    [
+        ({}, False),
+        ({"tool_choice": "none"}, False),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": NAMED}, True),
+        ({"tools": [{"type": "function", "function": {"name": "get", "strict": True}}]}, True),
+    ],
+    ids=str,
+)
+def test_what_the_engine_and_the_template_are_told(fields: Any, has_grammar: bool) -> None:
+    async def play() -> None:
+        async with running(model=SPEAKER) as app:
+            call = app.post(CHAT, **{"tools": TOOLS, **fields})
+            msg = await app.worker.take()
+            assert (msg.sampling.grammar is not None) == has_grammar
+            assert not msg.sampling.skip_special_tokens
+            names = [tool["function"]["name"] for tool in msg.prompt.tools]
+            assert names == [
+                it["function"]["name"]
+                for it in fields.get("tools", TOOLS)
+                if "none" not in fields.values()
+            ]
+            app.worker.say(UserReply(msg.uid, finish="stop"))
+            await call.done
+
+    run(play())
+
+
+def test_a_model_that_is_not_known_to_call_tools_says_so() -> None:
+    async def play() -> None:
+        async with running() as app:
+            call = app.post(CHAT, tools=TOOLS)
+            await call.done
+            assert "--tool-call-parser" in assert_is_error(call, 400, param="tools")["message"]
+
+    run(play())
+
+
+def test_an_answer_comes_back_as_a_turn_of_the_next_request() -> None:
+    """As OpenAI's client sends its own message object back."""
+
+    async def play() -> None:
+        async with running(model=SPEAKER) as app, client_of(app) as client:
+            app.worker.answer_with(spell(THOUGHT + CALLS))
+            asked: list[Any] = [{"role": "user", "content": "hi"}]
+            tools: Any = TOOLS
+            first = await client.chat.completions.create(model="m", messages=asked, tools=tools)
+            message: Any = first.choices[0].message
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": "1"}
+                for call in message.tool_calls
+            ]
+            again = await client.chat.completions.create(
+                model="m", messages=[*asked, message, *results], tools=tools
+            )
+            assert again.choices[0].finish_reason == "tool_calls"
+
+    run(play())

@@ -1,0 +1,121 @@
+"""POST /v1/embeddings over a real frontend."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl.message import AbortMsg, ReplyError, TokenIds, UserReply, unpack_ids
+from minisgl.server.openai.embeddings import ONLY_EMBED
+from tests.server.test_api_server import App, assert_is_error, scene
+
+ROUTE = "/v1/embeddings"
+VECTORS = [[0.6, -0.8], [1.0, 0.0]]
+
+
+def raw(vector: list[float]) -> bytes:
+    return np.array(vector, dtype="<f4").tobytes()
+
+
+@pytest.mark.parametrize("encoding_format", [None, "float", "base64"])
+def test_vectors_come_in_the_order_of_their_inputs(encoding_format: str | None) -> None:
+    async def play(app: App) -> None:
+        call = app.post(
+            ROUTE, model="m", input=["a", "b"], encoding_format=encoding_format, user="me"
+        )
+        msgs = [await app.worker.take() for _ in range(2)]
+        assert [(msg.prompt, msg.sampling) for msg in msgs] == [
+            ("a", ONLY_EMBED),
+            ("b", ONLY_EMBED),
+        ]
+        for msg, vector in reversed(list(zip(msgs, VECTORS, strict=True))):
+            app.worker.say(UserReply(msg.uid, finish="length", num_prompt=3, embedding=raw(vector)))
+        await call.done
+        assert call.status == 200
+        answer = json.loads(call.body)
+        data = answer.pop("data")
+        assert answer == {
+            "object": "list",
+            "model": "m",
+            "usage": {"prompt_tokens": 6, "total_tokens": 6},
+        }
+        assert [(entry["object"], entry["index"]) for entry in data] == [
+            ("embedding", 0),
+            ("embedding", 1),
+        ]
+        for entry, vector in zip(data, VECTORS, strict=True):
+            told = entry["embedding"]
+            if encoding_format == "base64":
+                assert base64.b64decode(told) == raw(vector)
+            else:
+                assert told == pytest.approx(vector)
+
+    scene(play)
+
+
+def test_ids_go_on_as_they_are() -> None:
+    async def play(app: App) -> None:
+        call = app.post(ROUTE, model="m", input=[[1, 2], [3]], dimensions=2)
+        prompts = []
+        for _ in range(2):
+            msg = await app.worker.take()
+            assert isinstance(msg.prompt, TokenIds)
+            prompts.append(unpack_ids(msg.prompt.raw).tolist())
+            app.worker.say(UserReply(msg.uid, finish="length", embedding=raw(VECTORS[0])))
+        await call.done
+        assert (call.status, prompts) == (200, [[1, 2], [3]])
+
+    scene(play)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "gpt-9"}, 404, "model"),
+        ({"input": ""}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": ["a", ""]}, 400, "input"),
+        ({"input": ["a"] * 9}, 400, "input"),
+        ({"dimensions": 3}, 400, "dimensions"),
+        ({"encoding_format": "int8"}, 400, "encoding_format"),
+        ({"temperature": 1}, 400, "temperature"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_by_name(
+    fields: dict[str, Any], status: int, param: str
+) -> None:
+    async def play(app: App) -> None:
+        call = app.post(ROUTE, **{"model": "m", "input": "a", **fields})
+        await call.done
+        assert_is_error(call, status, param=param)
+
+    scene(play)
+
+
+def test_if_one_input_is_too_long_the_other_is_aborted_and_the_error_says_input() -> None:
+    async def play(app: App) -> None:
+        call = app.post(ROUTE, model="m", input=["a", "b"])
+        first, second = [(await app.worker.take()).uid for _ in range(2)]
+        app.worker.say(
+            UserReply(second, error=ReplyError(400, "context_length_exceeded", "101 tokens"))
+        )
+        await call.done
+        assert_is_error(call, 400, code="context_length_exceeded", param="input")
+        assert await app.worker.take() == AbortMsg(first)
+
+    scene(play)
+
+
+def test_a_client_that_goes_away_aborts_its_inputs() -> None:
+    async def play(app: App) -> None:
+        call = app.post(ROUTE, model="m", input="a")
+        uid = (await app.worker.take()).uid
+        call.hang_up()
+        assert await app.worker.take() == AbortMsg(uid)
+        await call.done
+
+    scene(play)

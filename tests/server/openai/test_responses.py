@@ -1,0 +1,921 @@
+"""/v1/responses over a real frontend. OpenAI's types and client know its shape, `replay` what its events come to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from minisgl.core import Grammar, SamplingParams
+from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
+from minisgl.server.frontend import Generation
+from minisgl.server.openai.generation_request import ChatRequest
+from minisgl.server.openai.responses import ResponsesAnswer
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.deltas import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Delta,
+    Reader,
+    Reasoning,
+)
+from minisgl.server.parsing.reasoning import PARSERS
+from minisgl.server.parsing.tool_formats import FORMATS
+from tests.server.harness import Call, run, spell, until
+from tests.server.test_api_server import MODEL, RESPONSES, App, assert_is_error, scene
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+MESSAGE = (
+    ["output_item.added", "content_part.added"],
+    ["output_text.done", "content_part.done", "output_item.done"],
+)
+REASONING = MESSAGE[0], ["reasoning_text.done", *MESSAGE[1][1:]]
+CALL = ["output_item.added"], ["function_call_arguments.done", "output_item.done"]
+
+
+def read(**fields: Any) -> ResponsesRequest:
+    """The request as it comes over the wire: through JSON."""
+    return ResponsesRequest.model_validate(
+        json.loads(json.dumps({"model": "m", "input": "hi", **fields}))
+    )
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The data of each event, which are of OpenAI's types and numbered; every byte belongs to one."""
+    assert re.fullmatch(r"(event: [^\n]+\ndata: [^\n]+\n\n)*", text)
+    parts = [event.split("\n", 1) for event in text.split("\n\n")[:-1]]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
+    assert [name.removeprefix("event: ") for name, _ in parts] == [
+        event["type"] for event in events
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    return events
+
+
+def replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output items as the events tell of them; what is done is what the pieces came to."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            assert all(item["status"] == "completed" for item in items), "one after the other"
+            items.append(event["item"])
+        elif "output_index" in event:
+            assert event["output_index"] == len(items) - 1
+            item = items[-1]
+            if kind == "output_item.done":
+                assert event["item"] == {**item, "status": event["item"]["status"]}
+                items[-1] = event["item"]
+                continue
+            assert event["item_id"] == item["id"]
+            if kind == "content_part.added":
+                assert event["content_index"] == len(item["content"])
+                item["content"].append(event["part"])
+            elif kind == "content_part.done":
+                assert event["part"] == item["content"][event["content_index"]]
+            elif kind == "function_call_arguments.delta":
+                item["arguments"] += event["delta"]
+            elif kind == "function_call_arguments.done":
+                assert (event["name"], event["arguments"]) == (item["name"], item["arguments"])
+            else:
+                part = item["content"][event["content_index"]]
+                assert kind.split(".")[0] == part["type"]
+                if kind.endswith(".delta"):
+                    part["text"] += event["delta"]
+                    part.get("logprobs", []).extend(event.get("logprobs", []))
+                else:
+                    assert (event["text"], event.get("logprobs")) == (
+                        part["text"],
+                        part.get("logprobs"),
+                    )
+    return items
+
+
+def types_of(events: list[dict[str, Any]]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+class Scripted(Reader):
+    """Reads of the i-th reply what it was told to."""
+
+    def __init__(self, said: list[list[Delta]]) -> None:
+        self._said = iter(said)
+
+    def feed(self, text: str, *, ends: bool) -> list[Delta]:
+        return next(self._said)
+
+
+def answer_to(
+    said: list[list[Delta]], *, finish: Any = "stop", logprobs: bool = False, **fields: Any
+) -> Any:
+    """An answer that reads these deltas, and its generation, which has been fed a token for each list of them."""
+    request = read(**fields)
+    dialect = SimpleNamespace(make_reader=lambda *_, **__: Scripted(said))
+    answer = ResponsesAnswer(
+        "m", request, request.prompts(), request.sampling({}), cast(Any, dialect)
+    )
+    generation = Generation(cast(Any, None), [0])
+    for i in range(1, len(said) + 1):
+        token = TextLogprobs(f"t{i}", -i, []) if logprobs else None
+        end = finish if i == len(said) else None
+        generation.put(UserReply(0, finish=end, logprobs=token, num_prompt=3, num_output=i))
+    return answer, generation
+
+
+def whole_of(said: list[list[Delta]], **options: Any) -> dict[str, Any]:
+    async def collect() -> Any:
+        answer, generation = answer_to(said, **options)
+        await answer.begin(generation)
+        await answer.finish(generation)
+        return answer.whole()
+
+    response = run(collect())
+    Response.model_validate(response, strict=True)
+    return cast(dict[str, Any], response)
+
+
+def stream_of(said: list[list[Delta]], **options: Any) -> list[dict[str, Any]]:
+    async def collect() -> str:
+        answer, generation = answer_to(said, **options)
+        await answer.begin(generation)
+        return "".join([event async for event in answer.events(generation)])
+
+    return events_of(run(collect()))
+
+
+def anonymous(response: dict[str, Any]) -> dict[str, Any]:
+    """Without the ids and times, which no two answers share."""
+    text = json.dumps({**response, "created_at": 0, "completed_at": bool(response["completed_at"])})
+    return cast(dict[str, Any], json.loads(text.replace(response["id"].removeprefix("resp_"), "")))
+
+
+@asynccontextmanager
+async def client_of(app: App) -> AsyncIterator[AsyncOpenAI]:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app.app))
+    async with AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+async def post(app: App, **fields: Any) -> Call:
+    call = app.post(RESPONSES, **fields)
+    await call.done
+    return call
+
+
+def test_a_whole_answer_is_openais_object() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("Hel", "", "lo 👍", num_prompt=5, num_cached=4))
+        call = await post(app)
+        assert call.status == 200
+        answer = json.loads(call.body)
+        Response.model_validate(answer, strict=True)
+        text = {"type": "output_text", "text": "Hello 👍", "annotations": [], "logprobs": []}
+        message = {
+            "type": "message",
+            "id": "msg_0",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text],
+        }
+        assert answer["id"].startswith("resp_")
+        assert answer["completed_at"] >= answer["created_at"]
+        assert anonymous(answer) == {
+            "id": "resp_",
+            "object": "response",
+            "created_at": 0,
+            "completed_at": True,
+            "status": "completed",
+            "error": None,
+            "incomplete_details": None,
+            "model": "m",
+            "output": [message],
+            "usage": {
+                "input_tokens": 5,
+                "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+                "output_tokens": 3,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": 8,
+            },
+            "background": False,
+            "instructions": None,
+            "max_output_tokens": None,
+            "max_tool_calls": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "prompt_cache_key": None,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": None,
+            "service_tier": "default",
+            "store": False,
+            "temperature": MODEL.sampling_defaults["temperature"],
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": 0,
+            "top_p": 1.0,
+            "truncation": "disabled",
+            "user": None,
+        }
+
+    scene(play)
+
+
+def test_a_response_says_what_was_asked() -> None:
+    asked = {
+        "instructions": "be brief",
+        "max_output_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "user": "u",
+        "tool_choice": "none",
+        "top_logprobs": 2,
+    }
+    response = whole_of([[Content("x")]], include=["message.output_text.logprobs"], **asked)
+    assert {name: response[name] for name in asked} == asked
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    response = whole_of([[Content("{}")]], text={"format": schema})
+    assert response["text"]["format"] == {**schema, "description": None}
+
+
+def test_a_stream_tells_of_a_message_from_beginning_to_end() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("Hé", "", "\n\nline\r\u2028"))
+        call = await post(app, stream=True)
+        assert call.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = events_of(call.body.decode())
+        begin, end = MESSAGE
+        deltas = ["output_text.delta", "output_text.delta"]
+        assert types_of(events) == ["created", "in_progress", *begin, *deltas, *end, "completed"]
+        for event in events[:2]:
+            assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
+            assert event["response"]["usage"] is None
+        (message,) = replay(events)
+        assert message["content"][0]["text"] == "Hé\n\nline\r\u2028"
+        assert events[-1]["response"]["output"] == [message]
+        assert events[-1]["response"]["usage"]["total_tokens"] == 6
+
+    scene(play)
+
+
+def test_a_first_piece_is_sent_before_the_second_is_made() -> None:
+    async def play(app: App) -> None:
+        call = app.post(RESPONSES, stream=True)
+        uid = (await app.worker.take()).uid
+        app.worker.say(UserReply(uid, "first"))
+        await until(lambda: b"first" in call.body)
+        app.worker.say(UserReply(uid, "second", finish="stop"))
+        await call.done
+        assert replay(events_of(call.body.decode()))[0]["content"][0]["text"] == "firstsecond"
+
+    scene(play)
+
+
+SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
+    "nothing": ([[]], [*MESSAGE[0], "output_text.delta", *MESSAGE[1]]),
+    "reasoning, then text": (
+        [[Reasoning("hm")], [Reasoning("m"), Content("a")], [Content("b")]],
+        [
+            *REASONING[0],
+            *["reasoning_text.delta"] * 2,
+            *REASONING[1],
+            *MESSAGE[0],
+            *["output_text.delta"] * 2,
+            *MESSAGE[1],
+        ],
+    ),
+    "text, then two calls": (
+        [
+            [Content("so:")],
+            [CallBegin(0, "c0", "f"), CallArguments(0, '{"a"')],
+            [CallArguments(0, ":1}"), CallBegin(1, "c1", "g"), CallArguments(1, "{}")],
+            [],
+        ],
+        [
+            *[*MESSAGE[0], "output_text.delta", *MESSAGE[1]],
+            *[*CALL[0], *["function_call_arguments.delta"] * 2, *CALL[1]],
+            *[*CALL[0], "function_call_arguments.delta", *CALL[1]],
+        ],
+    ),
+    "only a call, without arguments": ([[CallBegin(0, "c0", "f")]], [*CALL[0], *CALL[1]]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_items_follow_each_other_as_they_were_said(name: str) -> None:
+    said, kinds = SAID[name]
+    events = stream_of(said)
+    assert types_of(events) == ["created", "in_progress", *kinds, "completed"]
+    assert replay(events) == events[-1]["response"]["output"]
+
+
+def test_calls_and_reasoning_have_openais_shape() -> None:
+    reasoning, message, first, second = whole_of(
+        [[Reasoning("hm")], *SAID["text, then two calls"][0]]
+    )["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "so:"
+    assert {**first, "id": ""} == {
+        "id": "",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": "c0",
+        "name": "f",
+        "arguments": '{"a":1}',
+    }
+    assert (second["call_id"], second["arguments"]) == ("c1", "{}")
+    prefixes = [item["id"].split("_")[0] for item in (reasoning, message, first, second)]
+    assert prefixes == ["rs", "msg", "fc", "fc"]
+    assert len({item["id"] for item in (reasoning, message, first, second)}) == 4
+
+
+_PIECES = st.sampled_from(["text", "reasoning", "call", "arguments"])
+
+
+def _said(pieces: list[list[str]]) -> list[list[Delta]]:
+    """Arguments only where a call has just been."""
+    count, last, said = itertools.count(), "", []
+    for step in pieces:
+        said.append([])
+        for piece in step:
+            i = next(count)
+            if piece == "arguments" and last not in ("call", "arguments"):
+                continue
+            last = piece
+            kinds: dict[str, Callable[[], Delta]] = {
+                "text": lambda i=i: Content(f"<{i}>"),
+                "reasoning": lambda i=i: Reasoning(f"({i})"),
+                "call": lambda i=i: CallBegin(0, f"call{i}", "f"),
+                "arguments": lambda i=i: CallArguments(0, f"[{i}]"),
+            }
+            said[-1].append(kinds[piece]())
+    return said
+
+
+@given(
+    st.lists(st.lists(_PIECES, max_size=3), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from(["stop", "length"]),
+)
+def test_a_stream_comes_to_the_whole_answer(
+    pieces: list[list[str]], logprobs: bool, finish: str
+) -> None:
+    options: dict[str, Any] = {"finish": finish, "logprobs": logprobs}
+    events, whole = stream_of(_said(pieces), **options), whole_of(_said(pieces), **options)
+    last = events[-1]["response"]
+    assert replay(events) == last["output"]
+    assert anonymous(last) == anonymous(whole)
+    told = "".join(part["text"] for item in last["output"] for part in item.get("content", []))
+    told += "".join(item["arguments"] for item in last["output"] if item["type"] == "function_call")
+    said = [delta for step in _said(pieces) for delta in step if not isinstance(delta, CallBegin)]
+    assert sorted(told) == sorted("".join(delta.text for delta in said))
+
+
+def test_usage_counts_what_was_reasoning() -> None:
+    usage = whole_of([[Reasoning("a")], [], [Reasoning("b")], [Content("c")], [Content("d")]])[
+        "usage"
+    ]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("finish", "status", "details"),
+    [
+        ("stop", "completed", None),
+        ("length", "incomplete", {"reason": "max_output_tokens"}),
+        ("abort", "incomplete", None),
+    ],
+)
+def test_an_end_is_told_of_the_response_and_of_its_last_item(
+    finish: str, status: str, details: Any
+) -> None:
+    response = whole_of([[Reasoning("a")], [Content("b")]], finish=finish)
+    assert (response["status"], response["incomplete_details"]) == (status, details)
+    assert [item["status"] for item in response["output"]] == ["completed", status]
+    assert (response["completed_at"] is None) == (status == "incomplete")
+    assert stream_of([[Content("b")]], finish=finish)[-1]["type"] == f"response.{status}"
+
+
+def fail_after(part: str, fail: Callable[[App, int], None]) -> list[dict[str, Any]]:
+    """The events of a stream that said something before it failed."""
+    events: list[dict[str, Any]] = []
+
+    async def play(app: App) -> None:
+        call = app.post(RESPONSES, stream=True)
+        uid = (await app.worker.take()).uid
+        app.worker.say(UserReply(uid, part))
+        await until(lambda: part.encode() in call.body)
+        fail(app, uid)
+        await call.done
+        assert call.status == 200
+        events.extend(events_of(call.body.decode()))
+
+    scene(play)
+    return events
+
+
+def test_an_engine_that_dies_in_mid_stream_fails_the_response() -> None:
+    *_, error, failed = fail_after("part", lambda app, _: app.frontend.fail("the engine is gone"))
+    assert {**error, "sequence_number": 0} == {
+        "type": "error",
+        "code": "engine_failed",
+        "message": "the engine is gone",
+        "param": None,
+        "sequence_number": 0,
+    }
+    response = failed["response"]
+    assert (failed["type"], response["status"]) == ("response.failed", "failed")
+    assert response["error"] == {"code": "server_error", "message": "the engine is gone"}
+    (message,) = response["output"]
+    assert (message["status"], message["content"][0]["text"]) == ("incomplete", "part")
+
+
+def test_a_refusal_in_mid_stream_fails_the_response() -> None:
+    refusal = ReplyError(400, "no_grammar", "the grammar ran out", "text")
+    *_, error, failed = fail_after(
+        "part", lambda app, uid: app.worker.say(UserReply(uid, error=refusal))
+    )
+    assert (error["code"], error["param"]) == ("no_grammar", "text")
+    assert failed["response"]["error"] == {
+        "code": "invalid_prompt",
+        "message": "the grammar ran out",
+    }
+
+
+def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
+    said: list[list[Delta]] = [[CallBegin(0, "c", "f")], [CallArguments(0, "{}")], [Content("x")]]
+    response = whole_of(said, logprobs=True, include=["message.output_text.logprobs"])
+    assert [token["token"] for token in response["output"][1]["content"][0]["logprobs"]] == ["t3"]
+
+
+def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
+    def token(text: str) -> TextLogprobs:
+        return TextLogprobs(text, -0.5, [(text, -0.5), ("z", -1.0)])
+
+    return [
+        UserReply(msg.uid, "a", logprobs=token("a"), num_output=1),
+        UserReply(msg.uid, "", logprobs=token("\ufffd"), num_output=2),
+        UserReply(msg.uid, "é", logprobs=token("\ufffd"), num_output=3),
+        UserReply(msg.uid, "", logprobs=token("</s>"), num_output=4, finish="stop"),
+    ]
+
+
+def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(with_logprobs)
+        asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        whole = json.loads((await post(app, **asked)).body)
+        events = events_of((await post(app, stream=True, **asked)).body.decode())
+        Response.model_validate(whole, strict=True)
+        (part,) = whole["output"][0]["content"]
+        assert [token["token"] for token in part["logprobs"]] == ["a", "\ufffd", "\ufffd", "</s>"]
+        assert part["logprobs"][0] == {
+            "token": "a",
+            "logprob": -0.5,
+            "bytes": [97],
+            "top_logprobs": [
+                {"token": "a", "logprob": -0.5, "bytes": [97]},
+                {"token": "z", "logprob": -1.0, "bytes": [122]},
+            ],
+        }
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [
+            ("a", 1),
+            ("é", 2),
+            ("", 1),
+        ]
+        assert replay(events)[0]["content"] == [part]
+
+    scene(play)
+
+
+def test_only_messages_have_log_probabilities() -> None:
+    said: list[list[Delta]] = [
+        [Reasoning("a")],
+        [],
+        [Content("b")],
+        [CallBegin(0, "c", "f")],
+        [CallArguments(0, "{}")],
+    ]
+    _, message, _ = whole_of(said, logprobs=True)["output"]
+    assert [token["token"] for token in message["content"][0]["logprobs"]] == ["t2", "t3"]
+
+
+def test_openais_client_reads_whole_answers_and_streams() -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("Hel", "lo"))
+        async with client_of(app) as client:
+            whole = await client.responses.create(model="m", input="hi")
+            assert (whole.output_text, whole.status) == ("Hello", "completed")
+            async with client.responses.stream(model="m", input="hi") as stream:
+                snapshots = [
+                    event.snapshot
+                    async for event in stream
+                    if event.type == "response.output_text.delta"
+                ]
+                final = await stream.get_final_response()
+            assert snapshots == ["Hel", "Hello"]
+            assert final.output_text == "Hello"
+            events = [
+                event
+                async for event in await client.responses.create(model="m", input="hi", stream=True)
+            ]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    scene(play)
+
+
+class Point(BaseModel):
+    x: int
+    y: int
+
+
+def test_openais_client_parses_into_its_own_classes() -> None:
+    grammars: list[Grammar | None] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        grammars.append(msg.sampling.grammar)
+        return [
+            UserReply(msg.uid, '{"x":1,', num_output=1),
+            UserReply(msg.uid, '"y":2}', finish="stop", num_output=2),
+        ]
+
+    async def play(app: App) -> None:
+        app.worker.answer_with(script)
+        async with client_of(app) as client:
+            parsed = await client.responses.parse(model="m", input="hi", text_format=Point)
+            assert parsed.output_parsed == Point(x=1, y=2)
+            async with client.responses.stream(model="m", input="hi", text_format=Point) as stream:
+                assert (await stream.get_final_response()).output_parsed == Point(x=1, y=2)
+        for grammar in grammars:
+            assert grammar is not None and grammar.kind == "json_schema"
+            assert set(json.loads(grammar.text)["properties"]) == {"x", "y"}
+
+    scene(play)
+
+
+def test_the_items_of_an_answer_are_input_of_the_next_request() -> None:
+    said: list[list[Delta]] = [
+        [Reasoning("hm"), Content("so:")],
+        [CallBegin(0, "c0", "f"), CallArguments(0, "{}")],
+    ]
+    output = Response.model_validate(whole_of(said)).output
+    items = [
+        {"role": "user", "content": "hi"},
+        *(item.model_dump(mode="json", exclude_unset=True) for item in output),
+    ]
+    result = {"type": "function_call_output", "call_id": "c0", "output": "42"}
+    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert read(input=[*items, result]).messages() == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "so:", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c0", "content": "42"},
+    ]
+
+
+def _call(i: int) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": "{}"}
+
+
+def _called(*numbers: int) -> list[dict[str, Any]]:
+    return [
+        {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}}
+        for i in numbers
+    ]
+
+
+USER = {"role": "user", "content": "q"}
+SPOKEN = {"role": "assistant", "content": "a"}
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "t"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ("hi", [{"role": "user", "content": "hi"}]),
+        ("", [{"role": "user", "content": ""}]),
+        ([USER], [USER]),
+        ([{"type": "message", **USER, "status": "completed", "id": "msg_1"}], [USER]),
+        ([{"role": "developer", "content": "d"}, USER], [{"role": "system", "content": "d"}, USER]),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "a"},
+                        {"type": "input_text", "text": "b"},
+                    ],
+                }
+            ],
+            [{"role": "user", "content": "ab"}],
+        ),
+        ([USER, SPOKEN, SPOKEN, USER], [USER, SPOKEN, SPOKEN, USER]),
+        ([_call(0), _call(1)], [{"role": "assistant", "content": "", "tool_calls": _called(0, 1)}]),
+        ([SPOKEN, _call(0)], [{**SPOKEN, "tool_calls": _called(0)}]),
+        (
+            [_call(0), SPOKEN],
+            [{"role": "assistant", "content": "", "tool_calls": _called(0)}, SPOKEN],
+        ),
+        ([THOUGHT, SPOKEN], [{**SPOKEN, "reasoning_content": "t"}]),
+        ([SPOKEN, THOUGHT, SPOKEN], [SPOKEN, {**SPOKEN, "reasoning_content": "t"}]),
+        (
+            [
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_text", "text": "r"}],
+                }
+            ],
+            [{"role": "tool", "tool_call_id": "c", "content": "r"}],
+        ),
+    ],
+)
+def test_items_are_messages_of_a_chat(items: Any, messages: Any) -> None:
+    assert read(input=items).messages() == messages
+
+
+def test_instructions_come_first_and_variables_go_along() -> None:
+    (prompt,) = read(
+        instructions="be brief", chat_template_kwargs={"enable_thinking": False}
+    ).prompts()
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert prompt == Conversation(messages, {}, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0, "top_k": -1, "seed": 3, "stop": "x", "logit_bias": {"5": 1}}]
+)
+def test_parameters_go_the_way_of_chats(fields: dict[str, Any]) -> None:
+    defaults = {"temperature": 0.25, "top_k": 7}
+    chat = ChatRequest.model_validate({"model": "m", "messages": [USER], "max_tokens": 5, **fields})
+    request = read(max_output_tokens=5, **fields)
+    assert request.sampling(defaults) == chat.sampling(defaults)
+    assert read(**fields).sampling({}).max_tokens is None
+    assert request.num_answers == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "grammar"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
+        (
+            {"type": "json_schema", "name": "n", "schema": {"a": [1]}},
+            Grammar("json_schema", '{"a": [1]}'),
+        ),
+    ],
+)
+def test_a_format_is_a_grammar(form: Any, grammar: Any) -> None:
+    assert read(text={"format": form}).sampling({}) == SamplingParams(grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"include": []}, None),
+        ({"top_logprobs": 0}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 5}, 5),
+    ],
+)
+def test_how_many_log_probabilities(fields: dict[str, Any], expected: int | None) -> None:
+    assert read(**fields).sampling({}).logprobs == expected
+
+
+NEUTRAL: dict[str, list[Any]] = {
+    "background": [False],
+    "include": [[]],
+    "metadata": [{"a": "b"}],
+    "parallel_tool_calls": [True, False],
+    "prompt_cache_key": ["k"],
+    "prompt_cache_options": [{}],
+    "prompt_cache_retention": ["24h"],
+    "reasoning": [{}, {"effort": None, "summary": None}],
+    "safety_identifier": ["s"],
+    "service_tier": ["flex"],
+    "store": [True, False],
+    "text": [{}, {"format": {"type": "text"}}, {"verbosity": "medium"}],
+    "tool_choice": ["auto", "none"],
+    "tools": [[]],
+    "truncation": ["disabled"],
+    "user": ["u"],
+    "previous_response_id": [],
+    "conversation": [],
+    "prompt": [],
+    "max_tool_calls": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, it) for name, values in NEUTRAL.items() for it in [None, *values]]
+)
+def test_a_value_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
+    request = read(**{name: value})
+    assert (request.prompts(), request.sampling({})) == (read().prompts(), read().sampling({}))
+
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 101}, "temperature"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"messages": [USER]}, "messages"),
+        ({"n": 1}, "n"),
+        ({"tempature": 1}, "tempature"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"instructions": "\0"}, "instructions"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "\0"}]}]},
+            "input.0.content.0.text",
+        ),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["hi"]}, "input.0"),
+        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1"),
+        ({"input": [{"type": ["message"], **USER}]}, "input.0"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}
+                ]
+            },
+            "input.0.content.0.type",
+        ),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
+        ({"input": "\ud83d"}, "input"),
+        ({"instructions": "\ud83d"}, "instructions"),
+        ({"user": "\ud83d"}, "user"),
+    ],
+    ids=str,
+)
+def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    async def play(app: App) -> None:
+        call = await post(app, **fields)
+        error = assert_is_error(call, 400, type="invalid_request_error", param=param)
+        assert param in error["message"]
+
+    scene(play)
+
+
+def test_an_input_must_be() -> None:
+    with pytest.raises(ValidationError, match="input"):
+        ResponsesRequest.model_validate({"model": "m"})
+
+
+FLAT = {
+    "type": "function",
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
+NESTED = {
+    "type": "function",
+    "function": {name: value for name, value in FLAT.items() if name != "type"},
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "chats"),
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_flat_tools_are_used_as_chats_are(choice: Any, chats: Any, parallel: bool | None) -> None:
+    flat = read(tools=[FLAT], tool_choice=choice, parallel_tool_calls=parallel)
+    common = {"model": "m", "messages": [USER], "parallel_tool_calls": parallel}
+    chat = ChatRequest.model_validate({**common, "tools": [NESTED], "tool_choice": chats})
+    uses = [
+        (use.choice, use.named, use.is_parallel, use.for_template())
+        for use in (flat.tool_use, chat.tool_use)
+    ]
+    assert uses[0] == uses[1]
+
+
+def test_an_answer_with_tools_through_openais_client() -> None:
+    tools: Any = [
+        {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
+    ]
+    spoken = '<think>\nHm.\n</think>\n\nSo.\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
+    prompts: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> Iterable[UserReply]:
+        prompts.append(msg.prompt)
+        return spell(*(spoken[at : at + 3] for at in range(0, len(spoken), 3)))(msg)
+
+    async def play(app: App) -> None:
+        app.worker.answer_with(script)
+        async with client_of(app) as client:
+            whole = await client.responses.create(model="m", input="hi", tools=tools)
+            async with client.responses.stream(model="m", input="hi", tools=tools) as stream:
+                streamed = await stream.get_final_response()
+        for output in (whole.output, streamed.output):
+            assert [item.type for item in output] == ["reasoning", "message", "function_call"]
+            reasoning, message, call = (item.to_dict() for item in output)
+            assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+            assert cast(Any, message)["content"][0]["text"] == "So."
+            assert (call["name"], call["arguments"]) == ("get", '{"x": 1}')
+        assert (
+            prompts[0] == prompts[1]
+            and prompts[0].tools == read(tools=tools).tool_use.for_template()
+        )
+        assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
+
+    scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"])))
+
+
+def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
+    spoken = '<tool_call>\n{"name": "f", "arguments": {"x'
+
+    async def play(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, spoken), UserReply(msg.uid, finish="length")]
+        )
+        whole, stream = [
+            await post(app, tools=[FLAT], tool_choice="required", stream=it) for it in (False, True)
+        ]
+        for response in (json.loads(whole.body), events_of(stream.body.decode())[-1]["response"]):
+            assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+            (item,) = response["output"]
+            assert (item["type"], item["status"]) == ("function_call", "incomplete")
+            assert (item["name"], item["arguments"]) == ("f", '{"x')
+
+    scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""))))
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_no_response_is_kept(method: str) -> None:
+    async def play(app: App) -> None:
+        app.worker.answer_with(spell("a"))
+        made = json.loads((await post(app, store=True)).body)
+        call = app.call(method, f"{RESPONSES}/{made['id']}")
+        await call.done
+        error = assert_is_error(call, 404, param="response_id", code="response_not_found")
+        assert "this server stores no responses" in error["message"]
+        async with client_of(app) as client:
+            with pytest.raises(openai.NotFoundError, match="stores no responses"):
+                await (client.responses.retrieve if method == "GET" else client.responses.delete)(
+                    "resp_1"
+                )
+
+    scene(play)

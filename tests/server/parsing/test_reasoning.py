@@ -1,0 +1,211 @@
+"""Thoughts are told from content, however the text is cut, and a grammar lets the model think first."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llguidance
+import llguidance.hf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from minisgl.core import Grammar, SamplingParams
+from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import MAX_GRAMMAR
+from minisgl.server.openai.tools import NO_TOOLS, Function, ToolUse
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.deltas import PlainReader
+from minisgl.server.parsing.reasoning import PARSERS, Thinking
+from minisgl.server.parsing.tool_formats import FORMATS
+from tests.checkpoints import tiny_tokenizer
+from tests.server.parsing.test_tool_formats import listen
+
+QWEN, DEEPSEEK = PARSERS["qwen3"], PARSERS["deepseek_r1"]
+USE = ToolUse([Function(name="get")], "required")
+CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+GRAMMARS = {
+    "json": Grammar(
+        "json_schema",
+        json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}),
+    ),
+    "regex": Grammar("regex", '\\{"a": 1\\}|x/y|x\\/z|\n'),
+    "lark": Grammar("lark", 'start: TEXT GAP\nTEXT: "{\\"a\\": "\nGAP: "1}"'),
+}
+
+
+def read(text: str, thinking: Thinking, *, thinks: bool = True) -> tuple[str, str]:
+    """Reasoning and content, the same in one piece, in two, and character by character."""
+    whole = listen(thinking.make_reader(PlainReader(), thinks=thinks), text)
+    for at in range(len(text)):
+        assert (
+            listen(thinking.make_reader(PlainReader(), thinks=thinks), text[:at], text[at:])
+            == whole
+        )
+    assert listen(thinking.make_reader(PlainReader(), thinks=thinks), *text, "") == whole
+    return whole[1], whole[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nHm, 1 < 2.\n\nSo?\n</think>\n\nYes. \n", "Hm, 1 < 2.\n\nSo?", "Yes. \n"),
+        ("\n<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("<think>a</think>b</think><think>c", "a", "b</think><think>c"),
+        ("<think>It goes on </thin", "It goes on </thin", ""),
+        ("<think>", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_thought_is_told_from_the_answer(text: str, reasoning: str, content: str) -> None:
+    assert read(text, QWEN) == read(text, DEEPSEEK) == (reasoning, content)
+
+
+def test_whether_a_thought_is_open_at_the_beginning_is_the_parsers_and_the_requests() -> None:
+    text = "Hm.\n</think>\n\nYes."
+    assert read(text, DEEPSEEK) == ("Hm.", "Yes.")
+    assert read(text, QWEN) == ("", text)
+    assert read("Yes.", DEEPSEEK, thinks=False) == ("", "Yes.")
+
+
+@pytest.mark.parametrize("text", ["No <think>thought</think>", " \n", "<thi", " <thin"])
+def test_without_a_thought_all_is_content(text: str) -> None:
+    assert read(text, QWEN) == ("", text)
+
+
+@given(
+    text=st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "/", "think", " ", "\n", "a"]), max_size=9
+    ).map("".join),
+    is_open=st.booleans(),
+)
+def test_only_blanks_and_markers_are_lost(text: str, is_open: bool) -> None:
+    reasoning, content = map(re.escape, read(text, Thinking(is_open)))
+    assert re.fullmatch(
+        rf"\s*(<think>)?\s*{reasoning}\s*(</think>)?\s*{content}", text
+    ) or content == re.escape(text)
+
+
+def test_calls_are_read_behind_a_thought_and_not_in_it() -> None:
+    dialect = Dialect(FORMATS["hermes"](""), QWEN)
+    text = f"<think>I could say {CALL}.</think>\n{CALL}"
+    for eager in (False, True):
+        said = listen(dialect.make_reader(USE, thinks=True, eager=eager), *text)
+        assert said == ("", f"I could say {CALL}.", [("get", "{}")])
+
+
+def test_a_forced_answer_is_a_thought_and_calls_wherever_it_is_cut() -> None:
+    dialect = Dialect(FORMATS["hermes"](""), QWEN)
+    text = f"<think>\nHm.\n</think>\n\n{CALL}"
+    for at in range(len(text) + 1):
+        whole, streamed = (
+            listen(dialect.make_reader(USE, thinks=True, eager=eager), *text[:at], "")
+            for eager in (False, True)
+        )
+        assert whole == streamed and whole[0] == ""
+
+
+TOKENIZER = tiny_tokenizer()
+TOKENIZER.add_tokens(
+    [
+        AddedToken(text, special=False)
+        for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    ]
+)
+VOCABULARY = llguidance.hf.from_tokenizer(TOKENIZER)
+MARKERS = TOKENIZER.get_added_vocab()
+
+
+def matches(grammar: Grammar, ids: list[int]) -> bool:
+    matcher = llguidance.LLMatcher(
+        VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0
+    )
+    assert not matcher.get_error(), matcher.get_error()
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def tokens(text: str, *, spelled: bool = False) -> list[int]:
+    """Ids of a text; with `spelled` no marker is one token."""
+    parts = text if spelled else [text]
+    return [index for part in parts for index in TOKENIZER.encode(part, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_grammar_lets_the_model_think_first(kind: str, spelled: bool) -> None:
+    markers = {} if spelled else MARKERS
+    may, must = QWEN.before(GRAMMARS[kind], markers), DEEPSEEK.before(GRAMMARS[kind], markers)
+
+    def each(text: str) -> tuple[bool, bool]:
+        return matches(may, tokens(text, spelled=spelled)), matches(
+            must, tokens(text, spelled=spelled)
+        )
+
+    assert each('<think>\nHm {"a": 2}?\n</think>\n\n{"a": 1}') == (True, True)
+    assert each('<think></think>{"a": 1}') == (True, True)
+    assert each('Hm\n</think>\n\n{"a": 1}') == (False, True)
+    assert each('{"a": 1}') == (True, False)
+    for text in (
+        '<think>Hm</think>{"a": 2}',
+        "<think>Hm</think>",
+        "<think>Hm",
+        '<think>Hm</think>Hm{"a": 1}',
+        "Hm",
+    ):
+        assert each(text) == (False, False)
+    assert each('<think>Hm</think>Hm</think>{"a": 1}') == (False, False), (
+        "a thought ends where it is read to end"
+    )
+
+
+def test_a_thought_that_seems_to_be_closed_would_be_read_as_closed_and_is_not_written() -> None:
+    grammar = QWEN.before(GRAMMARS["json"], MARKERS)
+    end = tokens('</think>{"a": 1}')
+    assert matches(grammar, [*tokens("<think>"), *tokens("Hm</think", spelled=True), *end])
+    assert not matches(grammar, [*tokens("<think>"), *tokens("Hm</think>Hm", spelled=True), *end])
+
+
+@pytest.mark.parametrize("text", ["x/y", "x/z", "\n"])
+def test_a_regular_expression_keeps_its_slashes_and_ends_of_lines(text: str) -> None:
+    grammar = QWEN.before(GRAMMARS["regex"], MARKERS)
+    assert matches(grammar, tokens(f"<think>Hm</think>{text}"))
+    assert not matches(grammar, tokens("<think>Hm</think>x"))
+
+
+def test_a_dialect_makes_parameters_of_tools_and_thoughts() -> None:
+    dialect = Dialect(FORMATS["hermes"](""), QWEN, MARKERS)
+    plain = SamplingParams(seed=1)
+    with_thought, without = (
+        dialect.constrain(plain, USE, thinks=thinks) for thinks in (True, False)
+    )
+    assert with_thought.grammar and without.grammar and with_thought.seed == 1
+    assert matches(with_thought.grammar, tokens(f"<think>Hm</think>\n{CALL}"))
+    assert matches(with_thought.grammar, tokens(CALL)) and matches(without.grammar, tokens(CALL))
+    assert not matches(without.grammar, tokens(f"<think>Hm</think>{CALL}"))
+    assert not with_thought.skip_special_tokens, "the markers are to be read"
+    given = SamplingParams(grammar=GRAMMARS["json"])
+    wrapped = dialect.constrain(given, NO_TOOLS, thinks=True).grammar
+    assert wrapped and matches(wrapped, tokens('<think>Hm</think>{"a": 1}'))
+    assert dialect.constrain(given, NO_TOOLS, thinks=False).grammar == given.grammar
+    assert dialect.constrain(plain, ToolUse(USE.tools), thinks=True).grammar is None
+
+
+def test_without_tools_and_thoughts_nothing_changes() -> None:
+    sampling = SamplingParams(seed=1)
+    assert Dialect().constrain(sampling, NO_TOOLS, thinks=True) is sampling
+    assert Dialect().constrain(sampling, ToolUse(USE.tools, "none"), thinks=True) is sampling
+    assert isinstance(Dialect().make_reader(NO_TOOLS, thinks=True, eager=True), PlainReader)
+
+
+def test_tools_that_cannot_be_offered_are_refused() -> None:
+    big = ToolUse([Function(name="f", parameters={"enum": ["x" * MAX_GRAMMAR]})], "required")
+    for dialect, use, message in (
+        (Dialect(), USE, "--tool-call-parser"),
+        (Dialect(FORMATS["hermes"]("")), big, f"more than {MAX_GRAMMAR} characters"),
+    ):
+        with pytest.raises(InvalidRequest, match=message) as refusal:
+            dialect.constrain(SamplingParams(), use, thinks=True)
+            dialect.make_reader(use, thinks=True, eager=True)
+        assert refusal.value.param == "tools"

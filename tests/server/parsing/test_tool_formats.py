@@ -1,0 +1,462 @@
+"""Calls as models spell them: read whatever the pieces they come in, and written by nothing else under the grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+from minisgl.server.openai.tools import Function, ToolUse
+from minisgl.server.parsing.deltas import CallArguments, CallBegin, Reader, Transcript
+from minisgl.server.parsing.tool_formats import FORMATS, ToolFormat, choose_format
+from tests.checkpoints import tiny_tokenizer
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOLS = [
+    Function(name="get_weather", parameters=CITY),
+    Function(name="get"),
+    Function(name="a.b-c_1"),
+]
+USE = ToolUse(TOOLS)
+HERMES, LLAMA, MISTRAL = FORMATS["hermes"](""), FORMATS["llama3_json"](""), FORMATS["mistral"]("")
+NEW_MISTRAL = FORMATS["mistral"]("[TOOL_CALLS] [ARGS]")
+TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{{ tools }}</tools> <tool_call>{{ call.arguments }}</tool_call>{% endif %}",
+    "llama3_json": '{{- \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}',
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}[TOOL_CALLS]",
+}
+
+
+def calls(*said: tuple[str, str], style: ToolFormat) -> str:
+    """Some calls as a model writes them."""
+    if style is NEW_MISTRAL:
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in said)
+    key = "parameters" if style is LLAMA else "arguments"
+    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in said]
+    if style is HERMES:
+        return "\n".join(f"<tool_call>\n{it}\n</tool_call>" for it in objects)
+    return f"[TOOL_CALLS] [{', '.join(objects)}]" if style is MISTRAL else "; ".join(objects)
+
+
+def listen(reader: Reader, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and calls. Every delta says something, and arguments come after their call has begun."""
+    transcript = Transcript()
+    for number, piece in enumerate(pieces, start=1):
+        for delta in reader.feed(piece, ends=number == len(pieces)):
+            assert isinstance(delta, CallBegin) or delta.text
+            assert not isinstance(delta, CallBegin | CallArguments) or delta.index <= len(
+                transcript.calls
+            )
+            transcript.add(delta)
+    assert len({call.id for call in transcript.calls}) == len(transcript.calls)
+    return (
+        transcript.content,
+        transcript.reasoning,
+        [(call.name, call.arguments) for call in transcript.calls],
+    )
+
+
+def read(
+    text: str, style: ToolFormat, use: ToolUse = USE, *, eager: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls, the same in one piece, in two, and character by character."""
+    content, _, said = whole = listen(style.make_reader(use, eager=eager), text)
+    for at in range(len(text)):
+        assert listen(style.make_reader(use, eager=eager), text[:at], text[at:]) == whole
+    assert listen(style.make_reader(use, eager=eager), *text, "") == whole
+    return content, said
+
+
+styles = pytest.mark.parametrize(
+    "style",
+    [HERMES, LLAMA, MISTRAL, NEW_MISTRAL],
+    ids=["hermes", "llama", "mistral", "new mistral"],
+)
+marked = pytest.mark.parametrize(
+    "style", [HERMES, MISTRAL, NEW_MISTRAL], ids=["hermes", "mistral", "new mistral"]
+)
+eagerness = pytest.mark.parametrize("eager", [False, True], ids=["careful", "eager"])
+ODD = r'{"city": "Zü\"rich {} ]}; </tool_call> 語\\", "more": [{"a": {}}, [1.5e3, null]],   "😀": "\ud83d\ude00"}'
+
+
+@styles
+@eagerness
+def test_a_call_is_read_as_it_was_written(style: ToolFormat, eager: bool) -> None:
+    assert read(calls(("get_weather", ODD), style=style), style, eager=eager) == (
+        "",
+        [("get_weather", ODD)],
+    )
+
+
+@styles
+@eagerness
+def test_several_calls_are_read_in_order(style: ToolFormat, eager: bool) -> None:
+    said = [
+        ("get_weather", '{"city": "Ulm"}'),
+        ("get", "{}"),
+        ("get_weather", '{"city":"Bonn"}'),
+        ("a.b-c_1", "{}"),
+    ]
+    assert read(calls(*said, style=style) + "\n", style, eager=eager) == ("", said)
+
+
+@marked
+@eagerness
+def test_text_around_calls_is_content_without_the_blanks_between(
+    style: ToolFormat, eager: bool
+) -> None:
+    text = f" Let me  see.\n\n{calls(('get', '{}'), style=style)} \nDone. "
+    assert read(text, style, eager=eager) == (" Let me  see.Done. ", [("get", "{}")])
+
+
+def test_text_before_a_python_tag_is_content() -> None:
+    text = 'Well:\n<|python_tag|>{"name": "get", "parameters": {}}'
+    assert read(text, LLAMA) == ("Well:", [("get", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("text", "style"),
+    [
+        ('<tool_call>{"arguments": {"x": 1}, "name": "get"}</tool_call>', HERMES),
+        ('<tool_call>\n{"name":"get" ,\n"arguments" : {"x": 1} }', HERMES),
+        ('{"type": "function", "name": "get", "parameters": {"x": 1}}', LLAMA),
+        ('<|python_tag|>{"name": "get", "parameters": {"x": 1}}', LLAMA),
+        ('\n\n{"name": "get", "parameters": {"x": 1}}', LLAMA),
+        ('[TOOL_CALLS][{"name": "get", "arguments": {"x": 1}, "id": "123456789"}]', MISTRAL),
+        ('[TOOL_CALLS]get{"x": 1}', MISTRAL),
+        ('[TOOL_CALLS]get[CALL_ID]123456789[ARGS]{"x": 1}', MISTRAL),
+    ],
+)
+@eagerness
+def test_other_spellings_of_a_call(text: str, style: ToolFormat, eager: bool) -> None:
+    assert read(text, style, eager=eager) == ("", [("get", '{"x": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("text", "style"),
+    [
+        ('<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>', HERMES),
+        ('<tool_call>\n{"name": "get", "arguments": "{}"}\n</tool_call>', HERMES),
+        ('<tool_call>\n{"name": "get"}\n</tool_call>', HERMES),
+        ("<tool_call>\nI call get.\n</tool_call> <tool_cal", HERMES),
+        ('{"city": "Ulm"}', LLAMA),
+        ('{"name": "unknown", "parameters": {}}', LLAMA),
+        (
+            '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "got", "arg',
+            HERMES,
+        ),
+        ('<tool_call>{"arguments": {}, "name": "unknown"}</tool_call>', HERMES),
+        ("<|python_tag|>print(1)", LLAMA),
+        ('I say: {"name": "get", "parameters": {}}', LLAMA),
+        ("  two blanks", LLAMA),
+        ("[TOOL_CALLS] [1, 2]", MISTRAL),
+        ("[TOOL_CALLS]unknown[ARGS]{}", MISTRAL),
+        ("a [TOOL_CA", MISTRAL),
+        *(
+            (text, style)
+            for style in (HERMES, LLAMA, MISTRAL)
+            for text in ("", " ", "hi \n", "{", "[", "<", "a\n\n b<|")
+        ),
+    ],
+)
+@eagerness
+def test_what_is_no_call_of_an_offered_tool_stays_content(
+    text: str, style: ToolFormat, eager: bool
+) -> None:
+    assert read(text, style, eager=eager) == (text, [])
+
+
+@styles
+@pytest.mark.parametrize(
+    "arguments", ['{"a": }', '{"a": 1', '{"a": [1}', '{"a": 1,}', "{'a': 1}", '{"a": "', "[" * 9]
+)
+def test_a_whole_answer_has_no_broken_arguments(style: ToolFormat, arguments: str) -> None:
+    text = calls(("get", arguments), style=style)
+    assert read(text, style) == (text, [])
+
+
+@marked
+def test_behind_a_broken_call_a_good_one_is_read(style: ToolFormat) -> None:
+    broken = calls(("get", '{"a": }'), style=style)
+    assert read(f"{broken} {calls(('get', '{}'), style=style)}", style) == (broken, [("get", "{}")])
+
+
+@styles
+def test_a_stream_has_the_name_first_and_then_the_arguments_as_they_come(style: ToolFormat) -> None:
+    text = calls(("get_weather", '{"city": "Ulm"}'), style=style)
+    reader = style.make_reader(USE, eager=True)
+    said = [delta for char in text for delta in reader.feed(char, ends=False)]
+    assert isinstance(said[0], CallBegin) and said[0].name == "get_weather"
+    assert [delta.text for delta in said[1:]] == list('{"city": "Ulm"}')  # type: ignore[union-attr]
+
+
+@styles
+def test_content_is_not_held_back_once_it_cannot_be_a_marker(style: ToolFormat) -> None:
+    reader = style.make_reader(USE, eager=True)
+    for text in ("Hello", " world,", " <toast>", " [TOOTHS]", "."):
+        assert "".join(delta.text for delta in reader.feed(text, ends=False)) == text  # type: ignore[union-attr]
+
+
+@styles
+@eagerness
+def test_without_parallel_calls_the_first_is_the_only_one(style: ToolFormat, eager: bool) -> None:
+    text = calls(("get", '{"n": 1}'), ("get", '{"n": 2}'), style=style)
+    for use in (ToolUse(TOOLS, is_parallel=False), ToolUse(TOOLS, "required", "get")):
+        assert read(text, style, use, eager=eager) == ("", [("get", '{"n": 1}')])
+
+
+def test_a_named_choice_reads_no_call_of_another_tool() -> None:
+    text = calls(("get", "{}"), style=HERMES)
+    assert read(text, HERMES, ToolUse(TOOLS, "required", "get_weather")) == ("", [])
+
+
+def told(text: str, said: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What the beginning of an answer tells of its calls: a name when something stands behind it, then arguments."""
+    found = []
+    for name, arguments in said:
+        text = text.partition(name)[2]
+        if not text:
+            break
+        text = text[text.index("{") :] if "{" in text else ""
+        found.append((name, text[: len(arguments)]))
+        text = text[len(arguments) :]
+    return found
+
+
+@styles
+@pytest.mark.parametrize("named", [None, "get_weather"])
+def test_a_forced_answer_is_calls_wherever_it_is_cut(style: ToolFormat, named: str | None) -> None:
+    said = [("get_weather", ODD), ("get", "{}"), ("a.b-c_1", '{"a": {"b": 1}}')][
+        : 1 if named else None
+    ]
+    text, use = calls(*said, style=style), ToolUse(TOOLS, "required", named)
+    for at in range(len(text) + 1):
+        for eager in (False, True):
+            assert listen(style.make_reader(use, eager=eager), text[:at]) == (
+                "",
+                "",
+                told(text[:at], said),
+            )
+            assert listen(style.make_reader(use, eager=eager), *text[:at], "") == (
+                "",
+                "",
+                told(text[:at], said),
+            )
+
+
+@styles
+def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker_is_not(
+    style: ToolFormat,
+) -> None:
+    text = calls(("get", '{"a": 1}'), style=style)
+    is_whole = []
+    for at in range(len(text) + 1):
+        content, said = read(text[:at], style)
+        assert (content, said) in ((text[:at], []), ("", [("get", '{"a": 1}')]))
+        is_whole.append(bool(said))
+    assert is_whole == sorted(is_whole), "once a call is whole it stays so"
+    assert sum(is_whole) == len(text) - text.rindex("}")
+
+
+@styles
+def test_a_stream_has_nothing_but_the_call_wherever_it_is_cut_behind_its_arguments(
+    style: ToolFormat,
+) -> None:
+    text = calls(("get", '{"a": 1}'), style=style).replace("1}}", '1}, "id": "x"}')
+    for at in range(text.index("1}") + 2, len(text) + 1):
+        assert read(text[:at], style, eager=True) == ("", [("get", '{"a": 1}')])
+
+
+@styles
+def test_ids_are_as_the_templates_want_them(style: ToolFormat) -> None:
+    wanted = r"[a-zA-Z0-9]{9}" if style in (MISTRAL, NEW_MISTRAL) else r"call_[0-9a-f]{24}"
+    assert re.fullmatch(wanted, style.new_id())
+
+
+MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "; ",
+    ", ",
+    "[",
+    "]",
+    "\n",
+    " ",
+)
+PARTS = (
+    '{"name": "get", ',
+    '"arguments": ',
+    '"parameters": ',
+    "{}",
+    '{"a": "}"}',
+    "}",
+    "{",
+    '"',
+    "\\",
+    "text",
+    "get",
+)
+WHOLE = (
+    '{"name": "get", "arguments": {"a": "}"}}',
+    '{"name": "get", "parameters": {}}',
+    'get[ARGS]{"a": [{}]}',
+    '{"x": 1}',
+)
+WORDS = st.lists(
+    st.sampled_from(MARKS) | st.sampled_from(PARTS) | st.sampled_from(WHOLE), max_size=12
+).map("".join)
+
+
+@styles
+@eagerness
+@given(
+    text=WORDS,
+    cuts=st.lists(st.integers(0, 80), max_size=6),
+    choice=st.sampled_from(["auto", "required"]),
+)
+def test_how_the_text_is_cut_changes_nothing(
+    style: ToolFormat, eager: bool, text: str, cuts: list[int], choice: Any
+) -> None:
+    use = ToolUse(TOOLS, choice)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in pairwise(places)]
+    whole = listen(style.make_reader(use, eager=eager), text)
+    assert listen(style.make_reader(use, eager=eager), *pieces) == whole
+    assert listen(style.make_reader(use, eager=eager), *text, "") == whole
+
+
+@styles
+@given(text=WORDS)
+def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(
+    style: ToolFormat, text: str
+) -> None:
+    content, _, said = listen(style.make_reader(USE, eager=False), text)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in said)
+    if not said:
+        assert content == text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_shows_the_format(name: str) -> None:
+    style = choose_format(TEMPLATES[name], None)
+    assert type(style) is FORMATS[name]
+    assert all(
+        type(choose_format(TEMPLATES[name], other)) is FORMATS[other] for other in FORMATS
+    ), "named is named"
+
+
+@pytest.mark.parametrize(
+    "template", [None, "", "{{ messages }}", "<tool_call>\n<function=f>\n<parameter=x>"]
+)
+def test_of_other_templates_nothing_is_known(template: str | None) -> None:
+    assert choose_format(template, None) is None
+
+
+TOKENIZER = tiny_tokenizer()
+TOKENIZER.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")])
+TOKENIZER.add_special_tokens(
+    {"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]}
+)
+VOCABULARY = llguidance.hf.from_tokenizer(TOKENIZER)
+MARKERS = TOKENIZER.get_added_vocab()
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    """Whether a text is all that the grammar asks for."""
+    spec = llguidance.grammar_from(grammar.kind, grammar.text)
+    matcher = llguidance.LLMatcher(VOCABULARY, spec, log_level=0)
+    assert not matcher.get_error(), matcher.get_error()
+    ids: list[Any] = TOKENIZER.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+GOOD = [
+    ("get_weather", '{"city": "Ulm", "days": 2}'),
+    ("get", '{"any": [1, {"x": null}]}'),
+    ("get", "{}"),
+]
+BAD = [
+    ("get_weather", '{"city": 1}'),
+    ("get_weather", "{}"),
+    ("got", "{}"),
+    ("get", "[]"),
+    ("get", '{"a": }'),
+]
+REQUIRED = ToolUse(TOOLS, "required")
+
+
+@styles
+def test_a_grammar_of_calls_has_them_and_nothing_else(style: ToolFormat) -> None:
+    grammar = style.grammar(REQUIRED, MARKERS)
+    for said in ([GOOD[0]], [GOOD[1]], GOOD):
+        text = calls(*said, style=style)
+        assert matches(grammar, text)
+        assert read(text, style) == ("", said), "and the reader reads what the grammar writes"
+    assert not any(matches(grammar, calls(bad, style=style)) for bad in BAD)
+    assert not any(
+        matches(grammar, text) for text in ("", "text", "text " + calls(GOOD[2], style=style), "{}")
+    )
+
+
+@styles
+def test_a_grammar_of_one_call_has_no_second(style: ToolFormat) -> None:
+    for use in (
+        ToolUse(TOOLS, "required", is_parallel=False),
+        ToolUse(TOOLS, "required", "get_weather"),
+    ):
+        grammar = style.grammar(use, MARKERS)
+        assert matches(grammar, calls(GOOD[0], style=style))
+        assert not matches(grammar, calls(GOOD[0], GOOD[0], style=style))
+    assert not matches(grammar, calls(GOOD[1], style=style)), (
+        "another tool than the one that was named"
+    )
+
+
+@styles
+def test_strict_tools_leave_a_choice_but_not_of_their_arguments(style: ToolFormat) -> None:
+    grammar = style.grammar(USE, MARKERS)
+    before = "" if style is LLAMA else "Let me see [<to. "
+    assert matches(grammar, "just text") and matches(grammar, "")
+    assert matches(grammar, before + calls(*GOOD, style=style))
+    assert not any(matches(grammar, before + calls(bad, style=style)) for bad in BAD)
+
+
+@pytest.mark.parametrize("style", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+def test_a_marker_that_is_no_token_is_spelled_out(style: ToolFormat) -> None:
+    grammar = style.grammar(REQUIRED, {})
+    text = calls(GOOD[1], style=style)
+    ids = [index for char in text for index in TOKENIZER.encode(char, add_special_tokens=False)]
+    matcher = llguidance.LLMatcher(
+        VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0
+    )
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    with pytest.raises(InvalidRequest, match="as a token; send 'required'"):
+        style.grammar(USE, {})
+
+
+def test_references_in_a_schema_are_to_the_schema() -> None:
+    city = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"enum": ["a", "b"]}},
+    }
+    grammar = HERMES.grammar(ToolUse([Function(name="f", parameters=city)], "required"), MARKERS)
+    assert matches(grammar, calls(("f", '{"x": "b"}'), style=HERMES))
+    assert not matches(grammar, calls(("f", '{"x": "c"}'), style=HERMES))
