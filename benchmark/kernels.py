@@ -149,7 +149,7 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     num_bytes = 4 * K * H * int((last + 1).sum())
     attend = lambda: kernel.attend_decode(q, k, v, pages, P, row, row, last, o)
     yield Case("attend_decode", shape, attend, num_bytes, waits=True)
-    if own := kernel.BalancedDecode.of(pages, P, (N, K, H), q.dtype):
+    if own := kernel.BalancedDecode.create_if_supported(pages, P, (N, K, H), q.dtype):
         own.plan(row.int(), last.int())
         yield Case(
             "BalancedDecode", shape, lambda: own.attend(q, k, v, o), num_bytes, attend, waits=True

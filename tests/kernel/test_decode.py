@@ -229,8 +229,8 @@ def test_any_block_may_be_the_last(
     own = step.decode(cuda_kernels, 24)
     o_BNH = step.attend(own)
     same(o_BNH, step.reference())
-    for parts in (own._part, own._part_top):
-        parts.fill_(torch.nan)  # else those of the first time would do
+    for splits in (own._split_outputs, own._split_stats):
+        splits.fill_(torch.nan)  # else those of the first time would do
     blocks(seed, num_together)
     assert torch.equal(step.attend(own), o_BNH)
 
@@ -278,19 +278,23 @@ def test_only_what_fits_is_taken(
 ) -> None:
     monkeypatch.setattr(decode, "cuda_kernels_for", lambda x: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROCESSORS)
-    own = BalancedDecode.of(torch.zeros(2, 3, dtype=torch.int32), page_size, shape, torch.bfloat16)
+    own = BalancedDecode.create_if_supported(
+        torch.zeros(2, 3, dtype=torch.int32), page_size, shape, torch.bfloat16
+    )
     assert (own is not None) == fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_are_not_taken(dtype: torch.dtype) -> None:
     table_RP = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
-    assert BalancedDecode.of(table_RP, 16, (16, 8, 128), dtype) is None
+    assert BalancedDecode.create_if_supported(table_RP, 16, (16, 8, 128), dtype) is None
 
 
 def test_a_cpu_has_none() -> None:
     assert (
-        BalancedDecode.of(torch.zeros(2, 3, dtype=torch.int32), 16, (16, 8, 128), torch.bfloat16)
+        BalancedDecode.create_if_supported(
+            torch.zeros(2, 3, dtype=torch.int32), 16, (16, 8, 128), torch.bfloat16
+        )
         is None
     )
 
@@ -307,7 +311,7 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
         width=width,
         page_size=64,
     )
-    own = BalancedDecode.of(step.pages_RP, 64, step.shape, torch.bfloat16)
+    own = BalancedDecode.create_if_supported(step.pages_RP, 64, step.shape, torch.bfloat16)
     assert own
     own.plan(step.row_B, step.position_B)
     same(step.attend(own), step.reference())

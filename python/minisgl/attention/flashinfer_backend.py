@@ -92,7 +92,9 @@ class FlashInferBackend(BaseAttnBackend):
         _, num_kv_heads, head_dim = self._caches[0][0].shape
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._dtype = self._caches[0][0].dtype
-        self._own = BalancedDecode.of(page_table_RP, self._page_size, self._shape, self._dtype)
+        self._own = BalancedDecode.create_if_supported(
+            page_table_RP, self._page_size, self._shape, self._dtype
+        )
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9

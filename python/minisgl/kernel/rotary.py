@@ -1,6 +1,10 @@
-"""What happens to the heads of a step between their projection and attention."""
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864), with the head norms and the KV store around it.
 
-# Dimension key: T tokens in the batch, M heads in all, N query heads, K kv heads, H head dim, S kv slots, L positions.
+One call does all that happens to the heads of a step between their projection and attention.
+"""
+
+# Dimensions: H head width, K kv heads, L positions of a sequence, M all heads of a token: N + 2 K,
+# N query heads, S kv slots, T tokens of a step.
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from minisgl.kernel.store import store_kv
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of queries and keys, each head by itself."""
+    """The weights of the RMS norms of queries and of keys; each head is normed by itself."""
 
     q_weight_H: Tensor
     k_weight_H: Tensor
@@ -23,7 +27,13 @@ class HeadNorms(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The angles of one step: rows of a table of [cos, cos] and one of [-sin, sin], in the activations' dtype."""
+    """The angles of one step: a row of each table for every token.
+
+    Attributes:
+        cos_LH: [cos, cos] of each position, in the activations' dtype.
+        sin_LH: [-sin, sin] of each position, likewise.
+        position_T: int64.
+    """
 
     cos_LH: Tensor
     sin_LH: Tensor
@@ -31,7 +41,7 @@ class Rotation(NamedTuple):
 
 
 def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (i, i + H/2) of each head; a new tensor of x's shape and dtype."""
+    """Rotate each pair (i, i + H/2) of each head; a new tensor of x's shape and dtype."""
     cos_T1H = rotation.cos_LH[rotation.position_T].unsqueeze(1)
     sin_T1H = rotation.sin_LH[rotation.position_T].unsqueeze(1)
     return torch.addcmul(x_TNH * cos_T1H, x_TNH.roll(x_TNH.shape[-1] // 2, -1), sin_T1H)
@@ -45,18 +55,20 @@ def rotate_and_store(
     k_SKH: Tensor,
     v_SKH: Tensor,
 ) -> None:
-    """Norm (if there are norms) and turn queries and keys, in place; write keys and values to their slots too.
+    """Norm (unless norms is None) and rotate queries and keys, in place, and store keys and values.
 
     Args:
-        qkv_TMH: queries, then keys, then values: M = N + 2 K.
-        slot_T: int64, unique, in [0, S).
+        qkv_TMH: queries, then keys, then values.
+        slot_T: int64, unique, in [0, S): where the pools k_SKH and v_SKH take each token.
     """
     kernels = kernels_for(qkv_TMH)
     if kernels is None:
         _rotate_and_store_reference(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
         return
-    q_weight_H, k_weight_H, eps = norms or (qkv_TMH[0, 0, :0], qkv_TMH[0, 0, :0], 0.0)
-    kernels.rotate_and_store(qkv_TMH, q_weight_H, k_weight_H, eps, *rotation, slot_T, k_SKH, v_SKH)
+    if norms is None:  # to the kernels, empty weights mean no norm
+        empty = qkv_TMH[0, 0, :0]
+        norms = HeadNorms(empty, empty, 0.0)
+    kernels.rotate_and_store(qkv_TMH, *norms, *rotation, slot_T, k_SKH, v_SKH)
 
 
 def _rotate_and_store_reference(
@@ -71,13 +83,13 @@ def _rotate_and_store_reference(
     if norms is not None:
         q_TNH.copy_(rms_norm_reference(q_TNH, norms.q_weight_H, norms.eps))
         k_TKH.copy_(rms_norm_reference(k_TKH, norms.k_weight_H, norms.eps))
-    turned = qkv_TMH[:, : -k_SKH.shape[1]]
-    turned.copy_(rotate(turned, rotation))
+    queries_and_keys = qkv_TMH[:, : -k_SKH.shape[1]]
+    queries_and_keys.copy_(rotate(queries_and_keys, rotation))
     store_kv(k_TKH, v_TKH, k_SKH, v_SKH, slot_T)
 
 
 def split_heads(qkv_TMH: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of queries, keys and values."""
+    """Split all heads into views q_TNH, k_TKH and v_TKH."""
     num_heads = qkv_TMH.shape[1] - 2 * num_kv_heads
     q_TNH, k_TKH, v_TKH = qkv_TMH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     return q_TNH, k_TKH, v_TKH

@@ -1,10 +1,15 @@
-"""Attention of single queries over a paged context, in parts that many programs compute side by side.
+"""Attention of single queries over a paged context, in splits that many programs compute in parallel.
 
-The parts of a context are softmaxed by themselves and then joined by their maxima and sums ("Flash-Decoding", Dao et
-al. 2023). Where all requests begin with the same pages, the queries of all of them attend to those together, as one
-matrix product ("Hydragen", Juravsky et al. 2024, arXiv:2402.05099), and only the rest is each request's own. Lengths
-are read on the device, so nothing has to be planned on the host.
+Each split of a context is softmaxed by itself; a second launch merges the splits by their maxima
+and sums ("Flash-Decoding", Dao et al. 2023). Where all requests begin with the same pages, the
+queries of all requests attend to those pages together, as one matrix product ("Hydragen", Juravsky
+et al. 2024, arXiv:2402.05099). Only the suffixes are then computed for each request by itself.
+Lengths are read on the device, so the host plans nothing.
 """
+
+# Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
+# N query heads, P pages, R rows of the tables, S kv slots, T tokens of a step,
+# X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -17,10 +22,11 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
-_PROGRAMS = 528  # about: four for each processor of a large GPU
-_MAX_PARTS = 32
+_PROGRAMS = 528  # about: four for each multiprocessor of a large GPU
+_MAX_SPLITS = 32
 _BLOCK = 32  # positions at a time
-_ROWS, _SHARED_BLOCK = 64, 64  # queries and positions at a time, where they share a context
+_SHARED_ROWS = 64  # queries at a time, where they share a context
+_SHARED_BLOCK = 64  # positions at a time, there
 
 
 @triton.jit
@@ -28,16 +34,21 @@ def _attend(
     queries, k_pool, v_pool, pages, begin, end, scale, stride_k, stride_v, page_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over positions [begin, end): the unnormalised output of each row, its maximum and its sum."""
-    h, n = tl.arange(0, WIDTH_2), tl.arange(0, BLOCK)
+    """Softmax over positions [begin, end) of the context with these pages.
+
+    Returns, for each row of queries: the output before it is divided by the sum, the maximum of the
+    scores, and the sum.
+    """
+    h = tl.arange(0, WIDTH_2)
+    in_block = tl.arange(0, BLOCK)
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH_2), tl.float32)
     for first in tl.range(begin, end, BLOCK, num_stages=3):
-        place = first + n
-        mask = place < end
-        page = tl.load(pages + place // page_size, mask=mask, other=0).to(tl.int64)
-        slot = (page * page_size + place % page_size)[:, None]
+        position = first + in_block
+        mask = position < end
+        page = tl.load(pages + position // page_size, mask=mask, other=0).to(tl.int64)
+        slot = (page * page_size + position % page_size)[:, None]
         inside = mask[:, None] & (h < WIDTH)[None, :]
         k = tl.load(k_pool + slot * stride_k + h[None, :], mask=inside, other=0.0)
         v = tl.load(v_pool + slot * stride_v + h[None, :], mask=inside, other=0.0)
@@ -53,84 +64,96 @@ def _attend(
 
 
 @triton.jit
-def _attend_own(
-    q, k_pool, v_pool, page_table, token, row, position, shared, o_part, top_part, sum_part, scale,
-    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size, num_parts, first_part, num_heads,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
+def _attend_suffix(
+    q, k_pool, v_pool, page_table, token, row, position, shared, split_o, split_top, split_sum,
+    scale, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    num_splits, num_prefix_splits, num_heads,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part of what a request does not share: a program for the queries of one kv head."""
-    b, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    g, h = tl.arange(0, HEADS), tl.arange(0, WIDTH_2)
+    """A split of what follows the shared prefix: a program for the queries of one kv head."""
+    b = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    g = tl.arange(0, HEADS)
+    h = tl.arange(0, WIDTH_2)
     wait_for_inputs(PDL)
     start = 0
     if HAS_SHARED:
         start = tl.load(shared)
     end = tl.load(position + b).to(tl.int32) + 1
-    part_size = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), num_parts - first_part), BLOCK) * BLOCK
-    begin = start + part * part_size
+    length = tl.maximum(end - start, 0)
+    split_size = tl.cdiv(tl.cdiv(length, num_splits - num_prefix_splits), BLOCK) * BLOCK
+    begin = start + split * split_size
     head = kv_head * GROUP + g
     is_head = g < GROUP
     q_rows = q + tl.load(token + b).to(tl.int64) * stride_q + head[:, None] * WIDTH + h[None, :]
     queries = tl.load(q_rows, mask=is_head[:, None] & (h < WIDTH)[None, :], other=0.0)
     acc, top, total = _attend(
         queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh,
-        page_table + tl.load(row + b).to(tl.int64) * stride_pages, begin, tl.minimum(begin + part_size, end), scale,
+        page_table + tl.load(row + b).to(tl.int64) * stride_pages,
+        begin, tl.minimum(begin + split_size, end), scale,
         stride_ks, stride_vs, page_size, HEADS, WIDTH, WIDTH_2, BLOCK,
     )  # fmt: skip
-    place = (b * num_heads + head) * num_parts + first_part + part
-    tl.store(top_part + place, top, mask=is_head)
-    tl.store(sum_part + place, total, mask=is_head)
-    outputs = o_part + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    place = (b * num_heads + head) * num_splits + num_prefix_splits + split
+    tl.store(split_top + place, top, mask=is_head)
+    tl.store(split_sum + place, total, mask=is_head)
+    outputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
     tl.store(outputs, acc, mask=is_head[:, None] & (h < WIDTH)[None, :])
 
 
 @triton.jit
-def _attend_shared(
-    q, k_pool, v_pool, page_table, row, shared, o_part, top_part, sum_part, scale,
-    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size, num_parts, num_shared_parts,
-    num_heads, batch_size,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+def _attend_shared_prefix(
+    q, k_pool, v_pool, page_table, row, shared, split_o, split_top, split_sum,
+    scale, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    num_splits, num_prefix_splits, num_heads, batch_size,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part of what all requests share: a program for some of the queries of one kv head."""
+    """A split of the shared prefix: a program for ROWS of all requests' queries of one kv head."""
     x = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    kv_head, part = tl.program_id(1), tl.program_id(2)
-    b, head, h = x // GROUP, kv_head * GROUP + x % GROUP, tl.arange(0, WIDTH_2)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    b = x // GROUP
+    head = kv_head * GROUP + x % GROUP
+    h = tl.arange(0, WIDTH_2)
     is_query = b < batch_size
     wait_for_inputs(PDL)
     end = tl.load(shared)
-    part_size = tl.cdiv(tl.cdiv(end, num_shared_parts), BLOCK) * BLOCK
-    begin = part * part_size
+    split_size = tl.cdiv(tl.cdiv(end, num_prefix_splits), BLOCK) * BLOCK
+    begin = split * split_size
     q_rows = q + b.to(tl.int64)[:, None] * stride_q + head[:, None] * WIDTH + h[None, :]
     queries = tl.load(q_rows, mask=is_query[:, None] & (h < WIDTH)[None, :], other=0.0)
     acc, top, total = _attend(
         queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh,
-        page_table + tl.load(row).to(tl.int64) * stride_pages, begin, tl.minimum(begin + part_size, end), scale,
+        page_table + tl.load(row).to(tl.int64) * stride_pages,
+        begin, tl.minimum(begin + split_size, end), scale,
         stride_ks, stride_vs, page_size, ROWS, WIDTH, WIDTH_2, BLOCK,
     )  # fmt: skip
-    place = (b * num_heads + head) * num_parts + part
-    tl.store(top_part + place, top, mask=is_query)
-    tl.store(sum_part + place, total, mask=is_query)
-    outputs = o_part + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    place = (b * num_heads + head) * num_splits + split
+    tl.store(split_top + place, top, mask=is_query)
+    tl.store(split_sum + place, total, mask=is_query)
+    outputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
     tl.store(outputs, acc, mask=is_query[:, None] & (h < WIDTH)[None, :])
 
 
 @triton.jit
-def _join_parts(
-    o_part, top_part, sum_part, token, o, stride_o, num_parts, num_heads,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PDL: tl.constexpr,
+def _merge_splits(
+    split_o, split_top, split_sum, token, o, stride_o, num_splits, num_heads,
+    SPLITS_2: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b, head = tl.program_id(0), tl.program_id(1)
-    p, h = tl.arange(0, PARTS), tl.arange(0, WIDTH_2)
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.arange(0, SPLITS_2)
+    h = tl.arange(0, WIDTH_2)
     wait_for_inputs(PDL)
-    place = (b * num_heads + head) * num_parts + p
-    mask = p < num_parts
-    top = tl.load(top_part + place, mask=mask, other=-1e30)
+    place = (b * num_heads + head) * num_splits + split
+    mask = split < num_splits
+    top = tl.load(split_top + place, mask=mask, other=-1e30)
     weight = tl.exp(top - tl.max(top, axis=0))
-    total = tl.sum(weight * tl.load(sum_part + place, mask=mask, other=0.0), axis=0)
-    parts = o_part + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
-    acc = tl.load(parts, mask=mask[:, None] & (h < WIDTH)[None, :], other=0.0)
+    total = tl.sum(weight * tl.load(split_sum + place, mask=mask, other=0.0), axis=0)
+    inputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    acc = tl.load(inputs, mask=mask[:, None] & (h < WIDTH)[None, :], other=0.0)
     result = tl.sum(acc * weight[:, None], axis=0) / total
     outputs = o + tl.load(token + b).to(tl.int64) * stride_o + head * WIDTH + h
     tl.store(outputs, result.to(o.dtype.element_ty), mask=h < WIDTH)
@@ -138,40 +161,55 @@ def _join_parts(
 
 def attend_decode(
     q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
-    token_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, shared_1: Tensor | None = None,
+    token_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor,
+    shared_1: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, num_heads, width = q_TNH.shape
-    batch_size, num_kv_heads = len(token_B), k_SKH.shape[1]
-    group, device = num_heads // num_kv_heads, q_TNH.device
-    width_2 = max(16, triton.next_power_of_2(width))
-    num_own = _num_parts(batch_size * num_kv_heads)
-    num_tiles = triton.cdiv(batch_size * group, _ROWS)
-    num_shared_tokens = 0 if shared_1 is None else _num_parts(num_tiles * num_kv_heads)
-    num_parts = num_shared_tokens + num_own
-    o_part = torch.empty(
-        batch_size * num_heads * num_parts, width, dtype=torch.float32, device=device
-    )
-    top_part, sum_part = torch.empty(2, batch_size * num_heads * num_parts, device=device).unbind()
-    outputs = (o_part, top_part, sum_part, 1.0 / math.sqrt(width))
-    pool_strides = (k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1))
-    strides = (q_TNH.stride(0), *pool_strides, page_table_RP.stride(0), page_size, num_parts)
-    sizes = {"GROUP": group, "WIDTH": width, "WIDTH_2": width_2, **pdl(q_TNH)}
-    if shared_1 is not None:
-        _attend_shared[(num_tiles, num_kv_heads, num_shared_tokens)](
-            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1, *outputs, *strides, num_shared_tokens, num_heads, batch_size,
-            ROWS=_ROWS, BLOCK=_SHARED_BLOCK, **sizes,
+    num_kv_heads = k_SKH.shape[1]
+    batch_size = len(token_B)
+    group = num_heads // num_kv_heads
+    device = q_TNH.device
+    has_shared = shared_1 is not None
+    options = {
+        "WIDTH": width,
+        "WIDTH_2": max(16, triton.next_power_of_2(width)),
+        **pdl(q_TNH),
+    }
+
+    # As many splits of the prefix, and of the suffixes, as fill the device.
+    num_tiles = triton.cdiv(batch_size * group, _SHARED_ROWS)
+    num_prefix_splits = _num_splits(num_tiles * num_kv_heads) if has_shared else 0
+    num_suffix_splits = _num_splits(batch_size * num_kv_heads)
+    num_splits = num_prefix_splits + num_suffix_splits
+
+    num_outputs = batch_size * num_heads * num_splits
+    split_o = torch.empty(num_outputs, width, dtype=torch.float32, device=device)
+    split_top, split_sum = torch.empty(2, num_outputs, device=device).unbind()
+    sizes = (
+        1.0 / math.sqrt(width), q_TNH.stride(0),
+        k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
+        page_table_RP.stride(0), page_size, num_splits, num_prefix_splits, num_heads,
+    )  # fmt: skip
+
+    if has_shared:
+        _attend_shared_prefix[(num_tiles, num_kv_heads, num_prefix_splits)](
+            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1,
+            split_o, split_top, split_sum, *sizes, batch_size,
+            GROUP=group, ROWS=_SHARED_ROWS, BLOCK=_SHARED_BLOCK, **options,
         )  # fmt: skip
-    _attend_own[(batch_size, num_kv_heads, num_own)](
-        q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B, row_B if shared_1 is None else shared_1,
-        *outputs, *strides, num_shared_tokens, num_heads,
-        HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK, HAS_SHARED=shared_1 is not None, **sizes,
+    _attend_suffix[(batch_size, num_kv_heads, num_suffix_splits)](
+        q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B,
+        shared_1 if has_shared else row_B,  # without a shared prefix it is not read
+        split_o, split_top, split_sum, *sizes,
+        GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK,
+        HAS_SHARED=has_shared, **options,
     )  # fmt: skip
-    _join_parts[(batch_size, num_heads)](
-        o_part, top_part, sum_part, token_B, o_TNH, o_TNH.stride(0), num_parts, num_heads,
-        PARTS=triton.next_power_of_2(num_parts), WIDTH=width, WIDTH_2=width_2, **pdl(q_TNH),
+    _merge_splits[(batch_size, num_heads)](
+        split_o, split_top, split_sum, token_B, o_TNH, o_TNH.stride(0), num_splits, num_heads,
+        SPLITS_2=triton.next_power_of_2(num_splits), **options,
     )  # fmt: skip
 
 
-def _num_parts(num_programs: int) -> int:
-    """Parts of a context that fill the device."""
-    return max(1, min(_MAX_PARTS, _PROGRAMS // num_programs))
+def _num_splits(num_programs: int) -> int:
+    """Splits of a context that fill the device, where each takes so many programs."""
+    return max(1, min(_MAX_SPLITS, _PROGRAMS // num_programs))
