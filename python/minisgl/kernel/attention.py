@@ -1,4 +1,4 @@
-"""Attention over a paged context: single queries on any device, the softmax of a prompt's scores on a CPU."""
+"""Attention over a paged context: single queries, and the causal softmax of a prompt's scores."""
 
 # Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
 # L positions of a sequence, N query heads, P pages, R rows of the tables, S kv slots,
@@ -43,7 +43,8 @@ def attend_decode(
         )
     elif q_TNH.is_cuda:
         kernels.attend_decode(
-            q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH, shared_1
+            q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH,
+            shared_1,
         )  # fmt: skip
     else:
         kernels.attend_decode(

@@ -1,4 +1,4 @@
-"""Rotary embedding (Su et al. 2021, arXiv:2104.09864), with the head norms and the KV store around it.
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864), with head norms and the KV store.
 
 One call does all that happens to the heads of a step between their projection and attention.
 """

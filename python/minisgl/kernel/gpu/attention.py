@@ -1,4 +1,4 @@
-"""Attention of single queries over a paged context, in splits that many programs compute in parallel.
+"""Attention of single queries over a paged context, in splits that are computed in parallel.
 
 Each split of a context is softmaxed by itself; a second launch merges the splits by their maxima
 and sums ("Flash-Decoding", Dao et al. 2023). Where all requests begin with the same pages, the
