@@ -35,7 +35,7 @@ def test_cpu_linear_equals_float64(
     bias_F = torch.randn(OUTPUTS, generator=random).to(dtype) if bias else None
     x_TD = torch.randn(num_tokens, INPUTS, generator=random).to(dtype)
 
-    y_TF = CpuLinear(weight_FD, bias_F, pack=pack)(x_TD)
+    y_TF = CpuLinear(weight_FD, pack=pack)(x_TD, bias_F)
 
     offset = bias_F.double() if bias_F is not None else 0.0
     expected = x_TD.double() @ weight_FD.double().T + offset
@@ -48,16 +48,15 @@ def test_cpu_linear_equals_float64(
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_view_with_strides_is_multiplied_like_a_copy(num_tokens: int) -> None:
     random = torch.Generator().manual_seed(0)
-    linear = CpuLinear(torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16(), None, pack=True)
+    linear = CpuLinear(torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16(), pack=True)
     x_TD = torch.randn(num_tokens, 2 * INPUTS, generator=random).bfloat16()[:, ::2]
-    assert torch.equal(linear(x_TD), linear(x_TD.contiguous()))
+    assert torch.equal(linear(x_TD, None), linear(x_TD.contiguous(), None))
 
 
 @pytest.mark.usefixtures("mkldnn_enabled")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_one_token_leaves_torchs_settings_as_they_were(enabled: bool) -> None:
     torch._C._set_mkldnn_enabled(enabled)
-    CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), None, pack=False)(
-        torch.ones(1, INPUTS, dtype=torch.bfloat16)
-    )
+    linear = CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), pack=False)
+    linear(torch.ones(1, INPUTS, dtype=torch.bfloat16), None)
     assert torch._C._get_mkldnn_enabled() == enabled

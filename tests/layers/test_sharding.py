@@ -1,4 +1,4 @@
-"""A layer that is sharded over ranks gives what it gives on one, and its ranks read each weight once."""
+"""A sharded layer gives what it gives on one rank, and its ranks read each weight once."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from minisgl.moe import create_moe_backend
 from tests.distributed.groups import Alone, in_group
 from tests.layers.sources import RandomSource
 
-WIDTH, MLP_WIDTH, TOKENS = 12, 16, 5
+WIDTH = 12
+MLP_WIDTH = 16
+TOKENS = 5
 X_TD = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
 Forward = Callable[[DistributedCommunicator, RandomSource], Any]
 
 
 def gated_mlp(comm: DistributedCommunicator, source: RandomSource) -> Tensor:
-    parts = {"gate_proj": MLP_WIDTH, "up_proj": MLP_WIDTH}
-    gate_up = LinearColParallelMerged.even(WIDTH, parts, comm.info, bias=True)
+    layers = {"gate_proj": MLP_WIDTH, "up_proj": MLP_WIDTH}
+    gate_up = LinearColParallelMerged.even(WIDTH, layers, comm.info, bias=True)
     down = LinearRowParallel(MLP_WIDTH, WIDTH, comm, bias=True)
     gate_up.load(source, "mlp.gate_up_proj")
     down.load(source, "mlp.down_proj")
@@ -100,8 +102,8 @@ def test_the_ranks_together_read_each_weight_once(
     source = RandomSource()
     for rank in range(size):
         forward(Alone(rank, size), source)
-    for name, copies in source.copies.items():
-        assert (copies == (size if name in EVERYWHERE else 1)).all(), name
+    for name, reads in source.reads.items():
+        assert (reads == (size if name in EVERYWHERE else 1)).all(), name
 
 
 def test_experts_are_stacked_as_they_are_read() -> None:
@@ -134,7 +136,8 @@ def test_no_tokens_give_no_rows() -> None:
 
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)])
 def test_heads_of_all_ranks_are_the_heads_of_one(size: int, num_kv_heads: int) -> None:
-    num_heads, head_dim = 4, 6
+    num_heads = 4
+    head_dim = 6
 
     def heads(info: DistributedInfo) -> tuple[Tensor, Tensor, Tensor]:
         layer = LinearQKVMerged(WIDTH, num_heads, num_kv_heads, head_dim, info, bias=True)

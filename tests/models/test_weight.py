@@ -21,7 +21,7 @@ from tests.distributed.groups import Alone
 from tests.layers.sources import RandomSource
 
 CPU = torch.device("cpu")
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 def make(folder: Path, comm: Alone | None = None) -> BaseLLMModel:
@@ -102,11 +102,11 @@ def test_each_rank_reads_its_part_of_a_weight_and_no_more(
     source = RandomSource()
     for rank in range(tp):
         make(folder, Alone(rank, tp)).load(source)
-    for name, copies in source.copies.items():
+    for name, reads in source.reads.items():
         owner = name.split(".")[-2]
         everywhere = "norm" in owner or owner == "gate"  # norms and routers
         replicas = max(1, tp // 2) if owner in ("k_proj", "v_proj") else 1  # of two kv heads
-        assert (copies == (tp if everywhere else replicas)).all(), name
+        assert (reads == (tp if everywhere else replicas)).all(), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -116,7 +116,7 @@ def test_a_model_reads_every_tensor_of_its_checkpoint(
     source = RandomSource()
     make(checkpoint(arch)).load(source)
     files = checkpoint(arch).glob("*.safetensors")
-    assert source.copies.keys() == {name for file in files for name in load_file(file)}
+    assert source.reads.keys() == {name for file in files for name in load_file(file)}
 
 
 def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:

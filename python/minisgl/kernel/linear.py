@@ -30,9 +30,8 @@ def one_token_linear(x_1D: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> 
 class CpuLinear:
     """y_TF = x_TD @ weight_FD.T + bias_F for a weight that stays as it is."""
 
-    def __init__(self, weight_FD: Tensor, bias_F: Tensor | None, *, pack: bool) -> None:
+    def __init__(self, weight_FD: Tensor, *, pack: bool) -> None:
         self._weight_FD = weight_FD
-        self._bias_F = bias_F
         can_pack = (
             pack and weight_FD.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
         )
@@ -42,20 +41,20 @@ class CpuLinear:
             else None
         )
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, bias_F: Tensor | None) -> Tensor:
         if x_TD.shape[0] == 1 and x_TD.dtype == torch.bfloat16:
-            return self._one_token(x_TD)
+            return self._one_token(x_TD, bias_F)
         if self._packed is None or x_TD.shape[0] == 0:
-            return F.linear(x_TD, self._weight_FD, self._bias_F)
+            return F.linear(x_TD, self._weight_FD, bias_F)
         y_TF: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_TD, self._packed, self._bias_F, "none", [], ""
+            x_TD, self._packed, bias_F, "none", [], ""
         )
         return y_TF
 
-    def _one_token(self, x_TD: Tensor) -> Tensor:
+    def _one_token(self, x_TD: Tensor, bias_F: Tensor | None) -> Tensor:
         was_enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return F.linear(x_TD, self._weight_FD, self._bias_F)
+            return F.linear(x_TD, self._weight_FD, bias_F)
         finally:
             torch._C._set_mkldnn_enabled(was_enabled)

@@ -1,4 +1,4 @@
-"""The tree of operators that a model is, and where its weights come from."""
+"""A model is a tree of operators; each takes its weights from a `WeightSource`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,35 @@ _LOADERS = 8
 
 
 class WeightSource(Protocol):
-    """A checkpoint, read tensor by tensor and only in the parts asked for."""
+    """A checkpoint, read tensor by tensor and only as far as a rank needs it."""
 
-    def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:
-        """Read a tensor of the given whole shape.
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> Tensor:
+        """Read a tensor, dequantized if the checkpoint stores it quantized.
 
         Args:
-            parts: `rows` and `cols`: the part of dimension 0 and 1 to read; all of it by default.
+            shape: of the whole tensor.
+            rows, cols: what to read of dimension 0 and 1; None for all.
 
         Returns:
-            a tensor of its own in the engine's dtype, on its device.
+            a new tensor in the compute dtype, on the engine's device.
 
         Raises:
-            CheckpointError: it is missing, damaged or of another shape.
+            CheckpointError: the tensor is missing, damaged, of another shape or of an unknown
+                format, or `rows` and `cols` cut a scale block of a quantized tensor.
         """
-
-    def __contains__(self, name: str) -> bool: ...
 
 
 class BaseOP:
     """An operator; its children are those attributes that are operators themselves.
 
-    An attribute's name is its part of the checkpoint's tensor names.
+    The checkpoint's tensor names are made of the attributes' names.
     """
 
     def children(self) -> Iterator[tuple[str, BaseOP]]:
@@ -47,9 +54,9 @@ class BaseOP:
             yield from child.walk()
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        """Take this rank's part of the weights called `name`."""
-        for part, child in self.children():
-            child.load(source, f"{name}.{part}".lstrip("."))
+        """Read this rank's shard of the weights called `name`."""
+        for child_name, child in self.children():
+            child.load(source, f"{name}.{child_name}".lstrip("."))
 
 
 class StateLessOP(BaseOP):
@@ -75,9 +82,12 @@ class OPList(BaseOP, Generic[Op]):
         return ((str(index), op) for index, op in enumerate(self._ops))
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        """Side by side: while the tensors of one go to the device, those of another are read."""
+        """Load in threads: while the tensors of one operator go to the device, those of another are
+        read."""
         with ThreadPoolExecutor(min(_LOADERS, len(os.sched_getaffinity(0)))) as pool:
-            for _ in pool.map(
-                lambda child: child[1].load(source, f"{name}.{child[0]}"), self.children()
-            ):
-                pass
+            loads = [
+                pool.submit(child.load, source, f"{name}.{child_name}")
+                for child_name, child in self.children()
+            ]
+            for load in loads:
+                load.result()

@@ -1,98 +1,100 @@
 """Linear layers, sharded by output (column parallel) or by input (row parallel).
 
-After Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): a column-parallel layer followed by a row-parallel one
-needs a single all-reduce. Layers that read the same input are merged into one product. A layer owns the format
-of its weight.
+A column-parallel layer followed by a row-parallel one needs a single all-reduce (Megatron-LM,
+Shoeybi et al. 2019, arXiv:1909.08053). Layers that read the same input are merged into one product.
+A layer owns which outputs and inputs fall to its rank, the bias and the collective; its
+`LinearWeight` owns the numbers and the product.
 """
 
-# Dimension key: T tokens in the batch, D inputs, F outputs.
+# Dimensions: H head width, I inputs of a linear layer, M all heads of a token,
+# O outputs of a linear layer, T tokens of a step.
 
 from __future__ import annotations
 
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, DistributedInfo
-from minisgl.kernel import CpuLinear, one_token_linear
 from minisgl.layers.base import BaseOP, WeightSource
+from minisgl.layers.weights import LayerShard, LinearWeight
 
 
 class LinearBase(BaseOP):
-    """y = x @ weight.T + bias with this rank's part of weight_FD and bias_F."""
+    """y = x @ weight.T + bias with this rank's shard of both."""
 
-    _weight_FD: Tensor
-    _bias_F: Tensor | None = None
-    _cpu: CpuLinear | None = None
+    _weight: LinearWeight
+    _bias_O: Tensor | None = None
 
     def prepare(self, *, pack: bool) -> None:
-        """Choose how to multiply, once the weight is there. `pack` allows a second copy of it on a CPU."""
-        if self._weight_FD.device.type == "cpu":
-            self._cpu = CpuLinear(self._weight_FD, self._bias_F, pack=pack)
+        """Choose how to multiply, once the weight is there. `pack` allows a second copy of it on a
+        CPU."""
+        self._weight.prepare(pack=pack)
 
     @property
     def num_bytes(self) -> int:
-        return self._weight_FD.nbytes
+        """Bytes of the weight as it is held, without a packed copy."""
+        return self._weight.num_bytes
 
-    def multiply(self, x_TD: Tensor) -> Tensor:
-        if self._cpu:
-            return self._cpu(x_TD)
-        if len(x_TD) == 1 and x_TD.is_cuda:
-            return one_token_linear(x_TD, self._weight_FD, self._bias_F)
-        return F.linear(x_TD, self._weight_FD, self._bias_F)
+    def multiply(self, x_TI: Tensor) -> Tensor:
+        """y_TO of this rank."""
+        return self._weight.multiply(x_TI, self._bias_O)
 
 
 class LinearColParallelMerged(LinearBase):
-    """Several outputs of one input, each sharded by output.
+    """Several layers of the checkpoint with one input, each sharded by output.
 
     Args:
-        parts: the names of the checkpoint's layers and the number of outputs of each.
-        shares: this rank's outputs of each part.
+        layers: the names of the checkpoint's layers and the number of outputs of each.
+        shards: this rank's outputs of each layer.
     """
 
     def __init__(
-        self, in_features: int, parts: dict[str, int], shares: dict[str, range], *, bias: bool
+        self, in_features: int, layers: dict[str, int], shards: dict[str, range], *, bias: bool
     ) -> None:
         self._in_features = in_features
-        self._parts = parts
-        self._shares = shares
-        ends = list(accumulate(len(share) for share in shares.values()))
+        self._layers = layers
+        self._shards = shards
+        ends = list(accumulate(len(shard) for shard in shards.values()))
         self._columns = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._has_bias = bias
 
     @classmethod
     def even(
-        cls, in_features: int, parts: dict[str, int], info: DistributedInfo, *, bias: bool
+        cls, in_features: int, layers: dict[str, int], info: DistributedInfo, *, bias: bool
     ) -> LinearColParallelMerged:
-        """Every part is divided evenly over the ranks."""
-        shares = {name: info.shard(size, f"outputs of {name}") for name, size in parts.items()}
-        return cls(in_features, parts, shares, bias=bias)
+        """Every layer is divided evenly over the ranks."""
+        shards = {name: info.shard(size, f"outputs of {name}") for name, size in layers.items()}
+        return cls(in_features, layers, shards, bias=bias)
 
     def load(self, source: WeightSource, name: str = "") -> None:
         parent = name.rpartition(".")[0]
-        weights, biases = [], []
-        for part, size in self._parts.items():
-            rows = self._shares[part]
-            weights.append(
-                source.read(f"{parent}.{part}.weight", (size, self._in_features), rows=rows)
-            )
-            if self._has_bias:
-                biases.append(source.read(f"{parent}.{part}.bias", (size,), rows=rows))
-        self._weight_FD = torch.cat(weights)
-        self._bias_F = torch.cat(biases) if biases else None
+        shards = [
+            LayerShard(f"{parent}.{layer}", (size, self._in_features), outputs=self._shards[layer])
+            for layer, size in self._layers.items()
+        ]
+        self._weight = LinearWeight.load(source, shards)
+        if self._has_bias:
+            biases = [
+                source.read(f"{shard.name}.bias", shard.shape[:1], rows=shard.outputs)
+                for shard in shards
+            ]
+            self._bias_O = torch.cat(biases)
 
-    def forward(self, x_TD: Tensor) -> list[Tensor]:
-        """The outputs of the parts, each [T, its share]; views of one tensor."""
-        y_TF = self.multiply(x_TD)
-        return [y_TF[:, columns] for columns in self._columns]
+    def forward(self, x_TI: Tensor) -> list[Tensor]:
+        """The outputs of each layer on this rank; views of one tensor."""
+        y_TO = self.multiply(x_TI)
+        return [y_TO[:, columns] for columns in self._columns]
 
 
 class LinearQKVMerged(LinearColParallelMerged):
-    """Queries, keys and values of one input, sharded by head; kv heads are replicated where ranks outnumber them.
+    """Queries, keys and values of one input, sharded by head.
 
-    `num_heads` and `num_kv_heads` are this rank's.
+    Where the ranks outnumber the kv heads, several ranks hold the same kv head.
+
+    Attributes:
+        num_heads, num_kv_heads: those of this rank.
     """
 
     def __init__(
@@ -107,28 +109,30 @@ class LinearQKVMerged(LinearColParallelMerged):
     ) -> None:
         heads = info.shard(num_heads, "attention heads")
         kv_heads = info.shard_kv_heads(num_kv_heads)
-        self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
+        self.num_heads = len(heads)
+        self.num_kv_heads = len(kv_heads)
         self._head_dim = head_dim
         sizes = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-        shares = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        shards = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         super().__init__(
             in_features,
             {name: count * head_dim for name, count in sizes.items()},
             {
-                name: range(held.start * head_dim, held.stop * head_dim)
-                for name, held in shares.items()
+                name: range(shard.start * head_dim, shard.stop * head_dim)
+                for name, shard in shards.items()
             },
             bias=bias,
         )
 
-    def forward_heads(self, x_TD: Tensor) -> Tensor:
-        """All heads of this rank, queries before keys before values: [T, heads + 2 kv heads, H]."""
-        qkv_TX = self.multiply(x_TD)
-        return qkv_TX.view(len(qkv_TX), -1, self._head_dim)
+    def forward_heads(self, x_TI: Tensor) -> Tensor:
+        """qkv_TMH: all heads of this rank, queries before keys before values."""
+        qkv_TO = self.multiply(x_TI)
+        return qkv_TO.view(len(qkv_TO), -1, self._head_dim)
 
 
 class LinearRowParallel(LinearBase):
-    """Sharded by input; the ranks' partial sums are added up. The bias is added once, by rank 0."""
+    """Sharded by input; an all-reduce adds up the partial sums of the ranks. Rank 0 alone adds the
+    bias."""
 
     def __init__(
         self, in_features: int, out_features: int, comm: DistributedCommunicator, *, bias: bool
@@ -139,10 +143,11 @@ class LinearRowParallel(LinearBase):
 
     def load(self, source: WeightSource, name: str = "") -> None:
         info = self._comm.info
-        cols = info.shard(self._shape[1], f"inputs of {name}")
-        self._weight_FD = source.read(f"{name}.weight", self._shape, cols=cols)
+        inputs = info.shard(self._shape[1], f"inputs of {name}")
+        self._weight = LinearWeight.load(source, [LayerShard(name, self._shape, inputs=inputs)])
         if self._has_bias and info.is_primary:
-            self._bias_F = source.read(f"{name}.bias", self._shape[:1])
+            self._bias_O = source.read(f"{name}.bias", self._shape[:1])
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self._comm.all_reduce(self.multiply(x_TD))
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """y_TO, complete on every rank."""
+        return self._comm.all_reduce(self.multiply(x_TI))

@@ -1,10 +1,9 @@
-"""A mixture-of-experts MLP: the router and this rank's part of every expert."""
+"""A mixture-of-experts MLP: the router, and this rank's shard of every expert."""
 
-# Dimension key: T tokens in the batch, D model width, F mlp width, E experts, A experts a token, X = 2 F.
+# Dimensions: A experts that a token chooses, D model width, E experts, T tokens of a step.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from minisgl.core import Context
@@ -12,10 +11,11 @@ from minisgl.distributed import DistributedCommunicator
 from minisgl.kernel import route
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.linear import LinearColParallelMerged
+from minisgl.layers.weights import ExpertBank
 
 
 class MoELayer(BaseOP):
-    """softmax(router) picks A experts a token; each expert is a gated MLP, sharded over its width F.
+    """softmax(router) picks A experts a token; each expert is a gated MLP, sharded over its width.
 
     Args:
         normalize: whether the A weights of a token are scaled to sum to one.
@@ -43,22 +43,14 @@ class MoELayer(BaseOP):
 
     def load(self, source: WeightSource, name: str = "") -> None:
         self.gate.load(source, f"{name}.gate")
-        share = self._comm.info.shard(self._mlp_width, "columns of an expert")
-        up_shape, down_shape = (self._mlp_width, self._width), (self._width, self._mlp_width)
-        for expert in range(self._num_experts):
-            prefix = f"{name}.experts.{expert}"
-            gate = source.read(f"{prefix}.gate_proj.weight", up_shape, rows=share)
-            up = source.read(f"{prefix}.up_proj.weight", up_shape, rows=share)
-            down = source.read(f"{prefix}.down_proj.weight", down_shape, cols=share)
-            if expert == 0:  # there is no room for all experts and a stack of them
-                self._gate_up_EXD = gate.new_empty(self._num_experts, 2 * len(share), self._width)
-                self._down_EDF = down.new_empty(self._num_experts, *down.shape)
-            torch.cat((gate, up), out=self._gate_up_EXD[expert])
-            self._down_EDF[expert] = down
+        columns = self._comm.info.shard(self._mlp_width, "columns of an expert")
+        shape = (self._mlp_width, self._width)
+        self._experts = ExpertBank.load(
+            source, f"{name}.experts", self._num_experts, shape, columns
+        )
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         (logits_TE,) = self.gate.forward(x_TD)
         weight_TA, expert_TA = route(logits_TE, self._experts_per_token, self._normalize)
-        return self._comm.all_reduce(
-            ctx.moe_backend.forward(x_TD, self._gate_up_EXD, self._down_EDF, weight_TA, expert_TA)
-        )
+        y_TD = self._experts.multiply(x_TD, weight_TA, expert_TA, ctx.moe_backend)
+        return self._comm.all_reduce(y_TD)

@@ -1,7 +1,7 @@
 """Weight files, read in parts: each rank touches only the bytes of its shard.
 
-A folder holds safetensors (one file, or several with an index) or one `model.gguf`; both are a `WeightSource`.
-Pickled checkpoints are not read.
+A folder holds safetensors (one file, or several with an index) or one `model.gguf`; both are a
+`WeightSource`. Pickled checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class Checkpoint(ABC):
         self._dtype = dtype
         self._device = device
 
-    def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> Tensor:
         if name not in self:
             raise CheckpointError(f"{self} has no tensor {name!r}")
         if self._shape(name) != shape:
             raise CheckpointError(
                 f"{self}: {name!r} has the shape {self._shape(name)}, expected {shape}"
             )
-        unknown = parts.keys() - {"rows", "cols"}
-        assert not unknown, unknown
-        whole = [range(size) for size in shape]
-        wanted = tuple(
-            parts.get(axis, full) for axis, full in zip(("rows", "cols"), whole, strict=False)
-        )
-        tensor = self._read(name, tuple(slice(part.start, part.stop) for part in wanted))
+        wanted = [_slice(rows), _slice(cols)]
+        tensor = self._read(name, tuple(wanted[: len(shape)]))
         return tensor.to(self._device, self._dtype, copy=True).contiguous()
 
     @abstractmethod
@@ -100,22 +102,28 @@ class GGUFCheckpoint(Checkpoint):
 
 
 class DummyWeights:
-    """A `WeightSource` of random numbers, small enough that activations stay finite; norms are 1."""
+    """A `WeightSource` of random numbers, small enough that activations stay finite.
+
+    One-dimensional tensors, such as norms, are 1.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
 
-    def read(self, name: str, shape: tuple[int, ...], **parts: range) -> Tensor:  # noqa: ARG002 - all are alike
-        size = [
-            len(parts.get(axis, range(full)))
-            for axis, full in zip(("rows", "cols"), shape, strict=False)
-        ]
-        weight = torch.empty([*size, *shape[2:]], dtype=self._dtype, device=self._device)
+    def read(
+        self,
+        name: str,  # noqa: ARG002 - all are alike
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> Tensor:
+        whole = torch.empty(shape, dtype=self._dtype, device="meta")
+        weight = torch.empty_like(
+            whole[(_slice(rows), _slice(cols))[: len(shape)]], device=self._device
+        )
         return weight.normal_(std=0.02) if len(shape) > 1 else weight.fill_(1.0)
-
-    def __contains__(self, name: str) -> bool:
-        return True
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> Checkpoint:
@@ -137,6 +145,10 @@ def load_weight(
         CheckpointError: a tensor is missing, damaged or of another shape than the config says.
     """
     model.load(DummyWeights(dtype, device) if dummy else open_checkpoint(folder, dtype, device))
+
+
+def _slice(part: range | None) -> slice:
+    return slice(None) if part is None else slice(part.start, part.stop)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -1,0 +1,120 @@
+"""Weights that own their format: how they are read, merged, held and multiplied.
+
+A layer knows which outputs and inputs fall to its rank, its bias and its collectives. A weight
+knows its numbers. Every weight is held in the compute dtype today; a `WeightSource` dequantizes
+what a checkpoint stores in fewer bits.
+"""
+
+# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width, I inputs of a
+# linear layer, O outputs of a linear layer, T tokens of a step, U both halves of a gated mlp: 2 F.
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.kernel import CpuLinear, one_token_linear
+from minisgl.layers.base import WeightSource
+from minisgl.moe import BaseMoeBackend
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShard:
+    """What a rank takes of one linear layer of a checkpoint.
+
+    Attributes:
+        name: the layer's name in the checkpoint.
+        shape: outputs and inputs of the whole layer.
+        outputs, inputs: those of this rank; None for all.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    outputs: range | None = None
+    inputs: range | None = None
+
+
+class LinearWeight:
+    """The weight of a linear layer on one rank, in the compute dtype."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self._weight_OI = weight_OI
+        self._cpu: CpuLinear | None = None
+
+    @classmethod
+    def load(cls, source: WeightSource, shards: Iterable[LayerShard]) -> LinearWeight:
+        """Read the shards; those of several layers with the same inputs are merged, output after
+        output."""
+        weights = [
+            source.read(f"{shard.name}.weight", shard.shape, rows=shard.outputs, cols=shard.inputs)
+            for shard in shards
+        ]
+        return cls(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight as it is held, without a packed copy."""
+        return self._weight_OI.nbytes
+
+    def prepare(self, *, pack: bool) -> None:
+        """Choose how to multiply. `pack` allows a second copy of the weight on a CPU."""
+        if self._weight_OI.device.type == "cpu":
+            self._cpu = CpuLinear(self._weight_OI, pack=pack)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """y_TO = x_TI @ weight_OI.T + bias_O."""
+        if self._cpu:
+            return self._cpu(x_TI, bias_O)
+        if len(x_TI) == 1 and x_TI.is_cuda:
+            return one_token_linear(x_TI, self._weight_OI, bias_O)
+        return F.linear(x_TI, self._weight_OI, bias_O)
+
+
+class ExpertBank:
+    """The weights of all experts of a layer, stacked, on one rank; each expert is a gated MLP.
+
+    Args:
+        gate_up_EUD: the gate's rows over the up projection's.
+    """
+
+    def __init__(self, gate_up_EUD: Tensor, down_EDF: Tensor) -> None:
+        self._gate_up_EUD = gate_up_EUD
+        self._down_EDF = down_EDF
+
+    @classmethod
+    def load(
+        cls,
+        source: WeightSource,
+        name: str,
+        num_experts: int,
+        shape: tuple[int, int],
+        columns: range,
+    ) -> ExpertBank:
+        """Read expert by expert into the stack, because memory may not hold the experts twice.
+
+        Args:
+            shape: the whole width of an expert's MLP, and the model width.
+            columns: of the width of an expert's MLP, those of this rank.
+        """
+        mlp_width, width = shape
+        for expert in range(num_experts):
+            prefix = f"{name}.{expert}"
+            gate_FD = source.read(f"{prefix}.gate_proj.weight", shape, rows=columns)
+            up_FD = source.read(f"{prefix}.up_proj.weight", shape, rows=columns)
+            down_DF = source.read(f"{prefix}.down_proj.weight", (width, mlp_width), cols=columns)
+            if expert == 0:
+                gate_up_EUD = gate_FD.new_empty(num_experts, 2 * len(columns), width)
+                down_EDF = down_DF.new_empty(num_experts, width, len(columns))
+            torch.cat((gate_FD, up_FD), out=gate_up_EUD[expert])
+            down_EDF[expert] = down_DF
+        return cls(gate_up_EUD, down_EDF)
+
+    def multiply(
+        self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor, backend: BaseMoeBackend
+    ) -> Tensor:
+        """Sum over the experts of each token, as `BaseMoeBackend.forward` says."""
+        return backend.forward(x_TD, self._gate_up_EUD, self._down_EDF, weight_TA, expert_TA)
