@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, functions, types, exports. Read off the syntax trees."""
+"""The shape of the package: who may import whom, functions, exports. Read off the syntax trees."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import minisgl
 
 PACKAGE = Path(minisgl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+SUBPACKAGES = [
+    ".".join(path.parent.relative_to(PACKAGE).parts) for path in PACKAGE.glob("*/**/__init__.py")
+]
 TIERS = [
     {"version", "core", "config", "sampling_params", "errors", "utils"},
     {"checkpoint", "distributed", "message", "kernel"},
@@ -31,9 +34,104 @@ WITHIN_A_TIER = {
     ("utils", "errors"),
     ("message", "core"),
     ("layers", "attention"),
+    ("layers", "kvcache"),
     ("layers", "moe"),
     ("attention", "kvcache"),
     ("scheduler", "engine"),
     ("server", "tokenizer"),
     ("llm", "tokenizer"),
 }
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def tier_of(part: str) -> int:
+    return next(i for i, tier in enumerate(TIERS) if part in tier)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The package's own modules that a file imports, be it only for the type checker."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minisgl."):
+            assert node.module
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("minisgl."))
+        yield from imports(node)
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return 1 + (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 1
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down_a_tier(path: Path) -> None:
+    part = part_of(path)
+    if part in ("__init__", "__main__"):
+        return
+    for module in imports(ast.parse(path.read_text())):
+        other = module.split(".")[1]
+        is_allowed = (
+            other == part or (part, other) in WITHIN_A_TIER or tier_of(other) < tier_of(part)
+        )
+        assert is_allowed, module
+
+
+def test_no_module_is_in_an_import_cycle() -> None:
+    known = {
+        ".".join(["minisgl", *path.relative_to(PACKAGE).with_suffix("").parts]): path
+        for path in FILES
+    }
+    known = {name.removesuffix(".__init__"): path for name, path in known.items()}
+    graph = {
+        name: {module for module in imports(ast.parse(path.read_text())) if module in known}
+        for name, path in known.items()
+        if path.name != "__init__.py"
+    }
+    while leaves := {name for name, targets in graph.items() if not targets & graph.keys()}:
+        graph = {name: targets for name, targets in graph.items() if name not in leaves}
+    assert not graph
+
+
+def test_nothing_is_global_and_mutable_through_a_global_statement() -> None:
+    for path in FILES:
+        assert not any(
+            isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text()))
+        ), path
+
+
+def test_functions_stay_short() -> None:
+    lengths = sorted(code_lines(node) for _, node in functions())
+    assert statistics.median(lengths) <= 6
+    assert lengths[len(lengths) * 95 // 100] <= 25
+
+
+def test_every_public_module_and_class_has_a_docstring() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), path
+        for node in tree.body:
+            if (
+                isinstance(node, ast.ClassDef)
+                and not node.name.startswith("_")
+                and part_of(path) != "server"
+            ):
+                assert ast.get_docstring(node), f"{path}: {node.name}"
+
+
+@pytest.mark.parametrize("package", SUBPACKAGES)
+def test_all_names_what_is_there(package: str) -> None:
+    module = importlib.import_module(f"minisgl.{package}")
+    assert len(module.__all__) == len(set(module.__all__))
+    assert all(hasattr(module, name) for name in module.__all__)

@@ -7,7 +7,6 @@ a file of its own, `sampling_params.py`. Next to read: `errors.py`, then `llm/ll
     ReqSlice   the positions [start, end) of one request
     BatchPlan  what one step computes, decided on the host: slices of prompts and of answers, mixed
     Batch      the same, as tensors on the device
-    Context    what the layers of a model reach besides their weights
 
 The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats the letters that it
 uses. A letter means the logical size, not a rank's shard; a digit is that size itself.
@@ -52,20 +51,14 @@ from numpy.typing import NDArray
 
 from minisgl.sampling_params import MAX_COUNT, Grammar, SamplingParams
 
-if (
-    TYPE_CHECKING
-):  # names for the type checker; at run time core imports nothing from above, and no torch
+if TYPE_CHECKING:  # processes without torch import this module, too
     from torch import Tensor
-
-    from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
-    from minisgl.kvcache.base import BaseKVCachePool
-    from minisgl.moe.base import BaseMoeBackend
 
 __all__ = [
     "SAMPLING",
+    "BaseAttnMetadata",
     "Batch",
     "BatchPlan",
-    "Context",
     "FinishReason",
     "Grammar",
     "IntArray",
@@ -140,10 +133,10 @@ class Req:
         "num_known",
         "num_prompt",
         "num_tokens",
+        "packed_sampling",
         "params",
         "prompt_logprobs",
         "row",
-        "packed_sampling",
         "tokens",
         "uid",
     )
@@ -270,6 +263,10 @@ class BatchPlan:
         return [s for s in self.slices if s.samples]
 
 
+class BaseAttnMetadata:
+    """What an attention backend computes once a step and reads in every layer; each backend has its own fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, ready for the device.
@@ -289,19 +286,3 @@ class Batch:
     slot_T: Tensor
     last_B: Tensor | None
     attn_metadata: BaseAttnMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What the layers of one rank share besides their weights.
-
-    Attributes:
-        page_table_RP: int32, page that holds positions [p * page_size, (p + 1) * page_size) of a row.
-        token_pool_RL: int32, the tokens of a row; where a step finds what the step before it sampled.
-    """
-
-    page_table_RP: Tensor
-    token_pool_RL: Tensor
-    kv_pool: BaseKVCachePool
-    attn_backend: BaseAttnBackend
-    moe_backend: BaseMoeBackend

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.core import Context
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, SingleCommunicator
 from minisgl.errors import ConfigError
 from minisgl.layers import (
+    Context,
     LinearColParallelMerged,
     LinearQKVMerged,
     LinearRowParallel,

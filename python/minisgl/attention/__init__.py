@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
+from minisgl.attention.base import BaseAttnBackend
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.flashinfer_backend import FlashInferBackend
 from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
 from minisgl.config import backend_names
+from minisgl.core import BaseAttnMetadata
 from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry

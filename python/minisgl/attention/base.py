@@ -8,11 +8,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, IntArray
-
-
-class BaseAttnMetadata(ABC):  # noqa: B024 - a common name; each backend has its own fields
-    """What a backend computes once a step and reads in every layer."""
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 
 
 class BaseAttnBackend(ABC):

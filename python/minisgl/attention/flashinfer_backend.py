@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
-from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
+from minisgl.attention.base import BaseAttnBackend
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, ReqSlice
 from minisgl.errors import ConfigError
 from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
-from minisgl.core import Batch, BatchPlan, IntArray
+from minisgl.attention.base import BaseAttnBackend
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 
 
 @dataclass(slots=True)

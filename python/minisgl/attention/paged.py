@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
-from minisgl.core import Batch, BatchPlan, IntArray
+from minisgl.attention.base import BaseAttnBackend
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils.staging import Staging
 

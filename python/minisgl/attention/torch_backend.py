@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend, BaseAttnMetadata
-from minisgl.core import Batch, BatchPlan
+from minisgl.attention.base import BaseAttnBackend
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan
 from minisgl.kernel import attend_decode, causal_softmax
 from minisgl.kvcache import BaseKVCachePool
 
@@ -80,8 +80,13 @@ class TorchAttentionBackend(BaseAttnBackend):
         return TorchAttnMetadata(prompts, *decodes_3B.contiguous())
 
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
-    ) -> Tensor:  # noqa: ARG002
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,  # noqa: ARG002 - read from the pool
+        v_TKH: Tensor,  # noqa: ARG002
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata)
         o_TNH = q_TNH.new_empty(q_TNH.shape)

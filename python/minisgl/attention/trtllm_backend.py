@@ -43,8 +43,13 @@ class TensorRTLLMBackend(PagedAttnBackend):
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
-    ) -> Tensor:  # noqa: ARG002
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,  # noqa: ARG002 - read from the pool
+        v_TKH: Tensor,  # noqa: ARG002
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
         m = batch.attn_metadata
         assert isinstance(m, PagedMetadata) and m.length_B is not None
         q_TNH = q_TNH.contiguous()

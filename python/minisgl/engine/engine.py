@@ -30,7 +30,6 @@ from minisgl.core import (
     NO_WRITES,
     Batch,
     BatchPlan,
-    Context,
     IntArray,
     Req,
     ReqSlice,
@@ -53,7 +52,7 @@ from minisgl.engine.sample import BatchSamplingArgs, has_filters, sampling_array
 from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, look_up, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
-from minisgl.layers import set_rope_device
+from minisgl.layers import Context, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
 from minisgl.moe import create_moe_backend

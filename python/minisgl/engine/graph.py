@@ -22,11 +22,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.attention import BaseAttnMetadata
-from minisgl.core import Batch, BatchPlan, Context, IntArray, TableWrites
+from minisgl.core import Batch, BatchPlan, IntArray, TableWrites
 from minisgl.engine.choose import LogitsStep, TokenChooser
 from minisgl.engine.record import record, unowned
 from minisgl.engine.sample import BatchSamplingArgs, has_filters, sampling_arrays
 from minisgl.kernel import cuda_kernels_for, look_up, scatter
+from minisgl.layers import Context
 from minisgl.utils.staging import Numbers, Staging
 
 _PROMPTS = [32, 64, 128, 256, 512, 1024]

@@ -12,6 +12,7 @@ from minisgl.checkpoint import RotaryConfig
 from minisgl.kernel import gelu_and_mul, silu_and_mul
 from minisgl.layers.attention import AttentionLayer
 from minisgl.layers.base import BaseOP, OPList, StateLessOP, WeightSource
+from minisgl.layers.context import Context
 from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, LinearRowParallel
 from minisgl.layers.moe import MoELayer
@@ -21,6 +22,7 @@ from minisgl.layers.rotary import RotaryEmbedding, get_rope, set_rope_device
 __all__ = [
     "AttentionLayer",
     "BaseOP",
+    "Context",
     "LinearColParallelMerged",
     "LinearQKVMerged",
     "LinearRowParallel",

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minisgl.core import Batch, Context
+from minisgl.core import Batch
 from minisgl.kernel import HeadNorms, Rotation, rotate_and_store, split_heads
 from minisgl.layers.base import StateLessOP
+from minisgl.layers.context import Context
 from minisgl.layers.norm import RMSNorm
 
 

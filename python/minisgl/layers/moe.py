@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minisgl.core import Context
 from minisgl.distributed import DistributedCommunicator
 from minisgl.kernel import route
 from minisgl.layers.base import BaseOP, WeightSource
+from minisgl.layers.context import Context
 from minisgl.layers.linear import LinearColParallelMerged
 from minisgl.layers.weights import ExpertBank
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
-from minisgl.core import Batch, Context
+from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError
 from minisgl.kernel import Rotation, gelu_and_mul, silu_and_mul
 from minisgl.layers import (
     AttentionLayer,
     BaseOP,
+    Context,
     LinearColParallelMerged,
     LinearQKVMerged,
     LinearRowParallel,
