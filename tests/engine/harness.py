@@ -92,7 +92,7 @@ def collect(msgs: list[DetokenizeMsg], engine: WatchedEngine) -> dict[int, Answe
     for msg in msgs:
         assert msg.error is None, msg.error
         answer = answers.setdefault(msg.uid, Answer())
-        answer.tokens += [] if msg.token is None else [msg.token]
+        answer.tokens += msg.tokens
         answer.finish, answer.num_cached = msg.finish, msg.num_cached
     for uid, answer in answers.items():
         positions = sorted(position for owner, position in engine.logits if owner == uid)[

@@ -14,9 +14,12 @@ import pytest
 import torch
 from llguidance import LLExecutor
 
-from minisgl.core import SamplingParams
+from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
 from minisgl.llm import LLM
+from minisgl.llm.llm import _TextReader
+from minisgl.message import DetokenizeMsg
+from minisgl.tokenizer import Detokenizer
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 ARCH = "qwen2"
@@ -192,7 +195,7 @@ def test_a_stream_is_the_same_answer_piece_by_piece(llm: LLM) -> None:
     for news in llm.stream(PROMPTS, greedy(10)):
         assert not ends[news.index], "news after the end"
         texts[news.index] += news.text
-        tokens[news.index] += [] if news.token is None else [news.token]
+        tokens[news.index] += news.tokens
         ends[news.index] += news.finish_reason is not None
     assert texts == [output.text for output in whole]
     assert tokens == [output.token_ids for output in whole]
@@ -245,12 +248,25 @@ def test_a_refused_conversation_says_why(llm: LLM) -> None:
         llm.chat([{"role": "user"}])
 
 
+def test_tokens_after_a_stop_text_are_cut_from_their_output() -> None:
+    reader = _TextReader(Detokenizer(lambda ids: "".join(map(str, ids))))
+    entries = [TokenLogprobs(-float(token), []) for token in range(5)]
+    params = SamplingParams(stop=("23",))
+    first = DetokenizeMsg(7, [0, 1], entries[:2], params)
+    second = DetokenizeMsg(7, [2, 3, 4], entries[2:], finish="length")
+    assert reader.read(first) == (first, "01")
+    cut, text = reader.read(second)
+    assert text == ""
+    assert cut.tokens == [2, 3]
+    assert cut.logprobs == entries[2:4]
+    assert cut.finish == "stop"
+
+
 def test_generating_while_a_stream_is_open_mixes_nothing_up(llm: LLM) -> None:
     alone = [output.token_ids for output in llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)]
     streamed: list[int] = []
     for number, news in enumerate(llm.stream(PROMPTS[0], greedy(10))):
-        assert news.token is not None
-        streamed.append(news.token)
+        streamed += news.tokens
         if number == 2:
             (other,) = llm.generate(PROMPTS[1], greedy(10), use_tqdm=False)
     assert [streamed, other.token_ids] == alone
@@ -259,11 +275,11 @@ def test_generating_while_a_stream_is_open_mixes_nothing_up(llm: LLM) -> None:
 def test_two_streams_can_be_read_in_turns(llm: LLM) -> None:
     alone = [output.token_ids for output in llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)]
     streams = [llm.stream(prompt, greedy(10)) for prompt in PROMPTS[:2]]
-    pairs = zip(*streams, strict=True)
-    assert [
-        list(tokens)
-        for tokens in zip(*([news.token for news in pair] for pair in pairs), strict=True)
-    ] == alone
+    tokens: list[list[int]] = [[], []]
+    for outputs in zip(*streams, strict=True):
+        for index, output in enumerate(outputs):
+            tokens[index] += output.tokens
+    assert tokens == alone
 
 
 def test_a_seeded_answer_does_not_depend_on_its_batch(llm: LLM) -> None:
@@ -405,7 +421,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> N
         )
         assert (answer.token_ids, answer.text) == (expected.token_ids, "")
         parts = list(bare.stream([ids_of("the dog")], greedy(5)))
-        assert [part.token for part in parts] == expected.token_ids
+        assert [token for part in parts for token in part.tokens] == expected.token_ids
         assert {part.text for part in parts} == {""}
         assert parts[-1].finish_reason == "length"
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):

@@ -44,7 +44,8 @@ class Crowd:
     """Sends requests to an LLM's scheduler and files what is said of each."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self._scheduler, self._mailbox = llm._scheduler, llm._mailbox
+        self._scheduler = llm._scheduler
+        self._queues = llm._queues
         self._random = random.Random(seed)
         self.asked: list[tuple[int, list[int]]] = []  # kind and prompt, by uid
         self.news: list[list[DetokenizeMsg]] = []
@@ -55,19 +56,19 @@ class Crowd:
             ids_of(PROMPT) * self._random.choice([1, 2, 5, 9]),
         )
         params = replace(KINDS[kind], priority=self._random.choice([0, 0, 1, -1]))
-        self._mailbox.to_scheduler.append(UserMsg(len(self.asked), pack_ids(prompt), params))
+        self._queues.put(UserMsg(len(self.asked), pack_ids(prompt), params))
         self.asked.append((kind, prompt))
         self.news.append([])
 
     def abort(self) -> None:
-        self._mailbox.to_scheduler.append(AbortBackendMsg(self._random.randrange(len(self.asked))))
+        self._queues.put(AbortBackendMsg(self._random.randrange(len(self.asked))))
 
     def step(self) -> None:
-        if self._scheduler.is_idle and not self._mailbox.to_scheduler:
+        if self._scheduler.is_idle and self._queues.is_inbox_empty:
             return
         self._scheduler.step()
         self._scheduler.check_integrity()
-        for news in self._mailbox.take():
+        for news in self._queues.take_outputs():
             said = self.news[news.uid]
             assert not (said and (said[-1].finish or said[-1].error)), (
                 "something came after the end"
@@ -99,12 +100,12 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
         scheduler = llm._scheduler
         assert scheduler._num_retractions > 0
         assert not (scheduler._live or scheduler._retiring or scheduler.grammars._matchers)
-        answers: dict[tuple[int, int], list[int | None]] = {}
+        answers: dict[tuple[int, int], list[int]] = {}
         for (kind, prompt), said in zip(crowd.asked, crowd.news, strict=True):
             assert bool(said[-1].error) == (kind == REFUSED and said[-1].finish != "abort")
             if said[-1].error or said[-1].finish == "abort":
                 continue
-            tokens = [news.token for news in said]
+            tokens = [token for news in said for token in news.tokens]
             assert answers.setdefault((kind, len(prompt)), tokens) == tokens
             of_prompt = [news.prompt_logprobs for news in said if news.prompt_logprobs is not None]
             assert [[token for token, _ in it] for it in of_prompt] == [prompt] * (

@@ -146,9 +146,9 @@ def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:
         for i in range(len(prompts))
     ]
     vectors: dict[int, Any] = {}
-    tokens: list[list[int | None]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
     for index, news, _ in llm._run(list(prompts), each, wants_text=False):
-        tokens[index].append(news.token)
+        tokens[index] += news.tokens
         if news.embedding:
             vectors[index] = np.frombuffer(news.embedding, "<f4")
     assert tokens == expected

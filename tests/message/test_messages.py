@@ -82,11 +82,13 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (TokenizerMsg, ShutdownMsg(pass_on=True)),
     (
         TokenizerMsg,
-        BatchTokenizerMsg([DetokenizeMsg(1, 0), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)]),
+        BatchTokenizerMsg(
+            [DetokenizeMsg(1, [0, 9]), DetokenizeMsg(2, finish="stop"), DetokenizeMsg(3)]
+        ),
     ),
     (
         TokenizerMsg,
-        BatchTokenizerMsg([DetokenizeMsg(1, 7, TokenLogprobs(-0.5, [(3, -0.25)]), SAMPLING)]),
+        BatchTokenizerMsg([DetokenizeMsg(1, [7], [TokenLogprobs(-0.5, [(3, -0.25)])], SAMPLING)]),
     ),
     (TokenizerMsg, BatchTokenizerMsg([DetokenizeMsg(1, error=ERROR, num_prompt=5, num_cached=4)])),
     (TokenizerMsg, BatchTokenizerMsg([], STATS)),
@@ -94,7 +96,10 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
     (FrontendMsg, UserReply(5, finish="length", embedding=b"\0\xff")),
     (FrontendMsg, UserReply(5, finish="length", prompt_logprobs=[TextLogprobs("a", None, [])])),
-    (FrontendMsg, UserReply(5, finish="length", logprobs=TextLogprobs("a", -0.5, [("b", -0.25)]))),
+    (
+        FrontendMsg,
+        UserReply(5, finish="length", logprobs=[TextLogprobs("a", -0.5, [("b", -0.25)])]),
+    ),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
 ]
 

@@ -66,7 +66,7 @@ class Answer:
 
     def take(self, msg: DetokenizeMsg) -> None:
         assert not self.is_final, f"{msg} came after the last message"
-        self.tokens += [] if msg.token is None else [msg.token]
+        self.tokens += msg.tokens
         self.finish, self.error, self.num_cached = msg.finish, msg.error, msg.num_cached
         if msg.prompt_logprobs is not None:
             assert self.prompt is None, "what is asked of a prompt is told once"

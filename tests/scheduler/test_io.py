@@ -168,7 +168,7 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
 
 def test_an_outbox_sends_the_news_of_a_step_as_one_message(connect: Connect) -> None:
     push, pull = connect(0, BatchTokenizerMsg)
-    news = [DetokenizeMsg(1, 5), DetokenizeMsg(2, finish="abort")]
+    news = [DetokenizeMsg(1, [5]), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5)
     ZmqOutbox(push).send(news, None)
     ZmqOutbox(push).send([], stats)

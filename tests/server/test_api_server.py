@@ -170,7 +170,7 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
             app.worker.put(CodecReply(question.uid, text=text))
         uids = [(await app.worker.take()).uid for _ in range(2)]
         first = {
-            "logprobs": ANSWER_LOGPROBS,
+            "logprobs": [ANSWER_LOGPROBS],
             "prompt_logprobs": PROMPT_LOGPROBS,
             "num_prompt": 2,
             "num_output": 1,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from minisgl.core import TokenLogprobs
-from minisgl.message import DetokenizeMsg, ReplyError
+from minisgl.core import SamplingParams, TokenLogprobs
+from minisgl.message import DetokenizeMsg, ReplyError, UserReply
 from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.tokenizer.detokenize import StopTexts
 
@@ -76,7 +78,7 @@ def pieces(
     ends = [None] * len(ids)
     if last is None:
         ends[-1] = "length"
-    msgs = [DetokenizeMsg(0, token, finish=end) for token, end in zip(ids, ends, strict=True)]
+    msgs = [DetokenizeMsg(0, [token], finish=end) for token, end in zip(ids, ends, strict=True)]
     return [detokenizer.step(msg).text for msg in msgs + ([last] if last else [])]
 
 
@@ -100,6 +102,97 @@ def test_the_pieces_are_the_decode_of_all_ids(
     detokenizer = new(tokenizer(name))
     assert "".join(pieces(detokenizer, ids)) == tokenizer(name).decode(ids)
     assert detokenizer.num_open == 0
+
+
+def one_message_a_token(msg: DetokenizeMsg) -> list[DetokenizeMsg]:
+    """Messages of at most one token that say together what `msg` says."""
+    if not msg.tokens:
+        return [msg]
+    logprobs = [[entry] for entry in msg.logprobs] or [[]] * len(msg.tokens)
+    singles = [
+        DetokenizeMsg(msg.uid, [token], entry)
+        for token, entry in zip(msg.tokens, logprobs, strict=True)
+    ]
+    singles[0] = structs.replace(singles[0], params=msg.params)
+    singles[-1] = structs.replace(singles[-1], finish=msg.finish, error=msg.error)
+    return singles
+
+
+def joined(replies: Sequence[UserReply | None]) -> UserReply | None:
+    """Replies to several messages as the reply to one message that says the same."""
+    given = [reply for reply in replies if reply is not None]
+    if not given:
+        return None
+    text = "".join(reply.text for reply in given)
+    logprobs = [entry for reply in given for entry in reply.logprobs]
+    return structs.replace(given[-1], text=text, logprobs=logprobs)
+
+
+some_stops = st.sampled_from(["a", "ab", "b ", "语", "é", "\ufffd", "..", " a", "\n\n", "👩‍👩"])
+ends = st.sampled_from(
+    [
+        {"finish": "stop"},
+        {"finish": "length"},
+        {"finish": "abort"},
+        {"error": ReplyError(500, "engine_failed", "the engine is gone")},
+    ]
+)
+
+
+@pytest.mark.parametrize("name", TINY)
+@given(
+    parts=parts,
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+    stops=st.lists(some_stops, max_size=3),
+    end=ends,
+    has_logprobs=st.booleans(),
+)
+@example(
+    parts=["a", b"\xe8\xaf\xad"], cuts=[], stops=[], end={"finish": "length"}, has_logprobs=False
+)  # what comes before a run of bytes is certain, even if the run follows in the same message
+@example(parts=["ab", "a", "b"], cuts=[1], stops=["ab"], end={"finish": "stop"}, has_logprobs=True)
+@many
+def test_several_tokens_in_a_message_are_those_tokens_one_at_a_time(
+    name: str,
+    parts: list[str | bytes | int],
+    cuts: list[int],
+    stops: list[str],
+    end: dict[str, Any],
+    has_logprobs: bool,
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    ids = ids_of(tokenizer(name), parts)
+    entries = [TokenLogprobs(-float(at), [(token, -0.5)]) for at, token in enumerate(ids)]
+    places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    msgs = [
+        DetokenizeMsg(0, ids[begin:end], entries[begin:end] if has_logprobs else [])
+        for begin, end in itertools.pairwise(places)
+    ]
+    msgs[0] = structs.replace(msgs[0], params=SamplingParams(stop=tuple(stops)))
+    msgs[-1] = structs.replace(msgs[-1], **end)
+
+    together = new(tokenizer(name))
+    one_by_one = new(tokenizer(name))
+    for msg in msgs:
+        expected = joined([one_by_one.step(single) for single in one_message_a_token(msg)])
+        assert together.step(msg) == expected
+    assert together.num_open == 0
+
+
+@pytest.mark.parametrize("end", [{}, {"finish": "length"}], ids=["goes on", "ends"])
+def test_what_follows_a_stop_text_in_its_message_is_dropped(
+    end: dict[str, Any], tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = ids_of(tokenizer("byte level"), [b"abcd"])
+    entries = [TokenLogprobs(-float(at), []) for at in range(4)]
+    detokenizer = new(tokenizer("byte level"))
+    reply = detokenizer.step(
+        DetokenizeMsg(0, ids, entries, params=SamplingParams(stop=("bc",)), **end)
+    )
+    assert reply is not None
+    assert (reply.text, reply.finish, reply.num_output) == ("a", "stop", 3)
+    assert [entry.logprob for entry in reply.logprobs] == [0.0, -1.0, -2.0]
+    assert detokenizer.num_open == (0 if end else 1)  # until the scheduler's last message
 
 
 @names
@@ -130,7 +223,7 @@ def test_text_is_handed_out_as_soon_as_it_is_certain(
     ids = tokenizer(name).encode("ab 语 é ab. 👍 a" * 12).tolist()
     detokenizer, shown, byte_ids = new(tokenizer(name)), "", tokenizer(name).byte_ids
     for end, token in enumerate(ids, start=1):
-        shown += detokenizer.step(DetokenizeMsg(0, token)).text
+        shown += detokenizer.step(DetokenizeMsg(0, [token])).text
         so_far = tokenizer(name).decode(ids[:end])
         if token not in byte_ids and not so_far.endswith("\ufffd"):
             assert shown == so_far
@@ -140,7 +233,7 @@ def test_text_is_handed_out_as_soon_as_it_is_certain(
 @pytest.mark.parametrize(
     "last",
     [
-        DetokenizeMsg(0, 2, finish="stop"),
+        DetokenizeMsg(0, [2], finish="stop"),
         DetokenizeMsg(0, finish="abort"),
         DetokenizeMsg(0, error=ReplyError(500, "engine_failed", "the engine is gone")),
     ],
@@ -163,9 +256,9 @@ def test_the_token_that_says_stop_is_counted_and_not_shown(
     name: str, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     (visible,) = ids_of(tokenizer(name), [b"."])
-    reply = new(tokenizer(name)).step(DetokenizeMsg(0, visible, finish="stop"))
+    reply = new(tokenizer(name)).step(DetokenizeMsg(0, [visible], finish="stop"))
     assert (reply.text, reply.num_output, reply.finish) == ("", 1, "stop")
-    reply = new(tokenizer(name)).step(DetokenizeMsg(0, visible, finish="length"))
+    reply = new(tokenizer(name)).step(DetokenizeMsg(0, [visible], finish="length"))
     assert (reply.text, reply.num_output, reply.finish) == (".", 1, "length")
 
 
@@ -183,7 +276,7 @@ def test_answers_that_grow_at_once_do_not_mix(
         uid = dice.choice(sorted(left))
         token = left[uid].pop(0)
         shown[uid] += detokenizer.step(
-            DetokenizeMsg(uid, token, finish=None if left[uid] else "length")
+            DetokenizeMsg(uid, [token], finish=None if left[uid] else "length")
         ).text
         if not left[uid]:
             del left[uid]
@@ -202,7 +295,7 @@ def test_an_end_without_a_token_says_the_counts_it_was_given(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
     detokenizer = new(tokenizer("byte level"))
-    detokenizer.step(DetokenizeMsg(3, 7))
+    detokenizer.step(DetokenizeMsg(3, [7]))
     reply = detokenizer.step(DetokenizeMsg(3, finish="abort", num_prompt=5, num_cached=4))
     assert (reply.num_prompt, reply.num_cached, reply.num_output) == (5, 4, 1)
     assert detokenizer.num_open == 0
@@ -219,7 +312,7 @@ def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(
     assert reply is not None and reply.prompt_logprobs is not None
     texts = [tokenizer("byte level").decode([token], skip_special_tokens=False) for token in ids]
     assert [entry.text for entry in reply.prompt_logprobs] == texts and texts[0]
-    assert (reply.prompt_logprobs[0].own, reply.prompt_logprobs[0].top) == (None, [])
+    assert (reply.prompt_logprobs[0].logprob, reply.prompt_logprobs[0].top) == (None, [])
     assert {(entry.logprob, *entry.top) for entry in reply.prompt_logprobs[1:]} == {
         (-1.0, (texts[0], -0.5))
     }
@@ -243,6 +336,7 @@ def test_a_stop_text_is_found_however_the_text_is_cut(
     search = StopTexts(stops, include=include)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-    shown = [search.feed(piece, flush=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    shown = [search.feed(piece) for piece in pieces]
+    shown.append(search.flush())
     assert "".join(shown) == expected
     assert search.has_stopped == bool(ends)

@@ -123,7 +123,7 @@ def test_an_abort_follows_its_request(folder: Path) -> None:
 
 
 def test_news_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
-    news = [DetokenizeMsg(1, 260, num_prompt=3), DetokenizeMsg(2, finish="abort")]
+    news = [DetokenizeMsg(1, [260], num_prompt=3), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5)
     to_backend, (batch, more) = run(
         folder, BatchTokenizerMsg(news), BatchTokenizerMsg([], stats), ShutdownMsg()

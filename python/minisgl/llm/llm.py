@@ -7,7 +7,7 @@ processes of their own, as they do under the server. Next to read: `scheduler/sc
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from minisgl.checkpoint import fetch_model
-from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
+from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest, RequestError
@@ -33,11 +34,10 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     UserMsg,
-    UserReply,
     pack_ids,
 )
 from minisgl.scheduler import Scheduler, SchedulerConfig, lead
-from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, private_folder
 from minisgl.utils.supervisor import Supervisor
@@ -48,10 +48,10 @@ Prompt: TypeAlias = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """News of one prompt: the token that was made, if any, and the text that is certain now."""
+    """Output of one step for one prompt: the new tokens, and the text that has become certain."""
 
     index: int
-    token: int | None
+    tokens: list[int]
     text: str
     finish_reason: FinishReason | None
 
@@ -74,24 +74,33 @@ class GenerationOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-class _Mailbox:
-    """Both ends of the scheduler's mail, in one process."""
+class LocalQueues:
+    """The scheduler's inbox and outbox as lists in this process."""
 
     def __init__(self) -> None:
-        self.to_scheduler: list[BackendMsg] = []
-        self.from_scheduler: list[DetokenizeMsg] = []
+        self._to_scheduler: list[BackendMsg] = []
+        self._from_scheduler: list[DetokenizeMsg] = []
+
+    @property
+    def is_inbox_empty(self) -> bool:
+        return not self._to_scheduler
+
+    def put(self, msg: BackendMsg) -> None:
+        """Leave a message for the scheduler's next step."""
+        self._to_scheduler.append(msg)
+
+    def take_outputs(self) -> list[DetokenizeMsg]:
+        """Remove and return what the scheduler has sent."""
+        msgs, self._from_scheduler = self._from_scheduler, []
+        return msgs
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        assert self.to_scheduler or not block
-        msgs, self.to_scheduler = self.to_scheduler, []
+        assert self._to_scheduler or not block
+        msgs, self._to_scheduler = self._to_scheduler, []
         return msgs
 
-    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002 - nobody watches
-        self.from_scheduler += msgs
-
-    def take(self) -> list[DetokenizeMsg]:
-        msgs, self.from_scheduler = self.from_scheduler, []
-        return msgs
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002 - there is no /metrics
+        self._from_scheduler += msgs
 
 
 class LLM:
@@ -113,12 +122,13 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any
     ) -> None:
-        config = SchedulerConfig(model=None if model is None else str(model), **options)
+        name = None if model is None else str(model)
+        config = SchedulerConfig(model=name, **options)
         folder = fetch_model(config.model, config.model_source)
         config = config.agree(folder).resolve(detect_hardware())
-        self._mailbox = _Mailbox()
+        self._queues = LocalQueues()
         self._uids = itertools.count()
-        self._readers: dict[int, deque[DetokenizeMsg]] = {}
+        self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
         self._has_failed = False
         with ExitStack() as stack:
             addresses = Addresses(stack.enter_context(private_folder()))
@@ -134,9 +144,9 @@ class LLM:
             engine = Engine(config, DistributedInfo(0, config.tp), addresses.meeting)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)
-            inbox = lead(self._mailbox, config.tp, addresses)
+            inbox = lead(self._queues, config.tp, addresses)
             stack.callback(inbox.close)
-            self._scheduler = Scheduler(config, engine, inbox, self._mailbox)
+            self._scheduler = Scheduler(config, engine, inbox, self._queues)
             self._optional_tokenizer = None if skip_tokenizer_init else Tokenizer(folder)
             self._resources = stack.pop_all()
 
@@ -160,51 +170,24 @@ class LLM:
             RequestError: a prompt or its parameters are refused; none was run to its end.
             EngineFailed: the engine died; close this object.
         """
-        several = _several(prompts)
-        each = self._each(several, sampling_params)
-        answers = [_Collected(params) for params in each]
+        prompt_list = _as_list(prompts)
+        params_list = _params_list(sampling_params, len(prompt_list))
+        answers = [_PartialAnswer(params) for params in params_list]
+        # Only stop texts need the text at each step; otherwise a whole answer is decoded once.
+        wants_text = any(params.stop for params in params_list)
+        num_tokens = 0
         with tqdm(
-            total=len(several), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
+            total=len(answers), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
         ) as bar:
-            num_tokens = 0
-            for index, news, reply in self._run(
-                several, each, wants_text=any(params.stop for params in each)
-            ):
-                answers[index].take(news, reply)
-                num_tokens += news.token is not None
-                if answers[index].finish:
+            for index, msg, text in self._run(prompt_list, params_list, wants_text=wants_text):
+                answers[index].append(msg, text)
+                num_tokens += len(msg.tokens)
+                if msg.finish:
                     bar.update()
-                    bar.set_postfix_str(
-                        f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s"
-                    )
-        return [self._output(answer) for answer in answers]
-
-    def _output(self, answer: _Collected) -> GenerationOutput:
-        assert answer.last is not None and answer.finish is not None
-        text = "".join(answer.texts)
-        if not answer.texts and self._optional_tokenizer:
-            text = self._optional_tokenizer.decode(
-                answer.said, skip_special_tokens=answer.params.skip_special_tokens
-            )
-        logprobs = None if answer.params.logprobs is None else answer.logprobs
-        of_prompt = None if answer.params.prompt_logprobs is None else answer.prompt_logprobs
-        return GenerationOutput(
-            text,
-            answer.ids,
-            answer.finish,
-            answer.last.num_prompt,
-            answer.last.num_cached,
-            logprobs,
-            of_prompt,
-        )
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        if self._optional_tokenizer is None:
-            raise InvalidRequest(
-                "without a tokenizer (skip_tokenizer_init) prompts must be token ids"
-            )
-        return self._optional_tokenizer
+                    tokens_per_s = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{tokens_per_s:.0f} tok/s")
+        tokenizer = None if wants_text else self._optional_tokenizer
+        return [answer.output(tokenizer) for answer in answers]
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """A vector of length 1 for each text or list of ids: the last hidden state behind the final norm.
@@ -213,26 +196,25 @@ class LLM:
             RequestError: a prompt is refused.
             EngineFailed: the engine died; close this object.
         """
-        several = _several(prompts)
-        each = [SamplingParams(max_tokens=0, embeds=True)] * len(several)
-        raw = {
-            index: news.embedding or b""
-            for index, news, _ in self._run(several, each, wants_text=False)
-        }
-        return [np.frombuffer(raw[index], "<f4") for index in range(len(several))]
+        prompt_list = _as_list(prompts)
+        params_list = [SamplingParams(max_tokens=0, embeds=True)] * len(prompt_list)
+        embeddings = {}
+        for index, msg, _ in self._run(prompt_list, params_list, wants_text=False):
+            embeddings[index] = np.frombuffer(msg.embedding or b"", "<f4")
+        return [embeddings[index] for index in range(len(prompt_list))]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Like `generate`, token by token as they come. Closing the iterator aborts what has not finished."""
-        several = _several(prompts)
-        each = self._each(several, sampling_params)
-        wants_text = self._optional_tokenizer is not None or any(params.stop for params in each)
-        for index, news, reply in self._run(several, each, wants_text=wants_text):
-            text, finish = (reply.text, reply.finish) if reply else ("", news.finish)
-            yield StreamOutput(index, news.token, text, finish)
+        """Like `generate`, step by step. Closing the iterator aborts what has not finished."""
+        prompt_list = _as_list(prompts)
+        params_list = _params_list(sampling_params, len(prompt_list))
+        has_stops = any(params.stop for params in params_list)
+        wants_text = self._optional_tokenizer is not None or has_stops
+        for index, msg, text in self._run(prompt_list, params_list, wants_text=wants_text):
+            yield StreamOutput(index, msg.tokens, text, msg.finish)
 
     def chat(
         self,
@@ -247,103 +229,18 @@ class LLM:
         Args:
             tools: what the template offers to the model, in OpenAI's format. Calls are part of the text.
         """
-        several = [messages] if messages and isinstance(messages[0], dict) else messages
-        chats = [Conversation(list(conversation), tools=list(tools)) for conversation in several]  # type: ignore[arg-type]
-        prompts = [self._tokenizer.encode(chat).tolist() for chat in chats]
+        is_single = messages and isinstance(messages[0], dict)
+        conversations: Any = [messages] if is_single else messages
+        prompts = []
+        for conversation in conversations:
+            chat = Conversation(list(conversation), tools=list(tools))
+            prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def _each(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        """The parameters of each prompt."""
-        each = (
-            [params or SamplingParams()] * len(prompts)
-            if not isinstance(params, Sequence)
-            else params
-        )
-        if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts came with {len(each)} sampling_params")
-        return each
-
-    def _run(
-        self, prompts: list[Prompt], each: Sequence[SamplingParams], *, wants_text: bool
-    ) -> Iterator[tuple[int, DetokenizeMsg, UserReply | None]]:
-        """Step until all have finished; yields the index of a prompt, its news, and these as text if it is wanted."""
-        detokenizer = self._tokenizer.make_detokenizer() if wants_text else None
-        mail: deque[DetokenizeMsg] = deque()
-        first = self._submit(prompts, each, mail)
-        everyone = set(range(first, first + len(prompts)))
-        unfinished = set(everyone)
-        try:
-            while unfinished:
-                while not mail:
-                    self._check_usable()
-                    self._step()
-                news = mail.popleft()
-                reply = detokenizer.step(news) if detokenizer else None
-                if detokenizer and not reply:  # its stop text came before
-                    continue
-                if news.finish or news.error or (reply and reply.finish):
-                    unfinished.discard(news.uid)
-                if news.error is not None:
-                    raise RequestError(
-                        news.error.message, param=news.error.param, code=news.error.code
-                    )
-                if reply and reply.finish and not news.finish:
-                    self._mailbox.to_scheduler.append(AbortBackendMsg(news.uid))
-                yield news.uid - first, news, reply
-        finally:
-            self._abort(everyone & self._readers.keys())
-
-    def _submit(
-        self, prompts: list[Prompt], each: Sequence[SamplingParams], mail: deque[DetokenizeMsg]
-    ) -> int:
-        """Post the prompts under consecutive uids, whose news go to `mail`; returns the first."""
-        self._check_usable()
-        ids = [
-            pack_ids(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-            for prompt in prompts
-        ]
-        uids = [next(self._uids) for _ in prompts]
-        for uid, prompt_ids, sampling in zip(uids, ids, each, strict=True):
-            self._readers[uid] = mail
-            self._mailbox.to_scheduler.append(UserMsg(uid, prompt_ids, sampling))
-        return uids[0] if uids else 0
-
-    def _check_usable(self) -> None:
-        if self._has_failed or not self._scheduler.is_running:
-            raise EngineFailed(
-                "a step of this LLM was broken off" if self._has_failed else "this LLM is closed"
-            )
-
-    def _step(self) -> None:
-        """One step; its news go to those who wait for them."""
-        try:
-            self._scheduler.step()
-        except BaseException as error:  # what the step had begun is lost, whatever has ended it
-            self._has_failed = True
-            if not isinstance(
-                error, RuntimeError
-            ):  # a collective whose peer has died, or a device that failed
-                raise
-            raise EngineFailed(f"the engine failed: {error}") from error
-        for news in self._mailbox.take():
-            is_last = news.finish is not None or news.error is not None
-            mail = self._readers.pop(news.uid) if is_last else self._readers[news.uid]
-            mail.append(news)
-
-    def _abort(self, uids: set[int]) -> None:
-        """Give up what has not finished, and wait until nothing of it is left."""
-        if self._has_failed or not self._scheduler.is_running:
-            return
-        self._mailbox.to_scheduler += [AbortBackendMsg(uid) for uid in sorted(uids)]
-        while uids & self._readers.keys():
-            self._step()
 
     def close(self) -> None:
         """End the other ranks and free the engine. May be called more than once."""
         if self._scheduler.is_running:
-            self._mailbox.to_scheduler.append(ExitMsg())
+            self._queues.put(ExitMsg())
             with suppress(EngineFailed):
                 self._step()
             self._resources.close()
@@ -359,36 +256,178 @@ class LLM:
     ) -> None:
         self.close()
 
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._optional_tokenizer is None:
+            raise InvalidRequest(
+                "without a tokenizer (skip_tokenizer_init) prompts must be token ids"
+            )
+        return self._optional_tokenizer
 
-class _Collected:
-    """An answer while it grows."""
+    def _run(
+        self, prompts: list[Prompt], params_list: Sequence[SamplingParams], *, wants_text: bool
+    ) -> Iterator[tuple[int, DetokenizeMsg, str]]:
+        """Step until all prompts have finished; abort what has not when the iterator is closed.
+
+        Yields:
+            the index of a prompt, its output of one step, and this as text, if text is wanted.
+        """
+        reader = _TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
+        unread: deque[DetokenizeMsg] = deque()
+        first = self._submit(prompts, params_list, unread)
+        uids = set(range(first, first + len(prompts)))
+        unfinished = set(uids)
+        try:
+            while unfinished:
+                while not unread:
+                    self._check_usable()
+                    self._step()
+                msg = unread.popleft()
+                text = ""
+                if reader is not None:
+                    if msg.uid not in unfinished:  # computed after its stop text
+                        continue
+                    msg, text = reader.read(msg)
+                if msg.error is not None:
+                    error = msg.error
+                    raise RequestError(error.message, param=error.param, code=error.code)
+                if msg.finish:
+                    unfinished.discard(msg.uid)
+                    if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
+                        self._queues.put(AbortBackendMsg(msg.uid))
+                yield msg.uid - first, msg, text
+        finally:
+            self._abort(uids & self._unread.keys())
+
+    def _submit(
+        self,
+        prompts: list[Prompt],
+        params_list: Sequence[SamplingParams],
+        unread: deque[DetokenizeMsg],
+    ) -> int:
+        """Queue the prompts under consecutive uids, whose outputs go to `unread`; returns the first."""
+        self._check_usable()
+        packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
+        uids = [next(self._uids) for _ in prompts]
+        for uid, ids, params in zip(uids, packed, params_list, strict=True):
+            self._unread[uid] = unread
+            self._queues.put(UserMsg(uid, ids, params))
+        return uids[0] if uids else 0
+
+    def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
+        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _check_usable(self) -> None:
+        if self._has_failed:
+            raise EngineFailed("a step of this LLM was broken off")
+        if not self._scheduler.is_running:
+            raise EngineFailed("this LLM is closed")
+
+    def _step(self) -> None:
+        """Make one step; file its outputs."""
+        try:
+            self._scheduler.step()
+        except BaseException as error:  # what the step had begun is lost, whatever has ended it
+            self._has_failed = True
+            # A collective whose peer has died and a device that failed raise RuntimeError.
+            if not isinstance(error, RuntimeError):
+                raise
+            raise EngineFailed(f"the engine failed: {error}") from error
+        for msg in self._queues.take_outputs():
+            self._unread[msg.uid].append(msg)
+            if msg.finish is not None or msg.error is not None:
+                del self._unread[msg.uid]
+
+    def _abort(self, uids: set[int]) -> None:
+        """Abort what has not finished, and step until the scheduler has ended all of it."""
+        if self._has_failed or not self._scheduler.is_running:
+            return
+        for uid in sorted(uids):
+            self._queues.put(AbortBackendMsg(uid))
+        while uids & self._unread.keys():
+            self._step()
+
+
+class _TextReader:
+    """Reads outputs as text, and cuts each after a stop text."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._num_tokens: Counter[int] = Counter()
+
+    def read(self, msg: DetokenizeMsg) -> tuple[DetokenizeMsg, str]:
+        """Return the output, without what follows a stop text, and its text. Not after the end of an answer."""
+        reply = self._detokenizer.step(msg)
+        assert reply is not None
+        num_new = reply.num_output - self._num_tokens[msg.uid]
+        self._num_tokens[msg.uid] = reply.num_output
+        cut = structs.replace(
+            msg,
+            tokens=msg.tokens[:num_new],
+            logprobs=msg.logprobs[:num_new],
+            finish=reply.finish,
+            error=reply.error,
+        )
+        return cut, reply.text
+
+
+class _PartialAnswer:
+    """The outputs of one prompt so far."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self.params = params
-        self.ids: list[int] = []
-        self.said: list[int] = []
-        self.texts: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
-        self.finish: FinishReason | None = None
-        self.last: DetokenizeMsg | None = None
+        self._params = params
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._last: DetokenizeMsg | None = None
 
-    def take(self, news: DetokenizeMsg, reply: UserReply | None) -> None:
-        if news.token is not None:
-            self.ids.append(news.token)
-            if news.finish != "stop":  # the token that says stop is not part of the text
-                self.said.append(news.token)
-        if news.logprobs is not None:
-            self.logprobs.append(news.logprobs)
-        self.prompt_logprobs += [told for _, told in news.prompt_logprobs or ()]
-        if reply is not None:
-            self.texts.append(reply.text)
-        self.finish = reply.finish if reply else news.finish
-        self.last = news
+    def append(self, msg: DetokenizeMsg, text: str) -> None:
+        self._ids += msg.tokens
+        self._texts.append(text)
+        self._logprobs += msg.logprobs
+        self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
+        self._last = msg
+
+    def output(self, tokenizer: Tokenizer | None) -> GenerationOutput:
+        """Return the finished answer.
+
+        Args:
+            tokenizer: decodes the answer as a whole, where no text came with its steps.
+        """
+        last = self._last
+        assert last is not None
+        assert last.finish is not None
+        text = "".join(self._texts)
+        if tokenizer is not None:
+            # The token that says stop is no part of the text.
+            shown = self._ids[:-1] if last.finish == "stop" and last.tokens else self._ids
+            skips = self._params.skip_special_tokens
+            text = tokenizer.decode(shown, skip_special_tokens=skips)
+        return GenerationOutput(
+            text,
+            self._ids,
+            last.finish,
+            last.num_prompt,
+            last.num_cached,
+            logprobs=None if self._params.logprobs is None else self._logprobs,
+            prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
+        )
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of one."""
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt becomes a list of one."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    """The parameters of each prompt."""
+    if not isinstance(params, Sequence):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequest(f"{num_prompts} prompts came with {len(params)} sampling_params")
+    return params

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import msgspec
+
 from minisgl.core import FinishReason
 from minisgl.errors import RequestError
 from minisgl.message.base import BaseMsg
@@ -43,7 +45,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     Attributes:
         text: what is new; may be empty while part of a character is held back.
         finish, error: either marks the last reply of the uid.
-        logprobs: of the new token, if they were asked for; its text may yet be held back.
+        logprobs: one entry a new token, if they were asked for; the text of a token may still be held back.
         prompt_logprobs: of all tokens of the prompt, if they were asked for; in the first reply.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply too.
         num_prompt, num_cached, num_output: tokens so far, for usage.
@@ -53,7 +55,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     text: str = ""
     finish: FinishReason | None = None
     error: ReplyError | None = None
-    logprobs: TextLogprobs | None = None
+    logprobs: list[TextLogprobs] = msgspec.field(default_factory=list)
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0

@@ -77,16 +77,22 @@ class ShutdownMsg(BaseTokenizerMsg, frozen=True):
 
 
 class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
-    """Scheduler → detokenizer: the news of one request after one step.
+    """Scheduler → detokenizer: the output of one step for one request.
 
-    token is None where none was made: an abort or an error. The message with `finish` or `error` is the
-    request's last. The first has the request's parameters, if they say anything about text, and the tokens of its
-    prompt with their log probabilities, if they were asked for; the first token has none. So it is with the embedding.
+    The message with `finish` or `error` is the request's last.
+
+    Attributes:
+        tokens: the new tokens; none after an abort or an error.
+        logprobs: one entry a new token, or none if they were not asked for.
+        params: the request's parameters, if they say anything about text; in its first message.
+        prompt_logprobs: tokens of the prompt with their log probabilities, if they were asked for; the first token
+            has none. In the first message.
+        embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
     """
 
     uid: int
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    tokens: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     params: SamplingParams | None = None
     finish: FinishReason | None = None
     error: ReplyError | None = None

@@ -301,7 +301,7 @@ class Scheduler:
             finish = "stop"
         elif req.num_known == req.max_length and not match:
             finish = "length"
-        self._tell(req, token=token, finish=finish, logprobs=logprobs)
+        self._tell(req, tokens=[token], finish=finish, logprobs=[logprobs] if logprobs else [])
         if match and not finish:  # the token belongs to the answer
             finish = "stop"
             self._tell(req, finish=finish)
@@ -312,17 +312,17 @@ class Scheduler:
         self,
         req: Req,
         *,
-        token: int | None = None,
+        tokens: Sequence[int] = (),
         finish: FinishReason | None = None,
         error: ReplyError | None = None,
-        logprobs: TokenLogprobs | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        is_first = req.num_output == (token is not None)
+        is_first = req.num_output == len(tokens)
         self._news.append(
             DetokenizeMsg(
                 req.uid,
-                token,
-                logprobs,
+                list(tokens),
+                list(logprobs),
                 req.params if is_first and req.params.shapes_text else None,
                 finish=finish,
                 error=error,

@@ -1,14 +1,14 @@
-"""Token ids to text, one at a time.
+"""Token ids to text, as they come.
 
-The pieces of a request, put together, are exactly the decode of all its ids. Two things stand in the way: a character
-may be spread over several tokens, and a decode may depend on the token before. So the last few tokens are decoded
-together, with their predecessors, and what is not yet certain is held back: replacement characters at the end, and
-runs of single-byte tokens, which only make sense as a whole.
+The texts of a request, joined, are exactly the decode of all its ids. Two things stand in the way: a character may be
+spread over several tokens, and a decode may depend on the token before. So the last few tokens are decoded together
+with their predecessors, and text that a later token could change is held back: replacement characters at the end, and
+runs of single-byte tokens, which are decoded as a whole.
 
         ids  ........│ context │ new tokens
-                     prefix    read            text of the window = context + new
+                     context   new             text of the window = context + new
 
-A text that ends the answer may be spread over several pieces as well: `StopTexts` holds back what may be its beginning.
+A stop text may be spread over several tokens as well: `StopTexts` holds back what may be its beginning.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-from minisgl.core import SamplingParams, TokenLogprobs
+from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message import DetokenizeMsg, TextLogprobs, UserReply
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 _WINDOW = 16
-_NUM_REMEMBERED = 1 << 16  # texts of single tokens: a scored prompt has many times the same
+_NUM_CACHED_TEXTS = 1 << 16  # texts of single tokens: many tokens of a scored prompt are equal
 _REPLACEMENT = "\ufffd"
 
 
 class StopTexts:
-    """Looks in a stream for the one of several texts that is complete first.
+    """Searches a stream of text for stop texts; the one that is complete first ends the stream.
 
     Args:
-        include: whether the found text is handed out.
+        include: whether the stop text belongs to the answer.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -39,8 +39,10 @@ class StopTexts:
         self._held = ""
         self.has_stopped = False
 
-    def feed(self, text: str, *, flush: bool) -> str:
-        """What may be handed out of the text so far; with `flush`, no more will come. Nothing after the stop."""
+    def feed(self, text: str) -> str:
+        """Return what of the text so far is certain to come before a stop text, and is new."""
+        if not self._stops:
+            return text
         if self.has_stopped:
             return ""
         text = self._held + text
@@ -49,13 +51,13 @@ class StopTexts:
             at, stop = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
             self.has_stopped = True
             return text[: at + len(stop) * self._include]
-        certain = (
-            len(text)
-            if flush
-            else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        )
+        certain = len(text) - max(_overlap(text, stop) for stop in self._stops)
         self._held = text[certain:]
         return text[:certain]
+
+    def flush(self) -> str:
+        """Return what is held back, after the end of the text; nothing after a stop text."""
+        return "" if self.has_stopped else self._held
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -64,26 +66,98 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
+class IncrementalDecoder:
+    """Decodes one answer token by token. Returns text once later tokens cannot change it.
+
+    Args:
+        byte_ids: tokens that stand for a single byte and are decoded as runs.
+    """
+
+    def __init__(self, decode: Decode, byte_ids: frozenset[int]) -> None:
+        self._decode = decode
+        self._byte_ids = byte_ids
+        self._ids: list[int] = []
+        self._context_start = 0
+        self._new_start = 0
+        self._num_shown = 0  # characters of the window that were returned, the context's included
+
+    def feed(self, token: int) -> str:
+        """Append a token; return the text that has become certain."""
+        self._ids.append(token)
+        window = self._ids[self._context_start :]
+        text = self._decode(window)
+        certain = self._num_certain(text, window)
+        shown = text[self._num_shown : certain]
+        self._num_shown = max(self._num_shown, certain)
+        if certain == len(text) and len(window) > _WINDOW:
+            self._move_window()
+        return shown
+
+    def flush(self) -> str:
+        """Return what is held back, after the last token."""
+        return self._decode(self._ids[self._context_start :])[self._num_shown :]
+
+    def _num_certain(self, text: str, window: list[int]) -> int:
+        """Characters that later tokens cannot change."""
+        if self._byte_ids and self._ends_in_a_run(window):
+            return self._num_shown
+        return len(text.rstrip(_REPLACEMENT))
+
+    def _ends_in_a_run(self, window: list[int]) -> bool:
+        """Whether the last token that has any text is a byte; special tokens and unknown ids have none."""
+        visible = (
+            token for token in reversed(window) if token in self._byte_ids or self._decode([token])
+        )
+        return next(visible, None) in self._byte_ids
+
+    def _move_window(self) -> None:
+        """Make the new tokens the next context, if they have text of their own."""
+        if self._decode(self._ids[self._new_start :]):
+            self._context_start = self._new_start
+            self._new_start = len(self._ids)
+            self._num_shown = len(self._decode(self._ids[self._context_start :]))
+
+
 class _Answer:
-    """The text of one request so far."""
+    """One unfinished answer. After a stop text it takes no more tokens."""
 
-    __slots__ = ("decode", "ids", "num_shown", "prefix", "read", "stops")
+    __slots__ = ("decoder", "num_tokens", "stops")
 
-    def __init__(self, decode: Decode, stops: StopTexts) -> None:
-        self.decode = decode
+    def __init__(self, decoder: IncrementalDecoder, stops: StopTexts) -> None:
+        self.decoder = decoder
         self.stops = stops
-        self.ids: list[int] = []
-        self.prefix = 0
-        self.read = 0
-        self.num_shown = 0  # characters of the window that were handed out, the context's included
+        self.num_tokens = 0
+
+    def take(self, tokens: Sequence[int]) -> str:
+        """Append tokens, up to the one that completes a stop text."""
+        text = ""
+        for token in tokens:
+            text += self.stops.feed(self.decoder.feed(token))
+            self.num_tokens += 1
+            if self.stops.has_stopped:
+                break
+        return text
+
+    def take_last(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
+        """Append the last tokens; return all that is held back too."""
+        if finish == "stop" and tokens:
+            text = self.take(tokens[:-1])
+            # The token that says stop is counted, and no part of the text.
+            self.num_tokens += not self.stops.has_stopped
+        else:
+            text = self.take(tokens)
+        if self.stops.has_stopped:
+            return text
+        text += self.stops.feed(self.decoder.flush())
+        return text + self.stops.flush()
 
 
 class Detokenizer:
-    """Keeps the unfinished answers, by uid; each is forgotten with its last message.
+    """Keeps the unfinished answers, by uid, until the scheduler's last message of each.
 
     Args:
         decode: ids to text, special tokens skipped.
-        decode_all: the same, special tokens written out.
+        decode_all: ids to text, special tokens written out.
         byte_ids: tokens that stand for a single byte and are decoded as runs.
     """
 
@@ -94,8 +168,8 @@ class Detokenizer:
         byte_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._decode = decode
-        self._decode_all = everything = decode_all or decode
-        self._text_of = lru_cache(_NUM_REMEMBERED)(lambda token: everything([token]))
+        self._decode_all = every = decode_all or decode
+        self._text_of = lru_cache(_NUM_CACHED_TEXTS)(lambda token: every([token]))
         self._byte_ids = byte_ids
         self._answers: dict[int, _Answer] = {}
 
@@ -104,85 +178,62 @@ class Detokenizer:
         return len(self._answers)
 
     def step(self, msg: DetokenizeMsg) -> UserReply | None:
-        """The news of a request as text. The end of an answer brings out what was held back.
+        """Turn a request's output of one step into text. The end of an answer brings what was held back.
 
-        A text that ends the answer does so here, before the scheduler knows: who calls has to abort the request then.
-        None: the answer had ended so.
+        A stop text ends the answer here, before the scheduler knows: the caller has to abort the request then. What
+        follows a stop text in its message is dropped.
+
+        Returns:
+            None after a stop text in an earlier message.
         """
-        answer = self._answers.get(msg.uid) or self._answers.setdefault(
-            msg.uid, self._begin(msg.params)
-        )
-        ends = msg.finish is not None or msg.error is not None
-        if ends:
+        answer = self._answers.get(msg.uid)
+        if answer is None:
+            answer = self._answers[msg.uid] = self._begin(msg.params)
+        is_last = msg.finish is not None or msg.error is not None
+        if is_last:
             del self._answers[msg.uid]
         if answer.stops.has_stopped:
             return None
-        num_output = len(answer.ids) + (msg.token is not None)
-        if (
-            msg.token is not None and msg.finish != "stop"
-        ):  # the token that says stop is not part of the text
-            answer.ids.append(msg.token)
-        text = answer.stops.feed(self._advance(answer, flush=ends), flush=ends)
+
+        num_before = answer.num_tokens
+        text = answer.take_last(msg.tokens, msg.finish) if is_last else answer.take(msg.tokens)
+
+        has_stopped = answer.stops.has_stopped
         return UserReply(
             msg.uid,
             text,
-            finish="stop" if answer.stops.has_stopped else msg.finish,
-            error=msg.error,
-            logprobs=self._text_logprobs(msg.token, msg.logprobs)
-            if msg.token is not None and msg.logprobs
-            else None,
+            finish="stop" if has_stopped else msg.finish,
+            error=None if has_stopped else msg.error,
+            logprobs=self._logprobs(msg, answer.num_tokens - num_before),
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
-            num_output=num_output,
+            num_output=answer.num_tokens,
             prompt_logprobs=[
-                self._text_logprobs(token, told) for token, told in msg.prompt_logprobs or ()
+                self._text_logprobs(token, entry) for token, entry in msg.prompt_logprobs or ()
             ],
             embedding=msg.embedding,
         )
 
     def _begin(self, params: SamplingParams | None) -> _Answer:
         if params is None:
-            return _Answer(self._decode, StopTexts((), include=False))
+            decoder = IncrementalDecoder(self._decode, self._byte_ids)
+            return _Answer(decoder, StopTexts((), include=False))
+        decode = self._decode if params.skip_special_tokens else self._decode_all
         stops = StopTexts(params.stop, include=params.include_stop_str_in_output)
-        return _Answer(self._decode if params.skip_special_tokens else self._decode_all, stops)
+        return _Answer(IncrementalDecoder(decode, self._byte_ids), stops)
 
-    def _text_logprobs(self, token: int, told: TokenLogprobs | None) -> TextLogprobs:
-        if told is None:
-            return TextLogprobs(self._text_of(token), None, [])
-        return TextLogprobs(
-            self._text_of(token),
-            told.logprob,
-            [(self._text_of(other), logprob) for other, logprob in told.top],
-        )
+    def _logprobs(self, msg: DetokenizeMsg, num_taken: int) -> list[TextLogprobs]:
+        """Entries of the first `num_taken` tokens of a message, if it has any."""
+        if not msg.logprobs:
+            return []
+        return [
+            self._text_logprobs(token, entry)
+            for token, entry in zip(msg.tokens[:num_taken], msg.logprobs, strict=False)
+        ]
 
-    def _advance(self, answer: _Answer, *, flush: bool) -> str:
-        window = answer.ids[answer.prefix :]
-        if not window:
-            return ""
-        text = answer.decode(window)
-        certain = len(text) if flush else self._num_certain(answer, text, window)
-        news = text[answer.num_shown : certain]
-        answer.num_shown = max(answer.num_shown, certain)
-        if certain == len(text) and len(window) > _WINDOW:
-            self._move_window(answer)
-        return news
-
-    def _num_certain(self, answer: _Answer, text: str, window: list[int]) -> int:
-        """Characters that later tokens cannot change."""
-        if self._byte_ids and self._ends_in_a_run(answer, window):
-            return answer.num_shown
-        return len(text.rstrip(_REPLACEMENT))
-
-    def _ends_in_a_run(self, answer: _Answer, window: list[int]) -> bool:
-        """Whether the last token that has any text is a byte; special tokens and unknown ids have none."""
-        visible = (
-            token for token in reversed(window) if token in self._byte_ids or answer.decode([token])
-        )
-        return next(visible, None) in self._byte_ids
-
-    def _move_window(self, answer: _Answer) -> None:
-        """Begin the window at its new tokens, if they have text of their own to be the next context."""
-        context = answer.decode(answer.ids[answer.read :])
-        if context:
-            answer.prefix, answer.read = answer.read, len(answer.ids)
-            answer.num_shown = len(answer.decode(answer.ids[answer.prefix :]))
+    def _text_logprobs(self, token: int, entry: TokenLogprobs | None) -> TextLogprobs:
+        text = self._text_of(token)
+        if entry is None:
+            return TextLogprobs(text, None, [])
+        top = [(self._text_of(other), logprob) for other, logprob in entry.top]
+        return TextLogprobs(text, entry.logprob, top)

@@ -69,7 +69,7 @@ def answering(finish: Any, *, logprobs: bool) -> Script:
     def script(msg: TokenizeMsg) -> list[UserReply]:
         if msg.sampling.embeds:
             return [UserReply(msg.uid, finish="length", num_prompt=1, embedding=bytes(8))]
-        told = LIKELY if logprobs else None
+        told = [LIKELY] if logprobs else []
         of_prompt = PROMPT if msg.sampling.prompt_logprobs is not None else None
         begin = UserReply(msg.uid, SAID[0], logprobs=told, prompt_logprobs=of_prompt)
         return [

@@ -60,7 +60,7 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
 
     async def play(app: App) -> None:
         app.worker.answer_with(
-            lambda msg: [UserReply(msg.uid, "", logprobs=told), UserReply(msg.uid, finish="stop")]
+            lambda msg: [UserReply(msg.uid, "", logprobs=[told]), UserReply(msg.uid, finish="stop")]
         )
         call = app.post(ROUTE, prompt="hi", logprobs=2, stream=stream)
         await call.done
@@ -75,7 +75,7 @@ def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
         told = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [])]
         answer = TextLogprobs("yo", -1.0, [])
         return [
-            UserReply(msg.uid, "yo", logprobs=answer, prompt_logprobs=told, num_prompt=2),
+            UserReply(msg.uid, "yo", logprobs=[answer], prompt_logprobs=told, num_prompt=2),
             UserReply(msg.uid, finish="stop", num_prompt=2),
         ]
 

@@ -135,9 +135,9 @@ def answer_to(
     )
     generation = Generation(cast(Any, None), [0])
     for i in range(1, len(said) + 1):
-        token = TextLogprobs(f"t{i}", -i, []) if logprobs else None
+        told = [TextLogprobs(f"t{i}", -i, [])] if logprobs else []
         end = finish if i == len(said) else None
-        generation.put(UserReply(0, finish=end, logprobs=token, num_prompt=3, num_output=i))
+        generation.put(UserReply(0, finish=end, logprobs=told, num_prompt=3, num_output=i))
     return answer, generation
 
 
@@ -479,10 +479,10 @@ def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
         return TextLogprobs(text, -0.5, [(text, -0.5), ("z", -1.0)])
 
     return [
-        UserReply(msg.uid, "a", logprobs=token("a"), num_output=1),
-        UserReply(msg.uid, "", logprobs=token("\ufffd"), num_output=2),
-        UserReply(msg.uid, "é", logprobs=token("\ufffd"), num_output=3),
-        UserReply(msg.uid, "", logprobs=token("</s>"), num_output=4, finish="stop"),
+        UserReply(msg.uid, "a", logprobs=[token("a")], num_output=1),
+        UserReply(msg.uid, "", logprobs=[token("\ufffd")], num_output=2),
+        UserReply(msg.uid, "é", logprobs=[token("\ufffd")], num_output=3),
+        UserReply(msg.uid, "", logprobs=[token("</s>")], num_output=4, finish="stop"),
     ]
 
 

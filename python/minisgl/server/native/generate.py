@@ -75,7 +75,7 @@ class GenerateAnswer(Answer):
                 token.model_dump() for token in _shape(reply.prompt_logprobs)
             ]
         if reply.logprobs:
-            piece["logprobs"] = [TokenLogprob.of(reply.logprobs).model_dump()]
+            piece["logprobs"] = [token.model_dump() for token in _shape(reply.logprobs)]
         if reply.finish:
             piece["usage"] = self.usage().model_dump()
         return [f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"]

@@ -220,7 +220,7 @@ class ChatAnswer(_ChoicesAnswer):
         ]
 
     def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        logprobs = self._shape([reply.logprobs]).model_dump() if reply.logprobs else None
+        logprobs = self._shape(reply.logprobs).model_dump() if reply.logprobs else None
         said = [_shape_delta(delta) for delta in deltas]
         if logprobs and not said:
             said = [{"content": ""}]
@@ -331,8 +331,8 @@ class CompletionAnswer(_ChoicesAnswer):
 
 
 def told(reply: UserReply) -> list[TextLogprobs]:
-    """The log probabilities that come with a reply: the prompt's, if they were asked for, and the new token's."""
-    return [*(reply.prompt_logprobs or ()), *([reply.logprobs] if reply.logprobs else [])]
+    """The log probabilities that come with a reply: the prompt's, if they were asked for, and the new tokens'."""
+    return [*(reply.prompt_logprobs or ()), *reply.logprobs]
 
 
 def _message(said: Transcript) -> AssistantMessage:

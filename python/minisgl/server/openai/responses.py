@@ -182,8 +182,8 @@ class ResponsesAnswer(Answer):
             self._grow(*await self._read(generation))
 
     def _grow(self, _index: int, deltas: list[Delta], reply: UserReply) -> list[Object]:
-        if reply.logprobs:
-            self._output.note(reply.logprobs)
+        for token in reply.logprobs:
+            self._output.note(token)
         events = [event for delta in deltas for event in self._output.take(delta)]
         if self._output.is_growing("reasoning"):
             self._num_reasoning += reply.num_output - self._num_output
