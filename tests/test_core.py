@@ -45,6 +45,13 @@ def test_a_value_outside_its_bounds_is_refused_by_name(name: str, value: Any) ->
     assert (caught.value.param, caught.value.status) == (name, 400)
 
 
+@pytest.mark.parametrize("salt", ["", "x" * 257])
+def test_a_cache_salt_outside_its_bounds_is_refused_by_name(salt: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"cache_salt must be in \[1, 256\], got") as caught:
+        SamplingParams(cache_salt=salt)
+    assert caught.value.param == "cache_salt"
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "top_k"])
 def test_a_number_that_no_message_can_carry_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
@@ -63,6 +70,8 @@ def test_a_number_that_no_message_can_carry_is_refused(name: str) -> None:
             "seed": -MAX_SEED,
         },
         {"temperature": 100, "top_p": 1e-9, "min_p": 1.0, "seed": MAX_SEED},
+        {"cache_salt": "x"},
+        {"cache_salt": "é" * 256},
     ],
 )
 def test_the_bounds_themselves_are_allowed(values: dict[str, Any]) -> None:
@@ -97,14 +106,39 @@ def test_tokens_are_taken_in_the_order_in_which_they_were_sampled() -> None:
     assert req.num_output == 2
 
 
-def test_a_token_that_nobody_sampled_is_not_taken() -> None:
+def test_a_token_that_was_not_sampled_is_not_taken() -> None:
     with pytest.raises(AssertionError):
         make_req().append(50)
 
 
-def test_a_plan_counts_its_tokens_and_knows_who_samples() -> None:
-    parts = [ReqSlice(make_req(), 0, 2, samples=False), ReqSlice(make_req(), 1, 6, samples=True)]
-    plan = BatchPlan(parts)
+def test_forced_tokens_are_known_at_once_and_still_to_be_computed() -> None:
+    req = make_req(num_prompt=3, max_length=8)
+    req.num_computed = 2
+    req.append_forced([50, 60])
 
-    assert [len(part) for part in parts] == [2, 5]
-    assert (plan.num_tokens, plan.sampling_slices) == (7, [parts[1]])
+    assert req.tokens[:5].tolist() == [0, 1, 2, 50, 60]
+    assert (req.num_known, req.num_tokens, req.num_computed) == (5, 5, 2)
+
+
+def test_the_first_forced_token_takes_the_place_of_one_that_is_being_sampled() -> None:
+    req = make_req(num_prompt=3, max_length=8)
+    req.num_computed = 3
+    req.num_tokens = 4
+    req.append_forced([50, 60, 70])
+
+    assert (req.num_known, req.num_tokens) == (6, 6)
+
+
+def test_more_forced_tokens_than_there_is_room_for_are_not_taken() -> None:
+    with pytest.raises(AssertionError):
+        make_req(num_prompt=3, max_length=4).append_forced([50, 60])
+
+
+def test_a_plan_counts_its_tokens_and_decodes_and_knows_what_samples() -> None:
+    decodes = [ReqSlice(make_req(), 2, 3, samples=True), ReqSlice(make_req(), 0, 1, samples=True)]
+    chunks = [ReqSlice(make_req(), 0, 2, samples=False), ReqSlice(make_req(), 1, 6, samples=True)]
+    plan = BatchPlan(decodes + chunks)
+
+    assert [len(chunk) for chunk in chunks] == [2, 5]
+    assert (plan.num_tokens, plan.num_decodes) == (9, 2)
+    assert plan.sampling_slices == [*decodes, chunks[1]]

@@ -1,9 +1,10 @@
 """Options of engine and scheduler, and how an option is declared.
 
-All options of the program stand in one frozen tree of dataclasses, EngineConfig ← SchedulerConfig ← ServerConfig.
-A field made by `option` carries its help and choices; the command line and docs/features.md come from the fields.
-None means "auto" and is replaced once, by `resolve`, with what fits the hardware. The names that are offered stand
-here, and not beside what they name, so that the command line is read without torch.
+All options of the program stand in one frozen tree of dataclasses, EngineConfig ← SchedulerConfig ←
+ServerConfig. A field made by `option` carries its help and choices; the command line and
+docs/features.md come from the fields. None means "auto" and is replaced once, by `resolve`, with
+what fits the hardware. The names of backends stand here, and not beside what they name, so that the
+command line is read without torch.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class EngineConfig:
     tp: int = option(1, "tensor-parallel ranks, one process each")
     attn: str | None = option(
         None,
-        f"attention backend of {', '.join(ATTENTION_BACKEND_NAMES)}, or one for prompts and one for decodes as in "
-        "fa,fi; auto: the fastest there is",
+        f"attention backend of {', '.join(ATTENTION_BACKEND_NAMES)}, "
+        "or one for prompts and one for decodes as in fa,fi; auto: the fastest there is",
     )
     page_size: int | None = option(
         None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU"
@@ -62,7 +63,8 @@ class EngineConfig:
     )
     memory_ratio: float | None = option(
         None,
-        "share of the memory that weights and steps leave to give to the KV cache; auto: 0.9 on a GPU, 0.5 on a CPU",
+        "part of the memory beside weights and steps that the KV cache takes; "
+        "auto: 0.9 on a GPU, 0.5 on a CPU",
     )
     max_seq_len: int | None = option(
         None, "longest prompt and answer together, in tokens; auto: the model's context"
@@ -70,7 +72,7 @@ class EngineConfig:
     max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
     max_prefill_length: int = option(8192, "prompt tokens that one step computes at most")
     cuda_graph_max_bs: int = option(
-        256, "largest batch of decodes that is recorded as a CUDA graph; 0: none"
+        256, "largest batch of decodes that is captured as a CUDA graph; 0: none"
     )
     dummy_weight: bool = option(False, "random weights; the model folder needs only its config")
     pack_weights: bool | None = option(
@@ -95,7 +97,8 @@ class EngineConfig:
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
         for entry in fields(self):
-            value, choices = getattr(self, entry.name), entry.metadata["choices"]
+            value = getattr(self, entry.name)
+            choices = entry.metadata["choices"]
             if value is not None and choices and value not in choices:
                 raise ConfigError(
                     f"{flag(entry.name)} must be one of {', '.join(choices)}, got {value!r}"
@@ -119,7 +122,8 @@ class EngineConfig:
         is_half_on_gpu = device == "cuda" and dtype != "float32"
         if self.attn and set(backend_names(self.attn)) != {"torch"} and not is_half_on_gpu:
             raise ConfigError(
-                f"--attn {self.attn} needs a GPU and a half-precision dtype, got {device} and {dtype}"
+                f"--attn {self.attn} needs a GPU and a half-precision dtype, "
+                f"got {device} and {dtype}"
             )
         return replace(
             self,
@@ -136,19 +140,22 @@ class SchedulerConfig(EngineConfig):
     """What the scheduler needs to know, besides what its engine does."""
 
     cache: str = option(
-        "radix", "prefix cache: radix shares the KV of equal prefixes", PREFIX_CACHE_NAMES
+        "radix", "prefix cache: radix reuses the KV of equal prefixes", PREFIX_CACHE_NAMES
     )
     overlap: bool | None = option(
         None,
-        "plan the next step while the device computes; auto: on for GPUs (MINISGL_DISABLE_OVERLAP_SCHEDULING=1: off)",
+        "plan the next step while the device computes; "
+        "auto: on for GPUs (MINISGL_DISABLE_OVERLAP_SCHEDULING=1: off)",
     )
     seed: int | None = option(None, "seeds requests that bring no seed; auto: drawn at start")
 
     def agree(self, folder: Path) -> Self:
-        """Say what must be the same on all ranks, whose processes resolve the rest: the model's folder, and a seed."""
-        return replace(
-            self, model=str(folder), seed=secrets.randbits(32) if self.seed is None else self.seed
-        )
+        """Fix what must be equal on all ranks: the model's folder, and a seed.
+
+        Each rank's process resolves the rest.
+        """
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        return replace(self, model=str(folder), seed=seed)
 
     def resolve(self, hardware: Hardware) -> Self:
         resolved = super().resolve(hardware)

@@ -1,15 +1,17 @@
-"""The words of the engine: what a request asks, what it is, and what one step computes.
+"""The words of the engine: a request, and what one step computes.
 
-Owns no tensors beyond those of a `Batch`, and knows nothing of pages, processes or models. What a request may ask has
-a file of its own, `sampling_params.py`. Next to read: `errors.py`, then `llm/llm.py`.
+Owns no tensors beyond those of a `Batch`, and knows nothing of pages, processes or models. The
+parameters of a request have a file of their own, `sampling_params.py`. Next to read: `errors.py`,
+then `llm/llm.py`.
 
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request
-    BatchPlan  what one step computes, decided on the host: slices of prompts and of answers, mixed
+    BatchPlan  what one step computes, decided on the host: slices of prompts and answers
     Batch      the same, as tensors on the device
 
-The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats the letters that it
-uses. A letter means the logical size, not a rank's shard; a digit is that size itself.
+The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats
+the letters that it uses. A letter means the logical size, not a rank's shard; a digit is that size
+itself.
 
     A  experts that a token chooses
     B  requests of a step, or of a captured graph
@@ -39,10 +41,12 @@ uses. A letter means the logical size, not a rank's shard; a digit is that size 
     Z  entries of a flat list
 """
 
-# Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables, T tokens of a step.
+# Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables, T
+# tokens of a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -51,7 +55,8 @@ from numpy.typing import NDArray
 
 from minisgl.sampling_params import MAX_COUNT, Grammar, SamplingParams
 
-if TYPE_CHECKING:  # processes without torch import this module, too
+# Names for the type checker: processes without torch import this module, too.
+if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
@@ -72,7 +77,8 @@ __all__ = [
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
-SAMPLING = np.dtype(  # the numbers that say how a request's tokens are chosen
+# The numbers that say how a request's tokens are chosen.
+SAMPLING = np.dtype(
     [
         ("seed", "i8"),
         ("temperature", "f4"),
@@ -86,14 +92,20 @@ SAMPLING = np.dtype(  # the numbers that say how a request's tokens are chosen
 
 def sampling_numbers(params: SamplingParams, seed: int) -> bytes:
     """One item of `SAMPLING`; without a top_k, its largest number."""
-    filters = (params.top_k or MAX_COUNT, params.top_p, params.min_p)
-    numbers = (seed, params.temperature, params.grammar is not None, *filters)
+    numbers = (
+        seed,
+        params.temperature,
+        params.grammar is not None,
+        params.top_k or MAX_COUNT,
+        params.top_p,
+        params.min_p,
+    )
     return np.array(numbers, dtype=SAMPLING).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log probability of a token; ids and log probabilities of the likeliest, the likeliest first."""
+    """The log probability of a token; ids and log probabilities of the likeliest, in order."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -107,19 +119,19 @@ class Req:
         a launched batch                                          batch, still on the device
         will write it
 
-    A step computes [num_computed, end); if end reaches num_tokens it also samples one token. A prompt and an
-    answer are therefore the same thing, and so is a request that lost its pages and starts over.
+    A step computes [num_computed, end); if end reaches num_tokens it also samples one token.
+    Prompts, answers, requests that lost their pages and forced tokens are therefore computed alike.
 
     Attributes:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
         packed_sampling: its `sampling_numbers`, made once because every step needs them.
-        is_plain: whether it asks nothing of its steps but tokens that are chosen by these numbers.
+        is_plain: whether a step gives it nothing but tokens that are chosen by these numbers.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
         prompt_logprobs: as far as they have come; that of position i + 1 is at i.
-        embedding: float32, little-endian; None before it has come, or where nobody asked.
+        embedding: float32, little-endian; None until it has come, and without `embeds`.
         row: row of the page table and token pool while admitted, else None.
-        num_in_flight: launched and unfinished batches that refer to this request; its row and pages may be
-            released only at zero.
+        num_in_flight: launched and unfinished batches that refer to this request; its row and pages
+            may be released only at zero.
         finish: why it ended, None while it runs. Set once.
     """
 
@@ -174,13 +186,21 @@ class Req:
         return self.num_tokens >= self.max_length
 
     @property
+    def namespace(self) -> str:
+        """The namespace of its prefixes in the prefix cache: its cache salt, empty without one."""
+        return self.params.cache_salt or ""
+
+    @property
     def wants_prompt_outputs(self) -> bool:
-        """Whether its prompt is to be answered for, and not only continued."""
+        """Whether it gets outputs about its prompt: log probabilities or an embedding."""
         return self.params.prompt_logprobs is not None or self.params.embeds
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of its prompt are still to be computed; they are told with the first token."""
+        """Whether log probabilities of its prompt are still to be computed.
+
+        They are part of its first output.
+        """
         return self.params.prompt_logprobs is not None and self.num_known == self.num_prompt
 
     @property
@@ -192,6 +212,19 @@ class Req:
         assert self.num_known < self.num_tokens
         self.tokens[self.num_known] = token
         self.num_known += 1
+
+    def append_forced(self, tokens: Sequence[int]) -> None:
+        """Take tokens that are known without being sampled.
+
+        If a launched batch samples a token already, that is the first of them: what it samples is
+        taken back when it comes.
+        """
+        end = self.num_known + len(tokens)
+        assert end <= self.max_length
+        assert self.num_tokens <= self.num_known + 1
+        self.tokens[self.num_known : end] = tokens
+        self.num_known = end
+        self.num_tokens = max(self.num_tokens, end)
 
     def __repr__(self) -> str:
         return (
@@ -214,19 +247,22 @@ class ReqSlice:
 
     @property
     def num_hidden_states(self) -> int:
-        """Tokens at its end whose hidden states are wanted."""
+        """Tokens at its end whose hidden states are returned."""
         return len(self) if self.req.scores_prompt else int(self.samples)
 
     @property
     def row(self) -> int:
-        """Of the tables; a slice is of an admitted request."""
+        """The row of the tables; a slice is of an admitted request."""
         assert self.req.row is not None
         return self.req.row
 
 
 @dataclass(frozen=True, slots=True)
 class TableWrites:
-    """What the host changes in the device's tables before a step: flat int32 indices, each at most once, and values."""
+    """What the host changes in the device's tables before a step.
+
+    Flat int32 indices, each at most once, and int32 values.
+    """
 
     page_index: IntArray
     pages: IntArray
@@ -234,15 +270,20 @@ class TableWrites:
     tokens: IntArray
 
 
-NO_WRITES = TableWrites(*[np.empty(0, dtype=np.int32)] * 4)
+_EMPTY: IntArray = np.empty(0, dtype=np.int32)
+NO_WRITES = TableWrites(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What one step computes, and what it needs to be told first. A request stands in it at most once.
+    """What one step computes, and what is written to the tables first.
+
+    A request stands in it at most once. Decodes come first: they are slices of one token that
+    sample.
 
     Attributes:
-        num_shared_tokens: leading tokens whose pages all slices have in common; a multiple of the page size.
+        num_shared_tokens: leading tokens whose pages all slices have in common; a multiple of the
+            page size.
     """
 
     slices: list[ReqSlice]
@@ -255,16 +296,20 @@ class BatchPlan:
 
     @property
     def num_decodes(self) -> int:
-        """Slices of one token at the head; the scheduler puts the answers of running requests there."""
-        return next((i for i, part in enumerate(self.slices) if len(part) > 1), len(self.slices))
+        """Leading slices of one token; the scheduler puts the decodes of running requests there."""
+        longer = (i for i, chunk in enumerate(self.slices) if len(chunk) > 1)
+        return next(longer, len(self.slices))
 
     @property
     def sampling_slices(self) -> list[ReqSlice]:
-        return [s for s in self.slices if s.samples]
+        return [chunk for chunk in self.slices if chunk.samples]
 
 
 class BaseAttnMetadata:
-    """What an attention backend computes once a step and reads in every layer; each backend has its own fields."""
+    """What an attention backend computes once a step and reads in every layer.
+
+    Each backend has its own fields.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +320,8 @@ class Batch:
         row_T, position_T: integers; where in the tables each token stands.
         input_ids_T: int64.
         slot_T: int64, where the KV of each token goes.
-        last_B: int64, index into T of the last token of each slice that samples, and of all tokens of those that score
-            their prompt; None if all tokens are such.
+        last_B: int64, index into T of the last token of each slice that samples, and of all tokens
+            of those that score their prompt; None if all tokens are such.
         attn_metadata: made by the attention backend from the plan.
     """
 

@@ -2,20 +2,17 @@
 
     MiniSGLError
     ├─ ConfigError            before start: names the option, the value, what is allowed
-    │   └─ CheckpointError    a model's files are missing, damaged, or of an architecture unknown here
-    ├─ RequestError           the caller can fix it; carries `status`, `code` and `param`
-    │   ├─ InvalidRequest     400: a field's value; names the bound
-    │   ├─ PromptTooLong      400: prompt and answer do not fit the context
-    │   ├─ InvalidApiKey      401
-    │   ├─ UnknownModel       404
-    │   ├─ ResponseNotFound   404: no response is kept
-    │   └─ QueueFull          429
-    ├─ CapacityError          our pages are exhausted; the scheduler decides (wait, evict, retract)
-    ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
-    └─ EngineFailed           unrecoverable here: every open request is told, then the supervisor acts
+    │   └─ CheckpointError    a model's files are missing, damaged, or of an architecture unknown
+    here ├─ RequestError           the caller can fix it; carries `status`, `code` and `param` │
+    ├─ InvalidRequest     400: a field's value; names the bound │   ├─ PromptTooLong      400:
+    prompt and answer do not fit the context │   ├─ InvalidApiKey      401 │   ├─ UnknownModel
+    404 │   ├─ ResponseNotFound   404: no response is kept │   └─ QueueFull          429 ├─
+    CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts ├─
+    KernelInputError       a tensor contract is broken: names the tensor, expected, actual └─
+    EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
 
-Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for our own
-bugs only. Next to read: `llm/llm.py`.
+Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for
+our own bugs only. Next to read: `llm/llm.py`.
 """
 
 from __future__ import annotations
@@ -46,11 +43,11 @@ class ConfigError(MiniSGLError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is missing, truncated, corrupt, wrongly shaped, or of an unknown architecture."""
+    """A checkpoint is missing, truncated, corrupt, wrongly shaped, or unknown here."""
 
 
 class RequestError(MiniSGLError):
-    """A request that its sender can mend.
+    """A request that its sender can correct.
 
     `status` is the HTTP status, `code` the OpenAI error code, `param` the offending field.
     """
@@ -81,7 +78,7 @@ class PromptTooLong(RequestError):
 
 
 class InvalidApiKey(RequestError):
-    """The request brings no key, or one that the server does not know. The message does not repeat it."""
+    """The request has no key, or an unknown one. The message does not repeat it."""
 
     status = 401
     code = "invalid_api_key"

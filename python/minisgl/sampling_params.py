@@ -1,4 +1,4 @@
-"""What a request may ask of its answer, within which bounds.
+"""The parameters of a request, and their bounds.
 
 Next to read: "A parameter's way" in docs/architecture.md.
 """
@@ -14,7 +14,8 @@ from minisgl.errors import InvalidRequest
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_GRAMMAR = 2**17  # characters
-JSON_OPTIONS = {  # of llguidance: no more white space than people write, lest a model write nothing else
+MAX_SALT = 256  # characters
+JSON_OPTIONS = {  # of llguidance: bounded white space, or a model may write nothing else
     "whitespace_pattern": r"[ \t\r\n]{0,16}",
     "coerce_one_of": True,
 }
@@ -25,8 +26,8 @@ class Grammar:
     """What an answer has to match from its first character to its last.
 
     Attributes:
-        text: a JSON schema, a regular expression in Rust's syntax, or llguidance's variant of a Lark grammar; at most
-            131,072 characters.
+        text: a JSON schema, a regular expression in Rust's syntax, or llguidance's variant of a
+            Lark grammar; at most 131,072 characters.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -40,30 +41,40 @@ class SamplingParams:
     The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept.
 
     Attributes:
-        max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the prompt is computed
-            and nothing else.
+        max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the
+            prompt is computed and nothing else.
         temperature: 0 is greedy; else logits are divided by it. In [0, 100].
         top_k: keep the k most likely tokens, >= 1; None keeps all.
-        top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; in (0, 1].
         min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
-        seed: the token at a position depends on its logits, the seed and the position only; None draws one.
+        seed: the token at a position depends on its logits, the seed and the position only; None
+            draws one.
         ignore_eos: go on past an end-of-sequence token.
-        min_tokens: no end-of-sequence token and none of `stop_token_ids` before so many, in [0, max_tokens].
-        stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024 characters.
-        stop_token_ids: tokens that do; at most 32.
+        min_tokens: no end-of-sequence token and none of `stop_token_ids` before so many; in
+            [0, max_tokens].
+        stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024
+            characters.
+        stop_token_ids: tokens that end the answer; at most 32.
         include_stop_str_in_output: the answer stops behind the text that ended it.
         skip_special_tokens: leave tokens such as end-of-sequence out of the text.
-        presence_penalty: taken off the logit of every token in the answer so far, in [-2, 2].
-        frequency_penalty: the same, times how often it is there, in [-2, 2].
-        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied
-            (Keskar et al. 2019, arXiv:1909.05858); in (0, 10], 1 changes nothing.
+        presence_penalty: subtracted from the logit of each token in the answer so far; in [-2, 2].
+        frequency_penalty: subtracted once for each time that a token is in the answer; in [-2, 2].
+        repetition_penalty: positive logits of tokens in prompt or answer are divided by it,
+            negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858); in (0, 10], 1 changes
+            nothing.
         logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
-        logprobs: also tell the log probability of each token and of so many of the likeliest, in [0, 20]; None: do not.
-            They are the model's own, before temperature, penalties, filters and grammar.
-        prompt_logprobs: the same for each token of the prompt but the first. Nothing of it is taken from a cache then.
-        embeds: tell the hidden state behind the final norm of the prompt's last token, as a vector of length 1.
-        priority: a request with a smaller one is computed first and keeps its pages longer; 32 bits, may be negative.
-        grammar: only tokens that continue a match are chosen, and the answer ends where the match does.
+        logprobs: return the log probability of each token and of so many of the likeliest, in [0,
+            20]; None returns none. They are the model's, before temperature, penalties, filters and
+            grammar.
+        prompt_logprobs: return log probabilities for each token of the prompt but the first. Then
+            no part of the prompt is taken from a cache.
+        embeds: return the hidden state behind the final norm of the prompt's last token, as a
+            vector of length 1.
+        priority: a request with a smaller one is computed first and keeps its pages longer; 32
+            bits, may be negative.
+        grammar: only tokens that continue a match are chosen; the answer ends where the match does.
+        cache_salt: cached prefixes are found by requests with an equal one only; 1 to 256
+            characters.
 
     The order is: bias and penalties, then temperature, then filters.
 
@@ -92,6 +103,7 @@ class SamplingParams:
     embeds: bool = False
     priority: int = 0
     grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -160,6 +172,15 @@ class SamplingParams:
                 f"at most {MAX_GRAMMAR}",
                 "grammar",
             )
+        if self.cache_salt is not None:
+            size = len(self.cache_salt)
+            _require(
+                "the length of cache_salt",
+                size,
+                1 <= size <= MAX_SALT,
+                f"in [1, {MAX_SALT}]",
+                "cache_salt",
+            )
         for name, tokens in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", self.logit_bias),
@@ -179,18 +200,14 @@ class SamplingParams:
 
     @property
     def shapes_text(self) -> bool:
-        """Whether the detokenizer has to know."""
+        """Whether the detokenizer needs these parameters."""
         return bool(self.stop) or not self.skip_special_tokens
 
     @property
     def changes_logits(self) -> bool:
         """Whether there are penalties or a bias."""
-        is_neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (
-            0,
-            0,
-            1,
-        )
-        return not is_neutral or bool(self.logit_bias)
+        adds = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return adds or self.repetition_penalty != 1 or bool(self.logit_bias)
 
 
 def _require(

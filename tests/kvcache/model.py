@@ -5,13 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl.core import IntArray
-from minisgl.kvcache import BaseCacheHandle, BasePrefixCache
+from minisgl.kvcache import BaseCacheHandle, BasePrefixCache, PrefixKey
 
 Tokens = tuple[int, ...]
+Prefix = tuple[str, Tokens]  # a namespace, and tokens
 
 
-def ids(*tokens: int) -> IntArray:
-    return np.array(tokens, dtype=np.int32)
+def key_of(prefix: Prefix) -> PrefixKey:
+    namespace, tokens = prefix
+    return PrefixKey(namespace, np.array(tokens, dtype=np.int32))
+
+
+def key_of_pages(letters: str, page_size: int, namespace: str = "") -> PrefixKey:
+    return PrefixKey(namespace, whole_pages(letters, page_size))
 
 
 def whole_pages(first_tokens: str, page_size: int) -> IntArray:
@@ -22,41 +28,46 @@ def whole_pages(first_tokens: str, page_size: int) -> IntArray:
 
 
 class PageDict:
-    """What a prefix cache must do: one entry per page, by the tokens up to its end, and when it was last used."""
+    """What a prefix cache must do: one entry a page, by namespace and the tokens up to its end.
+
+    Each entry says when it was last used.
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.page: dict[Tokens, int] = {}
-        self.last_used: dict[Tokens, int] = {}
-        self.locked: list[Tokens] = []
+        self.page: dict[Prefix, int] = {}
+        self.last_used: dict[Prefix, int] = {}
+        self.locked: list[Prefix] = []
         self._clock = 0
 
-    def prefixes(self, tokens: Tokens) -> list[Tokens]:
+    def prefixes(self, whole: Prefix) -> list[Prefix]:
         """The whole pages of a sequence, each as the tokens up to its end."""
-        return [tokens[:end] for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+        namespace, tokens = whole
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        return [(namespace, tokens[:end]) for end in ends]
 
-    def use(self, tokens: Tokens) -> int:
+    def use(self, whole: Prefix) -> int:
         """Find the longest cached prefix; its length."""
         self._clock += 1
-        found = [prefix for prefix in self.prefixes(tokens) if prefix in self.page]
+        found = [prefix for prefix in self.prefixes(whole) if prefix in self.page]
         self.last_used.update(dict.fromkeys(found, self._clock))
         return len(found) * self.page_size
 
-    def insert(self, tokens: Tokens, pages: list[int]) -> int:
-        existing = self.use(tokens)
-        for prefix, page in zip(self.prefixes(tokens), pages, strict=True):
+    def insert(self, whole: Prefix, pages: list[int]) -> int:
+        existing = self.use(whole)
+        for prefix, page in zip(self.prefixes(whole), pages, strict=True):
             self.page.setdefault(prefix, page)
             self.last_used[prefix] = self._clock
         return existing
 
-    def unlocked(self) -> set[Tokens]:
-        held = {prefix for tokens in self.locked for prefix in self.prefixes(tokens)}
+    def unlocked(self) -> set[Prefix]:
+        held = {prefix for whole in self.locked for prefix in self.prefixes(whole)}
         return self.page.keys() - held
 
-    def pages_of(self, tokens: Tokens) -> list[int]:
-        return [self.page[prefix] for prefix in self.prefixes(tokens)]
+    def pages_of(self, whole: Prefix) -> list[int]:
+        return [self.page[prefix] for prefix in self.prefixes(whole)]
 
-    def remove(self, pages: list[int]) -> set[Tokens]:
+    def remove(self, pages: list[int]) -> set[Prefix]:
         """Take out what was evicted; the prefixes that it held."""
         gone = {prefix for prefix, page in self.page.items() if page in set(pages)}
         for prefix in gone:

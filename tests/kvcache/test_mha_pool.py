@@ -7,7 +7,12 @@ import torch
 from minisgl.kernel import store_kv
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 
-LAYERS, HEADS, HEAD_DIM, PAGES, PAGE_SIZE = 3, 2, 4, 5, 4
+# Dimensions: H head width, K kv heads, T tokens of a step.
+LAYERS = 3
+HEADS = 2
+HEAD_DIM = 4
+PAGES = 5
+PAGE_SIZE = 4
 SHAPE = (LAYERS, HEADS, HEAD_DIM, PAGES, PAGE_SIZE)
 
 

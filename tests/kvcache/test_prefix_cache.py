@@ -1,4 +1,4 @@
-"""The contract of every BasePrefixCache. A cache may keep nothing, but what it says must be true."""
+"""The contract of every BasePrefixCache: it may keep nothing, but what it says must be true."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import pytest
 
 from minisgl.core import IntArray
 from minisgl.errors import CapacityError, ConfigError
-from minisgl.kvcache import PREFIX_CACHES, BasePrefixCache, InsertResult, create_prefix_cache
-from tests.kvcache.model import snapshot, whole_pages
+from minisgl.kvcache import (
+    PREFIX_CACHES,
+    BaseCacheHandle,
+    BasePrefixCache,
+    InsertResult,
+    PrefixKey,
+    create_prefix_cache,
+)
+from tests.kvcache.model import key_of_pages, snapshot, whole_pages
 
 
 @pytest.fixture(params=PREFIX_CACHES.names)
@@ -30,12 +37,17 @@ def pages_from(first: int, num_pages: int) -> IntArray:
     return np.arange(first, first + num_pages, dtype=np.int32)
 
 
-def insert(cache: BasePrefixCache, text: str, first_page: int) -> InsertResult:
-    return cache.insert(whole_pages(text, cache.page_size), pages_from(first_page, len(text)))
+def insert(cache: BasePrefixCache, text: str, first_page: int, namespace: str = "") -> InsertResult:
+    key = key_of_pages(text, cache.page_size, namespace)
+    return cache.insert(key, pages_from(first_page, len(text)))
+
+
+def match(cache: BasePrefixCache, text: str, namespace: str = "") -> BaseCacheHandle:
+    return cache.match(key_of_pages(text, cache.page_size, namespace))
 
 
 def test_a_new_cache_is_empty(cache: BasePrefixCache) -> None:
-    handle = cache.match(whole_pages("abc", cache.page_size))
+    handle = match(cache, "abc")
 
     assert (handle.num_tokens, len(cache.pages(handle))) == (0, 0)
     assert (cache.num_pages, cache.num_evictable, len(cache.check_integrity())) == (0, 0, 0)
@@ -63,18 +75,20 @@ def test_a_handle_covers_whole_pages_of_what_was_asked(cache: BasePrefixCache) -
     tokens = whole_pages("abcd", cache.page_size)
 
     for length in range(len(tokens) + 1):
-        handle = cache.match(tokens[:length])
+        handle = cache.match(PrefixKey("", tokens[:length]))
         assert handle.num_tokens % cache.page_size == 0
         assert handle.num_tokens <= length
         assert len(cache.pages(handle)) == handle.num_tokens // cache.page_size
 
 
 def test_the_caller_may_reuse_its_arrays_after_insert(cache: BasePrefixCache) -> None:
-    tokens, pages = whole_pages("abc", cache.page_size), pages_from(0, 3)
-    cache.insert(tokens, pages)
-    tokens[:], pages[:] = -1, -1
+    key = key_of_pages("abc", cache.page_size)
+    pages = pages_from(0, 3)
+    cache.insert(key, pages)
+    key.tokens[:] = -1
+    pages[:] = -1
 
-    handle = cache.match(whole_pages("abc", cache.page_size))
+    handle = match(cache, "abc")
     assert cache.pages(handle).tolist() == [0, 1, 2][: len(cache.pages(handle))]
     assert -1 not in cache.check_integrity()
 
@@ -83,7 +97,7 @@ def test_an_empty_insert_and_an_empty_match_hold_nothing(cache: BasePrefixCache)
     result = insert(cache, "", 0)
 
     assert (result.handle.num_tokens, result.num_existing) == (0, 0)
-    assert cache.match(whole_pages("", cache.page_size)).num_tokens == 0
+    assert match(cache, "").num_tokens == 0
     assert len(cache.evict(0)) == 0
 
 
@@ -94,7 +108,7 @@ def test_evict_gives_each_page_once_and_forgets_it(cache: BasePrefixCache) -> No
 
     assert sorted(cache.evict(cache.num_evictable).tolist()) == held
     assert (cache.num_pages, cache.num_evictable, len(cache.check_integrity())) == (0, 0, 0)
-    assert cache.match(whole_pages("abc", cache.page_size)).num_tokens == 0
+    assert match(cache, "abc").num_tokens == 0
 
 
 def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePrefixCache) -> None:
@@ -121,18 +135,29 @@ def test_a_locked_prefix_outlives_every_eviction(cache: BasePrefixCache) -> None
 
     assert cache.pages(handle).tolist() == pages
     assert not set(pages) & set(evicted)
-    assert cache.match(whole_pages("abc", cache.page_size)).num_tokens == handle.num_tokens
+    assert match(cache, "abc").num_tokens == handle.num_tokens
 
 
 def test_each_lock_needs_its_unlock(cache: BasePrefixCache) -> None:
     handle = insert(cache, "abc", 0).handle
     cache.lock(handle)
-    cache.lock(cache.match(whole_pages("abc", cache.page_size)))
+    cache.lock(match(cache, "abc"))
     cache.unlock(handle)
     assert cache.num_evictable == 0
 
     cache.unlock(handle)
     assert cache.num_evictable == cache.num_pages
+
+
+def test_two_namespaces_have_no_prefix_in_common(cache: BasePrefixCache) -> None:
+    first = insert(cache, "abc", 0, "one")
+    second = insert(cache, "abcd", 10, "two")
+    insert(cache, "ab", 20)
+
+    assert second.num_existing == 0
+    assert not set(cache.pages(first.handle)) & set(cache.pages(second.handle))
+    assert match(cache, "abcd", "one").num_tokens == first.handle.num_tokens
+    assert match(cache, "abcd", "three").num_tokens == 0
 
 
 def test_a_cache_that_is_not_registered_is_refused() -> None:

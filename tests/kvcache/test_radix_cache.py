@@ -1,4 +1,4 @@
-"""The radix tree by example: what is shared, split, protected and evicted, and how much work it is."""
+"""The radix tree by example: what is found, split, protected and evicted, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.core import IntArray
-from minisgl.kvcache import InsertResult, RadixPrefixCache, radix_cache
-from tests.kvcache.model import whole_pages
+from minisgl.kvcache import InsertResult, PrefixKey, RadixPrefixCache, radix_cache
+from tests.kvcache.model import key_of_pages
 
 
 class Tree(RadixPrefixCache):
     """A radix tree over words whose letters are pages."""
 
-    def put(self, word: str, first_page: int) -> InsertResult:
-        return self.insert(
-            self.tokens(word), np.arange(first_page, first_page + len(word), dtype=np.int32)
-        )
+    def put(self, word: str, first_page: int, namespace: str = "") -> InsertResult:
+        pages = np.arange(first_page, first_page + len(word), dtype=np.int32)
+        return self.insert(self.key(word, namespace), pages)
 
-    def get(self, word: str) -> list[int]:
-        return self.pages(self.match(self.tokens(word))).tolist()
+    def get(self, word: str, namespace: str = "") -> list[int]:
+        return self.pages(self.match(self.key(word, namespace))).tolist()
 
-    def tokens(self, word: str) -> IntArray:
-        return whole_pages(word, self.page_size)
+    def key(self, word: str, namespace: str = "") -> PrefixKey:
+        return key_of_pages(word, self.page_size, namespace)
 
 
 @pytest.fixture(params=[1, 4])
@@ -46,11 +44,50 @@ def test_the_longest_prefix_in_whole_pages_is_found(tree: Tree) -> None:
 def test_a_page_that_differs_in_its_last_token_is_not_shared() -> None:
     tree = Tree(4)
     tree.put("ab", 0)
-    tokens = tree.tokens("ab")
-    tokens[7] += 1
+    key = tree.key("ab")
+    key.tokens[7] += 1
 
-    assert tree.match(tokens).num_tokens == 4
-    assert tree.match(tokens[:3]).num_tokens == 0
+    assert tree.match(key).num_tokens == 4
+    assert tree.match(PrefixKey("", key.tokens[:3])).num_tokens == 0
+
+
+def test_namespaces_are_apart_even_where_their_keys_look_alike() -> None:
+    """One namespace is another one with the first token's bytes behind it."""
+    tree = Tree(1)
+    tokens = np.array([0x41414141, 0x41414141], dtype=np.int32)
+    pages = np.arange(2, dtype=np.int32)
+    tree.insert(PrefixKey("x", tokens), pages)
+    tree.insert(PrefixKey("xAAAA", tokens), pages + 2)
+
+    assert tree.match(PrefixKey("", tokens)).num_tokens == 0
+    assert tree.pages(tree.match(PrefixKey("x", tokens))).tolist() == [0, 1]
+    assert tree.pages(tree.match(PrefixKey("xAAAA", tokens))).tolist() == [2, 3]
+    assert tree.match(PrefixKey("xAAAAAAAA", tokens)).num_tokens == 0
+
+
+def test_any_text_is_a_namespace(tree: Tree) -> None:
+    for first, namespace in enumerate(["", "\0", "é", "\ud800", "a" * 256]):
+        tree.put("a", first, namespace)
+        assert tree.get("a", namespace) == [first]
+
+
+def test_eviction_is_over_all_namespaces_and_an_empty_one_leaves_nothing(tree: Tree) -> None:
+    for first, namespace in enumerate(["one", "two", "", "three"]):
+        tree.put("ab", 2 * first, namespace)
+    tree.get("ab", "one")
+
+    assert sorted(tree.evict(2).tolist()) == [2, 3]
+    assert sorted(tree.evict(6).tolist()) == [0, 1, 4, 5, 6, 7]
+    assert tree._root.children == {}
+
+
+def test_a_split_edge_stays_in_its_namespace(tree: Tree) -> None:
+    tree.put("abc", 0, "one")
+    tree.put("abd", 10, "one")
+
+    assert tree.get("abd", "one") == [0, 1, 12]
+    assert tree.get("abd") == []
+    tree.check_integrity()
 
 
 def test_an_insert_keeps_the_pages_that_are_there(tree: Tree) -> None:
@@ -63,7 +100,8 @@ def test_an_insert_keeps_the_pages_that_are_there(tree: Tree) -> None:
 
 
 def test_inserting_the_same_again_takes_nothing(tree: Tree) -> None:
-    first, second = tree.put("abc", 0), tree.put("abc", 10)
+    first = tree.put("abc", 0)
+    second = tree.put("abc", 10)
 
     assert second.num_existing == second.handle.num_tokens == 3 * tree.page_size
     assert tree.pages(second.handle).tolist() == tree.pages(first.handle).tolist() == [0, 1, 2]
@@ -73,7 +111,7 @@ def test_splitting_an_edge_leaves_its_handles_valid(tree: Tree) -> None:
     whole = tree.put("abcdef", 0).handle
     tree.lock(whole)
     for word in ("abcx", "abx", "a"):
-        tree.match(tree.tokens(word))
+        tree.match(tree.key(word))
         tree.check_integrity()
 
     assert tree.pages(whole).tolist() == [0, 1, 2, 3, 4, 5]
@@ -85,7 +123,7 @@ def test_splitting_an_edge_leaves_its_handles_valid(tree: Tree) -> None:
 
 def test_a_lock_protects_the_upper_part_of_a_split_edge_only(tree: Tree) -> None:
     tree.put("abcd", 0)
-    upper = tree.match(tree.tokens("ab"))
+    upper = tree.match(tree.key("ab"))
     tree.lock(upper)
 
     assert tree.num_evictable == 2
@@ -96,7 +134,7 @@ def test_a_lock_protects_the_upper_part_of_a_split_edge_only(tree: Tree) -> None
 def test_the_least_recently_used_goes_first(tree: Tree) -> None:
     for first, word in enumerate("abc"):
         tree.put(word, first)
-    tree.match(tree.tokens("a"))
+    tree.match(tree.key("a"))
 
     assert [tree.evict(1).tolist() for _ in range(3)] == [[1], [2], [0]]
 
@@ -112,7 +150,7 @@ def test_a_parent_goes_after_its_children(tree: Tree) -> None:
 
 
 def test_unlocking_is_no_use(tree: Tree) -> None:
-    """A request that ran long does not push its prefix behind those that were asked for since."""
+    """A request that ran long does not push its prefix behind those that were used since."""
     old = tree.put("a", 0).handle
     tree.lock(old)
     tree.put("b", 1)
@@ -140,7 +178,7 @@ def test_an_evicted_prefix_can_come_back(tree: Tree) -> None:
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """How many lines of the radix tree's code some work executes: what it costs, without a clock."""
+    """How many lines of the radix tree's code some work executes: its cost, without a clock."""
     count = 0
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
@@ -161,13 +199,13 @@ def lines_run(work: Callable[[], object]) -> int:
 
 
 def full_tree(num_leaves: int) -> Tree:
-    """Half of the leaves behind a shared first page, and every leaf used twice, so that stale entries are about."""
+    """Half of the leaves behind a common first page; every leaf used twice leaves stale entries."""
     tree = Tree(1)
     tokens = np.arange(3 * num_leaves, dtype=np.int32).reshape(-1, 3)
     tokens[::2, 0] = 0
     for _ in range(2):
         for row in tokens:
-            tree.insert(row, row)
+            tree.insert(PrefixKey("", row), row)
     return tree
 
 
@@ -187,13 +225,14 @@ def test_filling_and_emptying_costs_the_same_per_page_in_a_large_tree() -> None:
         while tree.num_pages:
             tree.evict(1)
 
-    small, large = lines_run(lambda: churn(100)), lines_run(lambda: churn(800))
+    small = lines_run(lambda: churn(100))
+    large = lines_run(lambda: churn(800))
     assert large < 8 * small * 1.3
 
 
 def test_matching_again_and_again_leaves_no_litter() -> None:
     tree = full_tree(10)
-    path = np.array([0, 1, 2], dtype=np.int32)
+    path = PrefixKey("", np.array([0, 1, 2], dtype=np.int32))
 
     cost = lines_run(lambda: [tree.match(path) for _ in range(1000)])
 
@@ -204,13 +243,13 @@ def test_matching_again_and_again_leaves_no_litter() -> None:
 def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
     tree = full_tree(30)
     handles = [
-        tree.match(np.array([3 * leaf, 3 * leaf + 1, 3 * leaf + 2], dtype=np.int32))
+        tree.match(PrefixKey("", np.arange(3 * leaf, 3 * leaf + 3, dtype=np.int32)))
         for leaf in range(1, 30, 2)
     ]
     for handle in handles:
         tree.lock(handle)
     for _ in range(1000):
-        tree.match(np.array([0, 1, 2], dtype=np.int32))
+        tree.match(PrefixKey("", np.arange(3, dtype=np.int32)))
     for handle in handles:
         tree.unlock(handle)
     pages = sorted(tree.check_integrity().tolist())
@@ -221,7 +260,7 @@ def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
 
 def test_locking_again_and_again_costs_the_same_each_time() -> None:
     tree = full_tree(10)
-    handle = tree.match(np.array([0, 1, 2], dtype=np.int32))
+    handle = tree.match(PrefixKey("", np.arange(3, dtype=np.int32)))
 
     def lock_and_unlock() -> None:
         tree.lock(handle)

@@ -1,4 +1,4 @@
-"""The radix tree against a dictionary of all cached pages, through random operations that shrink when they fail."""
+"""The radix tree against a dictionary of all cached pages, through random operations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hypothesis.stateful import (
 
 from minisgl.errors import CapacityError
 from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache
-from tests.kvcache.model import PageDict, Tokens, ids
+from tests.kvcache.model import PageDict, Prefix, key_of
 
-SEQUENCES = st.lists(st.integers(0, 1), max_size=12).map(
-    tuple
-)  # two tokens only: everything shares prefixes
-Lock = tuple[BaseCacheHandle, Tokens]
+# Two tokens and three namespaces only: everything has prefixes in common.
+TOKENS = st.lists(st.integers(0, 1), max_size=12).map(tuple)
+SEQUENCES = st.tuples(st.sampled_from(["", "a", "b"]), TOKENS)
+Lock = tuple[BaseCacheHandle, Prefix]
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -40,33 +40,34 @@ class RadixMachine(RuleBasedStateMachine):
         self.held: list[Lock] = []
         self.new_pages = itertools.count()
 
-    @rule(tokens=SEQUENCES)
-    def match(self, tokens: Tokens) -> None:
-        handle = self.cache.match(ids(*tokens))
-        length = self.model.use(tokens)
+    @rule(prefix=SEQUENCES)
+    def match(self, prefix: Prefix) -> None:
+        handle = self.cache.match(key_of(prefix))
+        length = self.model.use(prefix)
         assert handle.num_tokens == length
-        assert self.cache.pages(handle).tolist() == self.model.pages_of(tokens[:length])
+        assert self.cache.pages(handle).tolist() == self.model.pages_of(cut(prefix, length))
 
-    @rule(target=locks, tokens=SEQUENCES)
-    def match_and_lock(self, tokens: Tokens) -> Lock:
-        handle = self.cache.match(ids(*tokens))
-        return self._lock(handle, tokens[: self.model.use(tokens)])
+    @rule(target=locks, prefix=SEQUENCES)
+    def match_and_lock(self, prefix: Prefix) -> Lock:
+        handle = self.cache.match(key_of(prefix))
+        return self._lock(handle, cut(prefix, self.model.use(prefix)))
 
-    @rule(target=locks, tokens=SEQUENCES, keep=st.booleans())
-    def insert(self, tokens: Tokens, keep: bool) -> object:
-        whole = tokens[: len(tokens) - len(tokens) % self.model.page_size]
-        pages = list(itertools.islice(self.new_pages, len(whole) // self.model.page_size))
-        result = self.cache.insert(ids(*tokens), np.array(pages, dtype=np.int32))
+    @rule(target=locks, prefix=SEQUENCES, keep=st.booleans())
+    def insert(self, prefix: Prefix, keep: bool) -> object:
+        num_pages = len(prefix[1]) // self.model.page_size
+        whole = cut(prefix, num_pages * self.model.page_size)
+        pages = list(itertools.islice(self.new_pages, num_pages))
+        result = self.cache.insert(key_of(prefix), np.array(pages, dtype=np.int32))
         assert result.num_existing == self.model.insert(whole, pages)
-        assert result.handle.num_tokens == len(whole)
+        assert result.handle.num_tokens == len(whole[1])
         assert self.cache.pages(result.handle).tolist() == self.model.pages_of(whole)
         return self._lock(result.handle, whole) if keep else multiple()
 
-    def _lock(self, handle: BaseCacheHandle, tokens: Tokens) -> Lock:
+    def _lock(self, handle: BaseCacheHandle, prefix: Prefix) -> Lock:
         self.cache.lock(handle)
-        self.model.locked.append(tokens)
-        self.held.append((handle, tokens))
-        return handle, tokens
+        self.model.locked.append(prefix)
+        self.held.append((handle, prefix))
+        return handle, prefix
 
     @rule(lock=consumes(locks))
     def unlock(self, lock: Lock) -> None:
@@ -76,7 +77,8 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 12))
     def evict(self, num_pages: int) -> None:
-        unlocked, last_used = self.model.unlocked(), dict(self.model.last_used)
+        unlocked = self.model.unlocked()
+        last_used = dict(self.model.last_used)
         if num_pages > len(unlocked):
             with pytest.raises(CapacityError):
                 self.cache.evict(num_pages)
@@ -85,12 +87,12 @@ class RadixMachine(RuleBasedStateMachine):
         gone = self.model.remove(pages)
         assert len(pages) == len(set(pages)) == len(gone) >= num_pages
         assert gone <= unlocked
-        self._check_order(
-            [last_used[it] for it in gone], [last_used[it] for it in unlocked - gone], num_pages
-        )
+        ages = [last_used[prefix] for prefix in gone]
+        ages_left = [last_used[prefix] for prefix in unlocked - gone]
+        self._check_order(ages, ages_left, num_pages)
 
     def _check_order(self, gone: list[int], left: list[int], num_pages: int) -> None:
-        """Nothing left is older than what went, and no more went than had to: all but the newest were too few."""
+        """Nothing left is older than what went, and all that went but the newest was too few."""
         newest = max(gone, default=0)
         assert newest <= min(left, default=newest)
         assert sum(age < newest for age in gone) < max(num_pages, 1)
@@ -99,14 +101,20 @@ class RadixMachine(RuleBasedStateMachine):
     def counts_and_pages_agree(self) -> None:
         if not hasattr(self, "cache"):
             return
+        assert bool(self.cache._root.children) == bool(self.model.page)
         assert sorted(self.cache.check_integrity().tolist()) == sorted(self.model.page.values())
         assert self.cache.num_pages == len(self.model.page)
         assert self.cache.num_evictable == len(self.model.unlocked())
 
     @invariant()
     def locked_handles_name_their_pages(self) -> None:
-        for handle, tokens in getattr(self, "held", []):
-            assert self.cache.pages(handle).tolist() == self.model.pages_of(tokens)
+        for handle, prefix in getattr(self, "held", []):
+            assert self.cache.pages(handle).tolist() == self.model.pages_of(prefix)
+
+
+def cut(prefix: Prefix, num_tokens: int) -> Prefix:
+    namespace, tokens = prefix
+    return namespace, tokens[:num_tokens]
 
 
 RadixMachine.TestCase.settings = settings(

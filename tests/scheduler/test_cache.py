@@ -9,7 +9,9 @@ from minisgl.core import Req, SamplingParams
 from minisgl.kvcache import create_prefix_cache
 from minisgl.scheduler import CacheManager, TableManager
 
-NUM_ROWS, MAX_LENGTH = 4, 40
+# Dimensions: L positions of a sequence, P pages, R rows of the tables.
+NUM_ROWS = 4
+MAX_LENGTH = 40
 
 
 class Pages:
@@ -22,13 +24,14 @@ class Pages:
         self.manager = CacheManager(num_pages, create_prefix_cache(cache, page_size), self.table)
         self._num_made = 0
 
-    def request(self, num_tokens: int, first_token: int = 0) -> Req:
+    def request(self, num_tokens: int, first_token: int = 0, salt: str | None = None) -> Req:
         self._num_made += 1
         prompt = np.arange(first_token, first_token + num_tokens, dtype=np.int32)
-        return Req(self._num_made, prompt, SamplingParams(), MAX_LENGTH, seed=0)
+        params = SamplingParams(cache_salt=salt)
+        return Req(self._num_made, prompt, params, MAX_LENGTH, seed=0)
 
-    def admitted(self, num_tokens: int, first_token: int = 0) -> Req:
-        req = self.request(num_tokens, first_token)
+    def admitted(self, num_tokens: int, first_token: int = 0, salt: str | None = None) -> Req:
+        req = self.request(num_tokens, first_token, salt)
         assert self.manager.try_admit(req, reserve=0)
         return req
 
@@ -118,11 +121,12 @@ def test_a_prefix_that_the_request_itself_would_evict_is_not_counted_as_room() -
 
 def test_duplicates_stay_in_their_row_until_their_request_ends() -> None:
     pages = Pages(8)
-    first, second = pages.admitted(9), pages.admitted(9)
-    rows = pages.row(first), pages.row(second)
+    first = pages.admitted(9)
+    second = pages.admitted(9)
+    rows = (pages.row(first), pages.row(second))
     for req in (first, second):
         req.num_computed = 9
-        pages.manager.share(req)
+        pages.manager.publish(req)
         pages.manager.check_integrity([first, second])
 
     assert (pages.row(first), pages.row(second)) == rows
@@ -132,24 +136,24 @@ def test_duplicates_stay_in_their_row_until_their_request_ends() -> None:
     pages.manager.check_integrity([first])
 
 
-def test_sharing_twice_takes_in_what_is_new() -> None:
+def test_publishing_twice_takes_in_what_is_new() -> None:
     pages = Pages(8)
     req = pages.admitted(8)
     req.num_computed = 8
-    pages.manager.share(req)
-    pages.manager.share(req)
+    pages.manager.publish(req)
+    pages.manager.publish(req)
     req.num_tokens = 13
     assert pages.manager.try_extend(req)
     for token in range(8, 13):
         req.append(token)
     req.num_computed = 12
-    pages.manager.share(req)
+    pages.manager.publish(req)
     pages.manager.check_integrity([req])
 
     assert pages.admitted(13).num_computed == 12
 
 
-def test_what_is_not_computed_is_not_shared() -> None:
+def test_what_is_not_computed_is_not_published() -> None:
     pages = Pages(8)
     req = pages.admitted(12)
     req.num_computed = 7
@@ -173,7 +177,8 @@ def test_a_row_only_grows() -> None:
 def test_extending_evicts_but_never_takes_from_others() -> None:
     pages = Pages(4)
     pages.end(pages.admitted(8, first_token=100))
-    req, other = pages.admitted(4), pages.admitted(4, first_token=50)
+    req = pages.admitted(4)
+    other = pages.admitted(4, first_token=50)
     req.num_tokens = 12
     assert pages.manager.try_extend(req)
 
@@ -216,7 +221,8 @@ def test_a_row_is_not_released_twice() -> None:
 
 def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
     """The check that all other tests rely on can fail."""
-    lost, doubled = Pages(8), Pages(8)
+    lost = Pages(8)
+    doubled = Pages(8)
     lost.manager._num_free -= 1
     req = doubled.admitted(4)
     doubled.manager._held[req.uid].pages.append(0)
@@ -229,14 +235,39 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
 def test_requests_with_a_cached_prefix_share_its_pages() -> None:
     pages = Pages(30)
     first = pages.admitted(10)
-    assert pages.manager.num_shared_tokens([first]) == 0, "nobody to share with"
+    assert pages.manager.num_shared_tokens([first]) == 0, "one request has nothing in common"
     first.num_computed = 10
-    pages.manager.share(first)
-    second, third = pages.admitted(12), pages.admitted(6)
+    pages.manager.publish(first)
+    second = pages.admitted(12)
+    third = pages.admitted(6)
     assert pages.manager.num_shared_tokens([first, second]) == 8
     assert pages.manager.num_shared_tokens([third, second, first]) == 4
     other = pages.admitted(9, first_token=100)
     assert pages.manager.num_shared_tokens([first, other]) == 0
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    pages = Pages(30)
+    for salt in (None, "a"):
+        pages.end(pages.admitted(12, salt=salt))
+    reqs = [pages.admitted(12, salt=salt) for salt in (None, "a", "b")]
+
+    assert [req.num_computed for req in reqs] == [8, 8, 0]
+    assert not set(pages.row(reqs[0])) & set(pages.row(reqs[1]))
+    assert pages.manager.num_shared_tokens(reqs[:2]) == 0
+    pages.manager.check_integrity(reqs)
+
+
+def test_tokens_behind_those_of_a_row_are_written_with_the_next_plan() -> None:
+    pages = Pages(8)
+    req = pages.admitted(3)
+    assert req.row is not None
+    pages.table.append_tokens(req.row, 3, np.array([70, 71], dtype=np.int32))
+    assert pages.tokens(req) == [0, 1, 2, 70, 71]
+
+    pages.table.append_tokens(req.row, 5, np.array([72], dtype=np.int32))
+    pages.table.append_tokens(req.row, 6, np.array([73], dtype=np.int32))
+    assert pages.tokens(req)[5:] == [72, 73]
 
 
 def test_what_was_written_for_a_row_that_came_back_is_not_written() -> None:

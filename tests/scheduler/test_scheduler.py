@@ -183,10 +183,8 @@ def test_a_request_may_be_aborted_at_any_moment(overlap: bool, num_steps: int) -
 
 def test_an_abort_is_answered_in_the_step_that_takes_it_in() -> None:
     host = Host(num_rows=1)
-    running, waiting = (
-        host.submit(prompt_of(5), exactly(20)),
-        host.submit(prompt_of(6), exactly(20)),
-    )
+    running = host.submit(prompt_of(5), exactly(20))
+    waiting = host.submit(prompt_of(6), exactly(20))
     host.step(2)
     host.abort(running)
     host.abort(waiting)
@@ -197,7 +195,8 @@ def test_an_abort_is_answered_in_the_step_that_takes_it_in() -> None:
 
 def test_aborting_the_unknown_the_finished_and_the_refused_changes_nothing() -> None:
     host = Host()
-    finished, refused = host.submit(prompt_of(5), exactly(2)), host.submit([])
+    finished = host.submit(prompt_of(5), exactly(2))
+    refused = host.submit([])
     host.drain()
     running = host.submit(prompt_of(6), exactly(5))
     for uid in (finished, refused, 10**9, -1):
@@ -210,9 +209,10 @@ def test_aborting_the_unknown_the_finished_and_the_refused_changes_nothing() -> 
 
 def test_an_abort_makes_room_for_the_next() -> None:
     host = Host(num_rows=1)
-    hog, waiting = host.submit(prompt_of(5), exactly(50)), host.submit(prompt_of(6), exactly(2))
+    running = host.submit(prompt_of(5), exactly(50))
+    waiting = host.submit(prompt_of(6), exactly(2))
     host.step(5)
-    host.abort(hog)
+    host.abort(running)
     host.step(4)
 
     assert host.answer(waiting).finish == "length"
@@ -224,7 +224,8 @@ def test_an_abort_makes_room_for_the_next() -> None:
 @OVERLAP
 def test_a_second_identical_request_computes_its_last_page_only(overlap: bool) -> None:
     host = Host(make_limits(page_size=4), overlap=overlap)
-    first, second = host.ask(prompt_of(12), exactly(2)), host.ask(prompt_of(12), exactly(2))
+    first = host.ask(prompt_of(12), exactly(2))
+    second = host.ask(prompt_of(12), exactly(2))
 
     assert (first.num_cached, second.num_cached) == (0, 8)
     assert first.tokens == second.tokens
@@ -238,7 +239,7 @@ def test_the_next_turn_finds_the_answer_of_the_turn_before() -> None:
     assert host.ask(prompt_of(10) + answer.tokens + [5, 6, 7], exactly(2)).num_cached == 16
 
 
-def test_a_prompt_is_shared_while_its_request_still_runs() -> None:
+def test_a_prompt_is_published_while_its_request_still_runs() -> None:
     host = Host(make_limits(page_size=4))
     host.submit(prompt_of(12), exactly(30))
     host.step(2)
@@ -283,6 +284,26 @@ def test_a_prompt_waits_a_step_for_the_one_that_computes_its_beginning(
         assert started == [{uids[0]: 410}, dict.fromkeys(uids[1:], 10)]
     else:
         assert started == [dict.fromkeys(uids, 410)]
+    host.drain()
+    host.check_answers()
+
+
+@OVERLAP
+def test_a_salt_keeps_cached_prefixes_apart(overlap: bool) -> None:
+    host = Host(make_limits(page_size=4), overlap=overlap)
+    salts = [None, "a", "b", "a", None, "b"]
+    answers = [host.ask(prompt_of(12), replace(exactly(2), cache_salt=salt)) for salt in salts]
+
+    assert [answer.num_cached for answer in answers] == [0, 0, 0, 8, 8, 8]
+    host.check_answers()
+
+
+def test_a_prompt_does_not_wait_for_one_that_it_cannot_reuse() -> None:
+    host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
+    for salt in ("a", "b", None, "a"):
+        host.submit(prompt_of(400), replace(exactly(3), cache_salt=salt))
+    host.step()
+    assert [uid for uid, *_ in host.executor.plans[0]] == [0, 1, 2]
     host.drain()
     host.check_answers()
 
@@ -441,13 +462,17 @@ def test_a_retracted_request_goes_behind_a_more_urgent_one_that_waits() -> None:
 
 
 def was_retracted(host: Host, *uids: int) -> bool:
-    """Whether one of these (or any) computed a position twice: without a hit that means it lost its pages."""
+    """Whether one of these (or any) computed a position twice.
+
+    Without a cached prefix that means that it lost its pages.
+    """
+    wanted = uids or host.asked.keys()
     computed = [
         (uid, position)
         for plan in host.executor.plans
         for uid, start, end, _ in plan
         for position in range(start, end)
-        if uid in uids or not uids
+        if uid in wanted
     ]
     return len(computed) > len(set(computed))
 
@@ -574,7 +599,8 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
         host.submit(prompt_of(9, salt), exactly(6))
     while host.is_busy:
         host.step()
-        scheduler, last = host.scheduler, host.stats[-1]
+        scheduler = host.scheduler
+        last = host.stats[-1]
         assert last.num_running == len(scheduler.decode.running) + (
             scheduler.prefill.half_computed is not None
         )

@@ -1,13 +1,21 @@
-"""The KV cache: the bytes, and which pages can be shared by prompts that begin alike.
+"""The KV cache: the bytes, and which pages prompts that begin alike can share.
 
     BaseKVCachePool   tensors that hold keys and values by slot; `MHAKVCache`
-    BasePrefixCache   which pages hold the KV of which token sequence; `RadixPrefixCache`, `NaivePrefixCache`
+    BasePrefixCache   which pages hold the KV of which tokens; a radix tree, or none
+    PrefixKey         what a prefix cache is searched by: a namespace, and tokens
 
-A `page` is the unit of allocation, `page_size` tokens; a `slot` is one token's place, page * page_size + offset.
-Neither part decides who gets a page: that is `scheduler/cache.py`. Read `base.py`, then `radix_cache.py`.
+A `page` is the unit of allocation, `page_size` tokens; a `slot` is one token's place,
+page * page_size + offset. Neither part decides which request gets a page: `scheduler/cache.py`
+does. Read `base.py`, then `radix_cache.py`.
 """
 
-from minisgl.kvcache.base import BaseCacheHandle, BaseKVCachePool, BasePrefixCache, InsertResult
+from minisgl.kvcache.base import (
+    BaseCacheHandle,
+    BaseKVCachePool,
+    BasePrefixCache,
+    InsertResult,
+    PrefixKey,
+)
 from minisgl.kvcache.mha_pool import MHAKVCache, create_kvcache_pool
 from minisgl.kvcache.naive_cache import NaivePrefixCache
 from minisgl.kvcache.radix_cache import RadixPrefixCache
@@ -31,6 +39,7 @@ __all__ = [
     "InsertResult",
     "MHAKVCache",
     "NaivePrefixCache",
+    "PrefixKey",
     "RadixPrefixCache",
     "create_kvcache_pool",
     "create_prefix_cache",

@@ -1,11 +1,12 @@
 """Contracts of the KV pool and of the prefix cache.
 
-Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves pages from
-the caller into the cache, `evict` moves them back; the cache never takes or gives a page otherwise. A handle
-that is locked keeps the pages of its prefix in the cache. Next to read: `radix_cache.py`.
+Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
+pages from the caller into the cache, `evict` moves them back; the cache never takes or gives a page
+otherwise. A locked handle keeps the pages of its prefix in the cache. Next to read:
+`radix_cache.py`.
 """
 
-# Dimension key: S kv slots, K kv heads, H head dim.
+# Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class BaseKVCachePool(ABC):
 
     @abstractmethod
     def kv_cache(self, layer: int) -> Tensor:
-        """kv_2SKH of a layer, keys before values; a view, its strides are the pool's own affair."""
+        """kv_2SKH of a layer, keys before values; a view, whose strides are up to the pool."""
 
     @abstractmethod
     def k_cache(self, layer: int) -> Tensor:
@@ -35,6 +36,18 @@ class BaseKVCachePool(ABC):
     @abstractmethod
     def v_cache(self, layer: int) -> Tensor:
         """v_SKH of a layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixKey:
+    """A sequence of tokens in a namespace. Keys of two namespaces have no prefix in common.
+
+    Attributes:
+        namespace: any text; empty for requests that name none.
+    """
+
+    namespace: str
+    tokens: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +67,9 @@ class InsertResult:
 
     Attributes:
         handle: the inserted prefix.
-        num_existing: leading tokens that the cache held already, in pages of its own. The caller keeps its
-            pages for them; those from there to the end of the handle belong to the cache now.
+        num_existing: leading tokens that the cache held already, in pages of its own. The caller
+            keeps its pages for them; those from there to the end of the handle belong to the cache
+            now.
     """
 
     handle: BaseCacheHandle
@@ -63,24 +77,28 @@ class InsertResult:
 
 
 class BasePrefixCache(ABC):
-    """Which pages hold the KV of which token sequence. Counts in pages, compares tokens."""
+    """Which pages hold the KV of which tokens. Counts in pages, compares namespaces and tokens.
 
-    shares = True
+    Attributes:
+        caches_prefixes: whether it keeps anything that is inserted.
+    """
+
+    caches_prefixes = True
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 
     @abstractmethod
-    def match(self, tokens: IntArray) -> BaseCacheHandle:
-        """Find the longest cached prefix, in whole pages. The handle is valid until the next evict or lock."""
+    def match(self, key: PrefixKey) -> BaseCacheHandle:
+        """Find the longest cached prefix, in whole pages; valid until the next evict or lock."""
 
     @abstractmethod
     def pages(self, handle: BaseCacheHandle) -> IntArray:
         """The pages of a handle's prefix, in order."""
 
     @abstractmethod
-    def insert(self, tokens: IntArray, pages: IntArray) -> InsertResult:
-        """Take in the whole pages of a sequence; len(pages) == len(tokens) // page_size."""
+    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:
+        """Take in the whole pages of a sequence; len(pages) == len(key.tokens) // page_size."""
 
     @abstractmethod
     def lock(self, handle: BaseCacheHandle) -> None:
@@ -92,7 +110,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:
-        """Give back num_pages unlocked pages, least recently used first.
+        """Give back num_pages unlocked pages of any namespace, least recently used first.
 
         Raises:
             CapacityError: fewer are unlocked; nothing was evicted.

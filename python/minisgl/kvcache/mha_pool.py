@@ -1,11 +1,11 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-On a CPU laid out head first, [layer, 2, K, S, H]: the pages of one head lie side by side, so that gathering the context
-of a request yields, without another copy, the dense matrices that a CPU multiplies fastest. On a GPU token first,
-[layer, 2, S, K, H], as its attention kernels have it.
+On a CPU the layout is head first, [layer, 2, K, S, H]: the pages of one head lie side by side.
+Gathering a request's context then yields, without another copy, the dense matrices that a CPU
+multiplies fastest. On a GPU it is token first, [layer, 2, S, K, H], as attention kernels read it.
 """
 
-# Dimension key: S kv slots, K kv heads, H head dim.
+# Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MHAKVCache(BaseKVCachePool):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros as pages that the system fills in when first touched, so that a large pool costs nothing yet."""
+    """Zeros whose memory the system provides when touched: a large pool costs nothing yet."""
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 

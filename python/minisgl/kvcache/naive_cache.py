@@ -1,4 +1,4 @@
-"""The prefix cache that remembers nothing: `--cache naive`."""
+"""The prefix cache that keeps nothing: `--cache naive`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import numpy as np
 
 from minisgl.core import IntArray
 from minisgl.errors import CapacityError
-from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult
+from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
 
-_EMPTY: IntArray = np.empty(0, dtype=np.int32)
-_NOTHING = BaseCacheHandle(0)
+_NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
+_EMPTY_PREFIX = BaseCacheHandle(0)
 
 
 class NaivePrefixCache(BasePrefixCache):
     """Holds no page: every match is empty and every insert leaves the pages with the caller."""
 
-    shares = False
+    caches_prefixes = False
 
-    def match(self, tokens: IntArray) -> BaseCacheHandle:  # noqa: ARG002
-        return _NOTHING
+    def match(self, key: PrefixKey) -> BaseCacheHandle:  # noqa: ARG002 - it would find nothing
+        return _EMPTY_PREFIX
 
-    def pages(self, handle: BaseCacheHandle) -> IntArray:  # noqa: ARG002
-        return _EMPTY
+    def pages(self, handle: BaseCacheHandle) -> IntArray:  # noqa: ARG002 - all are empty
+        return _NO_PAGES
 
-    def insert(self, tokens: IntArray, pages: IntArray) -> InsertResult:  # noqa: ARG002
-        return InsertResult(_NOTHING, 0)
+    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:  # noqa: ARG002 - it takes none
+        return InsertResult(_EMPTY_PREFIX, 0)
 
     def lock(self, handle: BaseCacheHandle) -> None:
         pass
@@ -35,7 +35,7 @@ class NaivePrefixCache(BasePrefixCache):
     def evict(self, num_pages: int) -> IntArray:
         if num_pages > 0:
             raise CapacityError(num_pages, 0)
-        return _EMPTY
+        return _NO_PAGES
 
     @property
     def num_evictable(self) -> int:
@@ -46,4 +46,4 @@ class NaivePrefixCache(BasePrefixCache):
         return 0
 
     def check_integrity(self) -> IntArray:
-        return _EMPTY
+        return _NO_PAGES

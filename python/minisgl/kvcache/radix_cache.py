@@ -1,16 +1,19 @@
 """Prefix reuse through a radix tree (Zheng et al. 2023, arXiv:2312.07104).
 
-    root ── [system prompt] ─┬─ [question A] ── [answer]
-                             └─ [question B]
+    root ─┬─ [system prompt] ─┬─ [question A] ── [answer]
+          │                   └─ [question B]
+          └─ "salt" [system prompt]
 
-An edge carries a run of whole pages: their tokens and their page ids. Children are told apart by the tokens of
-their first page. Locking a node locks the way to it, so locked nodes form a tree at the root and the unlocked
-ones hang below.
+An edge carries a run of whole pages: their tokens and their page ids. Children are told apart by
+the tokens of their first page, those of the root by namespace and first page. A namespace is
+therefore nothing but the beginning of the root's keys: when its last page is evicted, nothing is
+left of it.
 
-Eviction takes pages from the end of the least recently used unlocked leaf, found in a heap. Entries are never
-searched: a node that is used, locked or given a child leaves its entry behind, and the pop passes over it. Each
-use of a node pushes at most one entry, so eviction costs O(log n) a node, amortised. Time is a counter, not a
-clock: all tensor-parallel ranks evict alike.
+Locking a node locks the way to it, so locked nodes form a tree at the root and the unlocked ones
+hang below. Eviction takes pages from the end of the least recently used unlocked leaf, found in a
+heap. Entries are never searched: a node that is used, locked or given a child leaves its entry
+behind, and the pop passes over it. Each use of a node pushes at most one entry, so eviction costs
+O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks evict alike.
 """
 
 from __future__ import annotations
@@ -24,24 +27,40 @@ import numpy as np
 from minisgl.core import IntArray
 from minisgl.errors import CapacityError
 from minisgl.kernel import common_prefix_length
-from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult
+from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
 
 _EMPTY: IntArray = np.empty(0, dtype=np.int32)
 
 
 class _Node:
-    """One edge of the tree and the node at its end. `parent` is None for the root, and for a node that was evicted."""
+    """One edge of the tree and the node at its end.
 
-    __slots__ = ("children", "last_used", "num_locks", "offered_at", "pages", "parent", "tokens")
+    Attributes:
+        key: under which its parent has it.
+        parent: None for the root, and for a node that was evicted.
+        offered_at: the `last_used` of its entry in the heap, None without one.
+    """
 
-    def __init__(self, tokens: IntArray, pages: IntArray, parent: _Node | None) -> None:
+    __slots__ = (
+        "children",
+        "key",
+        "last_used",
+        "num_locks",
+        "offered_at",
+        "pages",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(self, key: bytes, tokens: IntArray, pages: IntArray, parent: _Node | None) -> None:
+        self.key = key
         self.tokens = tokens
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.num_locks = 0
         self.last_used = 0
-        self.offered_at: int | None = None  # the last_used of its entry in the heap
+        self.offered_at: int | None = None
 
     @property
     def is_evictable(self) -> bool:
@@ -65,28 +84,29 @@ class RadixPrefixCache(BasePrefixCache):
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
-        self._root = _Node(_EMPTY, _EMPTY, None)
+        self._root = _Node(b"", _EMPTY, _EMPTY, None)
         self._clock = 0
         self._num_pages = 0
         self._num_evictable = 0
         self._heap: list[tuple[int, int, _Node]] = []
         self._num_pushed = 0
 
-    def match(self, tokens: IntArray) -> BaseCacheHandle:
-        node, length = self._walk(tokens)
+    def match(self, key: PrefixKey) -> BaseCacheHandle:
+        node, length = self._walk(key.namespace, key.tokens)
         return _RadixHandle(length, node)
 
     def pages(self, handle: BaseCacheHandle) -> IntArray:
         runs = [node.pages for node in _node_of(handle).path()]
         return np.concatenate(runs[::-1]) if runs else _EMPTY
 
-    def insert(self, tokens: IntArray, pages: IntArray) -> InsertResult:
+    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:
         num_tokens = len(pages) * self.page_size
-        node, existing = self._walk(tokens[:num_tokens])
+        tokens = key.tokens[:num_tokens]
+        node, existing = self._walk(key.namespace, tokens)
         if existing < num_tokens:
-            node = self._add_leaf(
-                node, tokens[existing:num_tokens], pages[existing // self.page_size :]
-            )
+            first_key = self._child_key(node, key.namespace, tokens[existing:])
+            new_pages = pages[existing // self.page_size :]
+            node = self._add_leaf(node, first_key, tokens[existing:], new_pages)
         return InsertResult(_RadixHandle(num_tokens, node), existing)
 
     def lock(self, handle: BaseCacheHandle) -> None:
@@ -125,42 +145,53 @@ class RadixPrefixCache(BasePrefixCache):
     def num_pages(self) -> int:
         return self._num_pages
 
-    def _walk(self, tokens: IntArray) -> tuple[_Node, int]:
-        """Follow tokens down as far as whole pages agree, splitting the last edge where they part."""
+    def _walk(self, namespace: str, tokens: IntArray) -> tuple[_Node, int]:
+        """Follow tokens down as far as whole pages agree; split the last edge where they differ."""
         self._clock += 1
-        node, length = self._root, 0
-        while child := node.children.get(self._key(tokens[length:])):
-            shared = common_prefix_length(child.tokens, tokens[length:])
-            shared -= shared % self.page_size
-            node = child if shared == len(child.tokens) else self._split(child, shared)
-            length += shared
+        node = self._root
+        length = 0
+        while child := node.children.get(self._child_key(node, namespace, tokens[length:])):
+            common = common_prefix_length(child.tokens, tokens[length:])
+            common -= common % self.page_size
+            node = child if common == len(child.tokens) else self._split(child, common)
+            length += common
             self._touch(node)
             if node is not child:
                 break
         return node, length
 
-    def _key(self, tokens: IntArray) -> bytes:
-        """The first page; of a shorter sequence, a key that no node has."""
-        return tokens[: self.page_size].tobytes() if len(tokens) >= self.page_size else b""
+    def _child_key(self, parent: _Node, namespace: str, tokens: IntArray) -> bytes:
+        """The first page, behind the namespace under the root; empty, as no key is, if there is
+        none.
+
+        A page has a fixed number of bytes, so the two parts of a key cannot be confused.
+        """
+        if len(tokens) < self.page_size:
+            return b""
+        page = tokens[: self.page_size].tobytes()
+        if parent is not self._root:
+            return page
+        return namespace.encode(errors="surrogatepass") + page
 
     def _split(self, node: _Node, num_tokens: int) -> _Node:
-        """Cut an edge after num_tokens; returns the new upper node. Handles to the lower one stay valid."""
+        """Cut an edge after num_tokens; returns the upper node. Handles to the lower stay valid."""
         assert node.parent is not None
         num_pages = num_tokens // self.page_size
-        upper = _Node(node.tokens[:num_tokens], node.pages[:num_pages], node.parent)
-        upper.num_locks, upper.last_used = node.num_locks, node.last_used
-        node.parent.children[self._key(node.tokens)] = upper
-        node.tokens, node.pages, node.parent = (
-            node.tokens[num_tokens:],
-            node.pages[num_pages:],
-            upper,
-        )
-        upper.children[self._key(node.tokens)] = node
+        upper = _Node(node.key, node.tokens[:num_tokens], node.pages[:num_pages], node.parent)
+        upper.num_locks = node.num_locks
+        upper.last_used = node.last_used
+        node.parent.children[node.key] = upper
+
+        node.tokens = node.tokens[num_tokens:]
+        node.pages = node.pages[num_pages:]
+        node.key = node.tokens[: self.page_size].tobytes()
+        node.parent = upper
+        upper.children[node.key] = node
         return upper
 
-    def _add_leaf(self, parent: _Node, tokens: IntArray, pages: IntArray) -> _Node:
-        leaf = _Node(tokens.copy(), pages.copy(), parent)
-        parent.children[self._key(tokens)] = leaf
+    def _add_leaf(self, parent: _Node, key: bytes, tokens: IntArray, pages: IntArray) -> _Node:
+        leaf = _Node(key, tokens.copy(), pages.copy(), parent)
+        parent.children[key] = leaf
         self._num_pages += len(pages)
         self._num_evictable += len(pages)
         self._touch(leaf)
@@ -174,14 +205,12 @@ class RadixPrefixCache(BasePrefixCache):
         self._num_pages -= len(taken)
         self._num_evictable -= len(taken)
         if num_kept:
-            leaf.tokens, leaf.pages = (
-                leaf.tokens[: num_kept * self.page_size],
-                leaf.pages[:num_kept],
-            )
+            leaf.tokens = leaf.tokens[: num_kept * self.page_size]
+            leaf.pages = leaf.pages[:num_kept]
             self._offer(leaf)
         else:
             parent, leaf.parent = leaf.parent, None
-            del parent.children[self._key(leaf.tokens)]
+            del parent.children[leaf.key]
             self._offer(parent)
         return taken
 
@@ -190,7 +219,7 @@ class RadixPrefixCache(BasePrefixCache):
         self._offer(node)
 
     def _offer(self, node: _Node) -> None:
-        """Put a node up for eviction if it can go; drop stale entries when they outnumber the pages."""
+        """Put a node up for eviction if it can go; drop stale entries when they outnumber pages."""
         if not node.is_evictable or node.offered_at == node.last_used:
             return
         node.offered_at = node.last_used
@@ -201,27 +230,33 @@ class RadixPrefixCache(BasePrefixCache):
             heapq.heapify(self._heap)
 
     def check_integrity(self) -> IntArray:
-        runs, num_evictable = [_EMPTY], 0
+        runs = [_EMPTY]
+        num_evictable = 0
         stack = [self._root]
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
-                assert child.parent is node and key == self._key(child.tokens)
-                assert len(child.tokens) == len(child.pages) * self.page_size > 0
-                assert child.num_locks <= node.num_locks or node is self._root
-                assert child.last_used <= node.last_used or node is self._root
+                self._check_edge(node, key, child)
             if node is not self._root:
                 runs.append(node.pages)
                 num_evictable += 0 if node.num_locks else len(node.pages)
             if node.is_evictable:
-                assert (
-                    sum(entry[2] is node and entry[0] == node.last_used for entry in self._heap)
-                    == 1
-                )
+                ages = [last_used for last_used, _, other in self._heap if other is node]
+                assert ages.count(node.last_used) == 1
             stack.extend(node.children.values())
         assert num_evictable == self._num_evictable
         assert sum(map(len, runs)) == self._num_pages
         return np.concatenate(runs)
+
+    def _check_edge(self, node: _Node, key: bytes, child: _Node) -> None:
+        assert child.parent is node
+        assert child.key == key
+        assert key.endswith(child.tokens[: self.page_size].tobytes())
+        assert len(child.tokens) == len(child.pages) * self.page_size > 0
+        if node is not self._root:
+            assert len(key) == self.page_size * child.tokens.itemsize
+            assert child.num_locks <= node.num_locks
+            assert child.last_used <= node.last_used
 
 
 def _node_of(handle: BaseCacheHandle) -> _Node:

@@ -21,9 +21,10 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
     if len(prompt) == 0:
         raise InvalidRequest("the prompt is empty: it must have at least 1 token")
     _check_ids(None, prompt, limits.vocab_size)
-    limit, num_least = limits.max_seq_len, params.max_tokens or 1
-    if len(prompt) + num_least > limit:
-        raise PromptTooLong(len(prompt), num_least, limit)
+    limit = limits.max_seq_len
+    min_answer = params.max_tokens or 1
+    if len(prompt) + min_answer > limit:
+        raise PromptTooLong(len(prompt), min_answer, limit)
     return limit if params.max_tokens is None else len(prompt) + params.max_tokens
 
 

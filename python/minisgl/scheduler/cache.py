@@ -1,14 +1,14 @@
-"""Pages: free, held by a request, or in the prefix cache. Nothing else, never two of them.
+"""Pages: free, held by a request, or in the prefix cache. Each is in exactly one of these places.
 
-    page-table row of a request     │ shared prefix │ duplicates │ own prefix │ tail │
-    whose pages                     │ cache         │ request    │ cache      │ request │
+    page-table row of a request   │ cached prefix │ duplicates │ published │ tail    │
+    owner of the pages            │ cache         │ request    │ cache     │ request │
 
-The row only grows. After `share` the pages of "own prefix" belong to the cache; where the cache already had
-pages for the same tokens (another request was faster) the request keeps its own as duplicates, because launched
-batches may read them, and gives them back when it ends.
+The row only grows. `publish` gives the pages of "published" to the cache. Where the cache already
+had pages for these tokens (another request was faster), the request keeps its own as duplicates,
+because launched batches may read them, and gives them back when it ends.
 
-Owns the free pages, the prefix cache, and the record of what each request holds. Counting is in `num_pages_for`
-alone, so admission and allocation agree.
+Owns the free pages, the prefix cache, and the record of what each request holds. Only
+`num_pages_for` counts pages of tokens, so admission and allocation agree.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.core import IntArray, Req
-from minisgl.kvcache import BaseCacheHandle, BasePrefixCache
+from minisgl.kvcache import BaseCacheHandle, BasePrefixCache, PrefixKey
 from minisgl.scheduler.table import TableManager
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What one admitted request holds: a locked prefix, and pages of its own."""
+    """What one admitted request holds: a locked prefix, and pages of its own.
+
+    Attributes:
+        pages: its row of the page table, from the start.
+    """
 
     handle: BaseCacheHandle
-    pages: list[int]  # the row of the page table, from its start
+    pages: list[int] = field(default_factory=list)
     duplicates: list[int] = field(default_factory=list)
 
     def own_pages(self, page_size: int) -> list[int]:
@@ -35,23 +39,21 @@ class _Holding:
 
 
 class CacheManager:
-    """Gives pages to requests and takes them back, evicting from the prefix cache when none are free."""
+    """Gives pages to requests and takes them back; evicts cached prefixes if none are free."""
 
     def __init__(self, num_pages: int, prefix_cache: BasePrefixCache, table: TableManager) -> None:
         self.page_size = prefix_cache.page_size
         self.num_pages = num_pages
         self._cache = prefix_cache
         self._table = table
-        self._free = np.arange(num_pages, dtype=np.int32)[
-            ::-1
-        ].copy()  # a stack: [:_num_free] are free
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack of _num_free pages
         self._num_free = num_pages
         self._held: dict[int, _Holding] = {}
 
     @property
-    def shares(self) -> bool:
-        """Whether a computed prefix is kept for others."""
-        return self._cache.shares
+    def caches_prefixes(self) -> bool:
+        """Whether a published prefix is kept for other requests."""
+        return self._cache.caches_prefixes
 
     @property
     def num_available(self) -> int:
@@ -66,21 +68,22 @@ class CacheManager:
         """Give a request a row, its cached prefix, and pages for all its tokens.
 
         Args:
-            reserve: pages that must be left over, for the requests already running.
+            reserve: pages that must be left over for the requests already running.
 
         Returns:
             False, and nothing has changed, if the pages do not suffice.
         """
         tokens = req.tokens[: req.num_known]
-        # What is computed is what has logits: the last token, or all of a prompt that is scored.
-        handle = self._cache.match(tokens[: 0 if req.scores_prompt else -1])
+        # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
+        num_matched = 0 if req.scores_prompt else len(tokens) - 1
+        handle = self._cache.match(_key_of(req, num_matched))
         self._cache.lock(handle)
         wanted = self.num_pages_for(req.num_tokens) - handle.num_tokens // self.page_size
         if wanted + reserve > self.num_available:
             self._cache.unlock(handle)
             return False
         req.row = self._table.allocate(tokens)
-        self._held[req.uid] = _Holding(handle, [])
+        self._held[req.uid] = _Holding(handle)
         self._append(req, self._cache.pages(handle))
         self._append(req, self._allocate(wanted))
         req.num_computed = handle.num_tokens
@@ -89,7 +92,7 @@ class CacheManager:
         return True
 
     def try_extend(self, req: Req) -> bool:
-        """Make room for all tokens of a running request; False if no page is to be had."""
+        """Make room for all tokens of a running request; False if there is no page."""
         wanted = self.num_pages_for(req.num_tokens) - len(self._held[req.uid].pages)
         if wanted > self.num_available:
             return False
@@ -97,12 +100,12 @@ class CacheManager:
             self._append(req, self._allocate(wanted))
         return True
 
-    def share(self, req: Req) -> None:
-        """Put what is computed of a request into the prefix cache, for others to find."""
+    def publish(self, req: Req) -> None:
+        """Put what is computed of a request into the prefix cache, where other requests find it."""
         holding = self._held[req.uid]
         num_pages = min(req.num_computed, req.num_known) // self.page_size
-        tokens = req.tokens[: num_pages * self.page_size]
-        result = self._cache.insert(tokens, np.array(holding.pages[:num_pages], dtype=np.int32))
+        key = _key_of(req, num_pages * self.page_size)
+        result = self._cache.insert(key, np.array(holding.pages[:num_pages], dtype=np.int32))
         first_own = holding.handle.num_tokens // self.page_size
         holding.duplicates += holding.pages[first_own : result.num_existing // self.page_size]
         self._cache.lock(result.handle)
@@ -112,23 +115,21 @@ class CacheManager:
     def num_shared_tokens(self, reqs: list[Req]) -> int:
         """Leading tokens whose pages all these requests have in common."""
         first, *others = (self._held[req.uid].pages for req in reqs)
+        if not others:
+            return 0
         length = len(first)
         for pages in others:
             if pages[:length] != first[:length]:
-                differs = (
-                    i
-                    for i, (mine, its) in enumerate(zip(first, pages, strict=False))
-                    if mine != its
-                )
-                length = min(length, next(differs, len(pages)))
+                length = _num_equal(first[:length], pages)
             if length == 0:
                 break
-        return length * self.page_size if others else 0
+        return length * self.page_size
 
     def release(self, req: Req) -> None:
         """Take back all that a request holds. No launched batch may refer to it."""
-        assert req.num_in_flight == 0 and req.row is not None
-        self.share(req)
+        assert req.num_in_flight == 0
+        assert req.row is not None
+        self.publish(req)
         holding = self._held.pop(req.uid)
         self._cache.unlock(holding.handle)
         self._give_back(np.array(holding.own_pages(self.page_size), dtype=np.int32))
@@ -153,17 +154,28 @@ class CacheManager:
         self._num_free += len(pages)
 
     def check_integrity(self, admitted: list[Req]) -> None:
-        """Assert that every page has exactly one owner and every row names pages that it may read."""
+        """Assert that each page has exactly one owner, and rows name pages that they may read."""
         own = [page for held in self._held.values() for page in held.own_pages(self.page_size)]
         cached = self._cache.check_integrity()
-        everything = np.concatenate(
-            [self._free[: self._num_free], cached, np.array(own, dtype=np.int32)]
-        )
-        assert np.array_equal(np.sort(everything), np.arange(self.num_pages))
+        free = self._free[: self._num_free]
+        every_page = np.concatenate([free, cached, np.array(own, dtype=np.int32)])
+        assert np.array_equal(np.sort(every_page), np.arange(self.num_pages))
         assert {req.uid for req in admitted} == self._held.keys()
         for req in admitted:
             holding = self._held[req.uid]
-            num_shared_tokens = holding.handle.num_tokens // self.page_size
-            foreign = set(holding.pages[:num_shared_tokens]) - set(holding.duplicates)
-            assert foreign <= set(cached.tolist())
+            num_cached = holding.handle.num_tokens // self.page_size
+            pages_of_cache = set(holding.pages[:num_cached]) - set(holding.duplicates)
+            assert pages_of_cache <= set(cached.tolist())
             assert len(holding.pages) >= self.num_pages_for(req.num_computed)
+
+
+def _key_of(req: Req, num_tokens: int) -> PrefixKey:
+    """The first tokens of a request, in its namespace."""
+    return PrefixKey(req.namespace, req.tokens[:num_tokens])
+
+
+def _num_equal(pages: list[int], others: list[int]) -> int:
+    """Leading pages that two rows have in common."""
+    pairs = enumerate(zip(pages, others, strict=False))
+    differing = (i for i, (page, other) in pairs if page != other)
+    return next(differing, min(len(pages), len(others)))

@@ -1,8 +1,9 @@
-"""Requests that make one token a step, oldest first.
+"""Running requests: those whose prompt is computed, oldest first.
 
-Pages are given as tokens come, not for all of `max_tokens` at the start, so more requests run than would fit if
-all went on to the end. When pages run short the least urgent request is retracted, of equals the youngest: it gives
-its pages back as soon as no launched batch refers to it, and is computed again from its tokens later.
+A request gets pages as its tokens come, not for all of `max_tokens` at the start, so more requests
+run than would fit if all went on to the end. When pages run short the least urgent request is
+retracted, of equals the youngest. It gives its pages back as soon as no launched batch refers to
+it, and is computed again from its tokens later.
 
 Owns the set of running requests. Knows nothing of prompts.
 """
@@ -38,21 +39,22 @@ class DecodeManager:
         del self._running[req.uid]
 
     def plan(self) -> tuple[list[ReqSlice], bool]:
-        """One token for each running request that has one to make and a page to put it on.
+        """One token for each running request that is not full and has a page for it.
 
         Returns:
-            the slices, and whether a request found no page; it waits for the next step. The longest contexts come
-            first: where a kernel gives each request to a processor, the last to end should be a short one.
+            the slices, and whether a request found no page; it waits for the next step. The longest
+            contexts come first: where a kernel gives each request to a processor, the last to end
+            should be a short one.
         """
         ready = [req for req in self._running.values() if not req.is_full]
-        fed = [req for req in ready if self._cache.try_extend(req)]
-        fed.sort(key=lambda req: req.num_tokens, reverse=True)
-        slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in fed]
-        return slices, len(fed) < len(ready)
+        extended = [req for req in ready if self._cache.try_extend(req)]
+        extended.sort(key=lambda req: req.num_tokens, reverse=True)
+        slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in extended]
+        return slices, len(extended) < len(ready)
 
     @property
     def least_urgent(self) -> Req:
-        """Of the largest priority; among those the youngest."""
+        """The request of the largest priority; among those the youngest."""
         return max(reversed(self._running.values()), key=priority_of)
 
     def retract(self) -> Req:

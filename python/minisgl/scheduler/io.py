@@ -1,8 +1,9 @@
-"""Where a scheduler's messages come from and where its answers go.
+"""Where a scheduler's messages come from and where its outputs go.
 
-`Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a `LeaderInbox`:
-it passes on, once a step, exactly what it hands to its own scheduler, and a `FollowerInbox` takes exactly one
-such parcel a step. Equal inputs before each step and no clock in any decision keep the ranks in step.
+`Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
+`LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
+`FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
+no clock in any decision keep the ranks in step.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
-    """Where news goes."""
+    """Where outputs go."""
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
-        """Pass on the news of one step, and how the scheduler stands if that has changed."""
+        """Send the outputs of one step, and the scheduler's statistics if they have changed."""
 
 
 class ZmqInbox:
@@ -45,7 +46,7 @@ class ZmqInbox:
 
 
 class LeaderInbox:
-    """Another inbox, whose every parcel the followers get too."""
+    """Another inbox, whose messages the followers get too."""
 
     def __init__(self, source: Inbox, followers: list[PushQueue[BatchBackendMsg]]) -> None:
         self._source = source
@@ -53,9 +54,9 @@ class LeaderInbox:
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
         msgs = self._source.receive(block=block)
-        parcel = BatchBackendMsg(list(msgs))
+        batch = BatchBackendMsg(list(msgs))
         for queue in self._followers:
-            queue.put(parcel)
+            queue.put(batch)
         return msgs
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class LeaderInbox:
 
 
 class FollowerInbox:
-    """The leader's parcels, one a step; it always waits for the next, for the leader steps first."""
+    """The leader's messages, one batch a step; it always waits, because the leader steps first."""
 
     def __init__(self, queue: PullQueue[BatchBackendMsg]) -> None:
         self._queue = queue
@@ -84,7 +85,7 @@ class ZmqOutbox:
 
 
 class DiscardOutbox:
-    """For ranks that do not answer."""
+    """For ranks that send no outputs."""
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         pass

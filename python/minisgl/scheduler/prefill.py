@@ -1,8 +1,9 @@
-"""Requests whose prompt is not computed yet: admission by priority, then in order of arrival; and chunked prefill.
+"""Requests whose prompt is not computed yet: admission, and chunked prefill.
 
-Chunking follows Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310): a prompt is computed in pieces that fit
-the step's token budget, beside the decodes of the same step, so that a long prompt delays nobody by more than
-one step. Only the request at the head can be half computed.
+Requests are admitted by priority, then in order of arrival. Chunking follows Sarathi-Serve (Agrawal
+et al. 2024, arXiv:2403.02310): a prompt is computed in chunks that fit the step's token budget,
+beside the decodes of that step. A long prompt therefore delays no request by more than one step.
+Only the request at the head can be half computed.
 
 Owns the queue. Knows nothing of decoding; pages come from the cache manager.
 """
@@ -17,7 +18,8 @@ from minisgl.kernel import common_prefix_length
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.table import TableManager
 
-_WORTH_WAITING = 256  # tokens
+# Tokens that a prompt must have in common with one that is being computed for it to wait a step.
+_MIN_COMMON = 256
 
 
 def priority_of(req: Req) -> int:
@@ -25,9 +27,10 @@ def priority_of(req: Req) -> int:
 
 
 class PrefillManager:
-    """First come, first served among equal priorities, the smallest first. Nobody is hurried for having waited long.
+    """A queue by priority, the smallest first; first come, first served among equal ones.
 
-    A request that lost its pages goes back to the head of its equals.
+    Waiting long does not change a priority. A retracted request goes back to the head of its
+    equals.
     """
 
     def __init__(self, cache: CacheManager, table: TableManager) -> None:
@@ -49,8 +52,8 @@ class PrefillManager:
     def put_back(self, req: Req) -> None:
         """Requeue a retracted request; its answer so far has become part of its prompt.
 
-        It comes before its equals, but nobody comes before one that is half computed: that one holds pages, and must go
-        on to free them.
+        It comes before its equals, but behind one that is half computed: that one holds pages, and
+        must go on to free them.
         """
         assert req.row is None
         insort_left(self._queue, req, lo=self._num_half_computed, key=priority_of)
@@ -64,20 +67,21 @@ class PrefillManager:
             self._queue.remove(req)
 
     def retract(self, priority: int) -> Req | None:
-        """Take out the request that is half computed, if there is one, unless it is more urgent than `priority`.
+        """Take out the half computed request, unless there is none or it is more urgent than
+        `priority`.
 
-        It is younger than all that run.
+        It is younger than all running requests.
         """
         req = self.half_computed
         return self._queue.popleft() if req and priority_of(req) >= priority else None
 
     def plan(self, budget: int, num_running: int) -> list[ReqSlice]:
-        """Take prompts, or the first part of one, up to `budget` tokens.
+        """Take prompts, or the first chunk of one, up to `budget` tokens.
 
         A request whose last chunk is planned leaves the queue.
 
         Args:
-            num_running: requests that may each want another page soon; so many are left for them.
+            num_running: requests that may each need another page soon; so many pages are left.
         """
         slices: list[ReqSlice] = []
         while budget > 0 and self._queue:
@@ -93,18 +97,23 @@ class PrefillManager:
         return slices
 
     def _should_wait(self, req: Req, slices: list[ReqSlice]) -> bool:
-        """Whether much of a prompt is computed in this step for another one; in the next step it can be shared."""
-        if not self._cache.shares or req.scores_prompt:
+        """Whether this step computes much of its prompt for another one; the next can reuse it."""
+        if not self._cache.caches_prefixes or req.scores_prompt:
             return False
-        known = req.tokens[: req.num_known]
-        return any(
-            part.samples
-            and common_prefix_length(known, part.req.tokens[: part.end]) - part.start
-            >= _WORTH_WAITING
-            for part in slices
-        )
+        return any(_num_common(req, chunk) >= _MIN_COMMON for chunk in slices)
 
     def _try_admit(self, req: Req, slices: list[ReqSlice], num_running: int) -> bool:
         if not self._table.has_free or self._should_wait(req, slices):
             return False
         return self._cache.try_admit(req, reserve=num_running + len(slices))
+
+
+def _num_common(req: Req, chunk: ReqSlice) -> int:
+    """Leading tokens of a request that it can take from the cache once a chunk is computed.
+
+    Only a prompt's last chunk counts: a prefix is published when all of it is launched.
+    """
+    if not chunk.samples or req.namespace != chunk.req.namespace:
+        return 0
+    known = req.tokens[: req.num_known]
+    return common_prefix_length(known, chunk.req.tokens[: chunk.end]) - chunk.start

@@ -245,7 +245,7 @@ class Scheduler:
         if part.samples:
             req.num_tokens += 1
             if req not in self.decode:
-                self.cache.share(req)
+                self.cache.publish(req)
                 self.decode.add(req)
 
     def _read_tokens(self) -> None:

@@ -1,8 +1,8 @@
 """Rows of the page table and the token pool: one row for each admitted request.
 
-Owns which rows are free, and what the host has written to rows since the last plan: the tables themselves are the
-device's. A row's pages are only ever appended to while its request lives; the row is reused only after the last batch
-that refers to it has finished (the scheduler sees to that).
+Owns which rows are free, and what the host has written to rows since the last plan. The tables
+themselves are the device's. A row only grows while its request lives. It is reused only after the
+last batch that refers to it has finished, which the scheduler ensures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TableManager:
         self._num_tokens = num_tokens
         self._free = list(range(num_rows))[::-1]
         self._pages: dict[int, list[_Write]] = {}
-        self._tokens: dict[int, _Write] = {}
+        self._tokens: dict[int, list[_Write]] = {}
 
     @property
     def has_free(self) -> bool:
@@ -38,8 +38,12 @@ class TableManager:
     def allocate(self, tokens: IntArray) -> int:
         """Take a row and write the request's known tokens to it."""
         row = self._free.pop()
-        self._tokens[row] = (row * self._num_tokens, tokens)
+        self.append_tokens(row, 0, tokens)
         return row
+
+    def append_tokens(self, row: int, start: int, tokens: IntArray) -> None:
+        """Write tokens that the host knows to the positions from start on."""
+        self._tokens.setdefault(row, []).append((row * self._num_tokens + start, tokens))
 
     def append_pages(self, row: int, num_held: int, pages: IntArray) -> None:
         """Write pages behind the num_held pages that the row has."""
@@ -54,19 +58,20 @@ class TableManager:
     def take_writes(self) -> TableWrites:
         """All that was written since the last call."""
         writes = TableWrites(
-            *_flatten(write for writes in self._pages.values() for write in writes),
+            *_flatten(self._pages.values()),
             *_flatten(self._tokens.values()),
         )
-        self._pages, self._tokens = {}, {}
+        self._pages = {}
+        self._tokens = {}
         return writes
 
     def check_integrity(self, rows_in_use: list[int]) -> None:
         assert sorted(rows_in_use + self._free) == list(range(self._num_rows))
 
 
-def _flatten(writes: Iterable[_Write]) -> tuple[IntArray, IntArray]:
+def _flatten(writes_of_rows: Iterable[list[_Write]]) -> tuple[IntArray, IntArray]:
     """Indices and values of all writes, one after the other."""
-    pairs = list(writes)
+    pairs = [write for writes in writes_of_rows for write in writes]
     if not pairs:
         return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
     index = np.concatenate(

@@ -116,6 +116,7 @@ def test_parameters_have_our_own_names_and_the_models_defaults() -> None:
         "logprobs": 2,
         "prompt_logprobs": 1,
         "priority": -1,
+        "cache_salt": "tenant",
     }
     params = GenerateRequest(prompt="hi", **given).sampling({"temperature": 0.25, "top_p": 0.125})
     expected = {

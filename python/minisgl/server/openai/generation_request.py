@@ -69,6 +69,7 @@ class GenerationRequest(Guided):
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
+    cache_salt: ValidText | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
