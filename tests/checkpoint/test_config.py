@@ -203,13 +203,6 @@ def test_a_whole_rotary_embedding_is_not_refused(tmp_path: Path) -> None:
     assert read(tmp_path, {**NEEDED, "partial_rotary_factor": 1.0}).rotary.head_dim == 16
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors"])
-def test_a_quantized_checkpoint_is_refused(method: str, tmp_path: Path) -> None:
-    """Its weights have scales beside them; without those the model speaks nonsense."""
-    with pytest.raises(CheckpointError, match=f"quant.*{method}"):
-        read(tmp_path, {**NEEDED, "quantization_config": {"quant_method": method}})
-
-
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere/config\.json does not exist"):
         ModelConfig.from_folder(tmp_path / "nowhere")

@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.checkpoint import ModelConfig
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
+from minisgl.models.weight_files import SafetensorsCheckpoint
 from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
 from tests.distributed.groups import Alone
 from tests.layers.sources import RandomSource
@@ -85,7 +86,7 @@ def test_what_is_read_has_the_dtype_asked_for_and_memory_of_its_own(
 
 
 def test_membership_tells_what_there_is(checkpoint: Callable[[str], Path]) -> None:
-    source = open_checkpoint(checkpoint("qwen2"), torch.float32, CPU)
+    source = SafetensorsCheckpoint(checkpoint("qwen2"), torch.float32, CPU)
     assert "model.norm.weight" in source
     assert "lm_head.weight" not in source
 

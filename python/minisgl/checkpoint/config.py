@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import CheckpointError
 
 _ROPE_PARAMETERS_OF_THEIR_OWN = ("rope_type", "type", "rope_theta")
@@ -40,6 +41,7 @@ class ModelConfig:
         sliding_window: positions that attention sees at most; None for all.
         num_experts: 0 for a dense model; the following fields are then meaningless.
         dense_layers: layers of an expert model that have a plain MLP.
+        quantization: how weights are stored; None if all are plain.
         eos_ids: tokens that end an answer: of generation_config.json and config.json together.
         sampling_defaults: temperature, top_k, top_p, min_p as generation_config.json recommends.
     """
@@ -65,6 +67,7 @@ class ModelConfig:
     expert_width: int = 0
     normalize_experts: bool = False
     dense_layers: frozenset[int] = frozenset()
+    quantization: Quantization | None = None
     eos_ids: frozenset[int] = frozenset()
     sampling_defaults: dict[str, float] = field(default_factory=dict)
 
@@ -110,6 +113,7 @@ class ModelConfig:
             expert_width=hf.get("moe_intermediate_size", 0),
             normalize_experts=hf.get("norm_topk_prob", False),
             dense_layers=_dense_layers(hf),
+            quantization=read_quantization(hf),
             eos_ids=_ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             sampling_defaults=_sampling_defaults(generation),
         )
@@ -128,9 +132,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(hf: dict[str, Any]) -> str:
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
-        raise ValueError(f"quantized checkpoints are not supported, this one is by {method!r}")
     names = hf["architectures"]
     if not isinstance(names, list) or not names:
         raise ValueError(f"architectures must name one, got {names!r}")

@@ -148,7 +148,14 @@ class Engine:
     ) -> BaseLLMModel:
         assert config.model
         model = model_class(self._model_config, self._comm, max_seq_len, self._dtype)
-        load_weight(model, Path(config.model), self._dtype, self._device, dummy=config.dummy_weight)
+        load_weight(
+            model,
+            Path(config.model),
+            self._dtype,
+            self._device,
+            self._model_config.quantization,
+            dummy=config.dummy_weight,
+        )
         set_rope_device(model, self._device)
         linears = [op for op in model.walk() if isinstance(op, LinearBase)]
         num_bytes = sum(

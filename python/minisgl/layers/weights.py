@@ -5,8 +5,9 @@ knows its numbers. Every weight is held in the compute dtype today; a `WeightSou
 what a checkpoint stores in fewer bits.
 """
 
-# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width, I inputs of a
-# linear layer, O outputs of a linear layer, T tokens of a step, U both halves of a gated mlp: 2 F.
+# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
+# I inputs of a linear layer, O outputs of a linear layer, T tokens of a step,
+# U both halves of a gated mlp.
 
 from __future__ import annotations
 

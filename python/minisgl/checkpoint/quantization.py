@@ -1,0 +1,200 @@
+"""How a checkpoint's weights are quantized, as its config.json says it. Without torch.
+
+Two methods are known: `fp8`, as Qwen and DeepSeek publish it, and `compressed-tensors`
+(https://github.com/vllm-project/compressed-tensors). Whatever else a config asks for is refused by
+name, because a weight that is read without its scales gives a model that speaks nonsense.
+
+Only the storage of weights matters here. Schemes for activations are ignored: products are computed
+in the compute dtype. `models/quantized.py` reads the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_EVERY_LINEAR = "Linear"
+# What else may be quantized, sparse or rotated, and changes what a weight means.
+_REFUSED_FIELDS = ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config")
+# Format, type and bits of compressed-tensors: how safetensors store it.
+_STORED = {
+    ("float-quantized", "float", 8): "F8_E4M3",
+    ("naive-quantized", "float", 8): "F8_E4M3",
+    ("int-quantized", "int", 8): "I8",
+    ("naive-quantized", "int", 8): "I8",
+    ("pack-quantized", "int", 4): "I32",
+    ("pack-quantized", "int", 8): "I32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a linear layer's weight is stored.
+
+    Attributes:
+        stored: the dtype's name in safetensors: F8_E4M3; I8; I32 for integers packed into words.
+        bits: of one number.
+        block: outputs and inputs that have a scale in common; None where there is one scale for
+            the tensor, or one for each output, as the shape of the stored scale says.
+        has_zero_point: whether a zero point is stored beside each scale.
+    """
+
+    stored: str
+    bits: int
+    block: tuple[int, int] | None
+    has_zero_point: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which layers of a checkpoint are quantized, and how.
+
+    Attributes:
+        method: `quant_method` of config.json.
+        rules: a target and the format of the layers that match it; the first match counts.
+        ignored: patterns of layers that are not quantized.
+
+    A pattern is the name of a layer, or of a module above it, or the end of its name, or "re:" and
+    a regular expression for the beginning of its name. The target "Linear" matches every layer.
+    """
+
+    method: str
+    rules: tuple[tuple[str, WeightFormat], ...]
+    ignored: tuple[str, ...]
+
+    def format_of(self, layer: str) -> WeightFormat | None:
+        """The format that the config gives a layer; None if it is not quantized."""
+        if any(_matches(pattern, layer) for pattern in self.ignored):
+            return None
+        for target, weight_format in self.rules:
+            if target == _EVERY_LINEAR or _matches(target, layer):
+                return weight_format
+        return None
+
+
+def read_quantization(hf: dict[str, Any]) -> Quantization | None:
+    """The quantization that config.json describes, None if there is none.
+
+    Raises:
+        ValueError: the method, or something that the config asks for, is not supported.
+    """
+    config = hf.get("quantization_config") or hf.get("compression_config")
+    if not config:
+        return None
+    if not isinstance(config, dict):
+        raise ValueError(f"quantization_config must be an object, got {config!r}")
+    method = config.get("quant_method")
+    if method not in ("fp8", "compressed-tensors"):
+        raise ValueError(
+            f"weights quantized by {method!r} are not supported; there is fp8, compressed-tensors"
+        )
+    for field in _REFUSED_FIELDS:
+        if _is_asked_for(config.get(field)):
+            raise ValueError(f"{method}: {field} is not supported, it is {config[field]!r}")
+    return _fp8(config) if method == "fp8" else _compressed_tensors(config)
+
+
+def _is_asked_for(value: Any) -> bool:
+    is_dense = isinstance(value, dict) and value.get("format") == "dense"
+    return bool(value) and not is_dense
+
+
+def _fp8(config: dict[str, Any]) -> Quantization:
+    for field, known in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
+        if config.get(field, known) != known:
+            raise ValueError(f"fp8: {field} must be {known!r}, got {config[field]!r}")
+    block = config.get("weight_block_size")
+    weight_format = WeightFormat("F8_E4M3", 8, None if block is None else _block(block))
+    ignored = config.get("modules_to_not_convert") or config.get("ignored_layers")
+    return Quantization("fp8", ((_EVERY_LINEAR, weight_format),), _patterns(ignored))
+
+
+def _compressed_tensors(config: dict[str, Any]) -> Quantization:
+    rules = list(_rules(config))
+    rules.sort(key=lambda rule: (rule[0] == _EVERY_LINEAR, rule[0].startswith("re:")))
+    return Quantization("compressed-tensors", tuple(rules), _patterns(config.get("ignore")))
+
+
+def _rules(config: dict[str, Any]) -> Iterator[tuple[str, WeightFormat]]:
+    for name, group in config["config_groups"].items():
+        if not isinstance(group, dict):
+            raise ValueError(f"compressed-tensors: the preset {name!r} is not supported")
+        if group.get("weights"):
+            storage = group.get("format") or config.get("format")
+            weight_format = _group_format(storage, group["weights"])
+            for target in _patterns(group["targets"]):
+                yield target, weight_format
+
+
+def _group_format(storage: str | None, weights: dict[str, Any]) -> WeightFormat:
+    kind = weights.get("type", "int")
+    bits = weights.get("num_bits", 8)
+    is_symmetric = weights.get("symmetric", True)
+    stored = _STORED.get((storage, kind, bits))  # type: ignore[arg-type]
+    if stored is None:
+        known = ", ".join(f"{name} {kind}{bits}" for name, kind, bits in _STORED)
+        raise ValueError(
+            f"compressed-tensors: the format {storage!r} of {kind}{bits} weights is not"
+            f" supported; there is {known}"
+        )
+    if weights.get("actorder") in ("group", "dynamic", True):
+        raise ValueError("compressed-tensors: weights ordered by activations are not supported")
+    strategy = weights.get("strategy") or _implied_strategy(weights.get("group_size"))
+    has_packed_tensor_zero = stored == "I32" and strategy == "tensor"
+    if not is_symmetric and (kind == "float" or has_packed_tensor_zero):
+        raise ValueError(
+            f"compressed-tensors: {kind}{bits} weights with a zero point are not supported"
+            f" with the strategy {strategy!r}"
+        )
+    return WeightFormat(stored, bits, _strategy_block(strategy, weights), not is_symmetric)
+
+
+def _implied_strategy(group_size: int | None) -> str:
+    if group_size is None:
+        return "tensor"
+    return "group" if group_size > 0 else "channel"
+
+
+def _strategy_block(strategy: str, weights: dict[str, Any]) -> tuple[int, int] | None:
+    if strategy in ("tensor", "channel"):
+        return None
+    if strategy == "group":
+        return _block([1, weights["group_size"]])
+    if strategy == "block":
+        return _block(weights["block_structure"])
+    raise ValueError(
+        f"compressed-tensors: the strategy {strategy!r} is not supported; there is tensor,"
+        " channel, group, block"
+    )
+
+
+def _block(size: Any) -> tuple[int, int]:
+    is_pair = isinstance(size, list) and len(size) == 2
+    if not is_pair or not all(type(n) is int and n > 0 for n in size):
+        raise ValueError(f"a scale block must be two positive integers, got {size!r}")
+    return size[0], size[1]
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = value or []
+    if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(f"names of layers must be a list of texts, got {value!r}")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            _check_expression(pattern.removeprefix("re:"))
+    return tuple(patterns)
+
+
+def _check_expression(expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{expression!r} is no regular expression: {error}") from None
+
+
+def _matches(pattern: str, layer: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return layer == pattern or layer.startswith(f"{pattern}.") or layer.endswith(f".{pattern}")

@@ -1,0 +1,177 @@
+"""Safetensors files as a source of weights: each rank reads only the bytes of its shard."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minisgl.errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+PLAIN_DTYPES = ("F32", "F16", "BF16")  # as safetensors name them
+_QUANTIZED_PARTS = (  # of a layer, beside or in place of its weight
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_packed",
+    "weight_zero_point",
+    "qweight",
+    "scales",
+)
+
+
+class Checkpoint(ABC):
+    """A `WeightSource` over files. It checks presence and shape, and converts dtype and device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> Tensor:
+        self._check(name, shape)
+        wanted = [slice_of(rows), slice_of(cols)]
+        tensor = self._read(name, tuple(wanted[: len(shape)]))
+        return tensor.to(self._device, self._dtype, copy=True).contiguous()
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self:
+            raise CheckpointError(f"{self} has no tensor {name!r}")
+        if self.shape_of(name) != shape:
+            raise CheckpointError(
+                f"{self}: {name!r} has the shape {self.shape_of(name)}, expected {shape}"
+            )
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+
+    @abstractmethod
+    def _read(self, name: str, part: tuple[slice, ...]) -> Tensor: ...
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One or several safetensors files, mapped into memory.
+
+    `read` takes plain weights alone, `read_stored` gives what a quantized weight is stored as.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._folder = folder
+        self._file_of: dict[str, safe_open] = {}
+        for path in _safetensors_files(folder):
+            file = _open_safetensors(path)
+            self._file_of |= dict.fromkeys(file.keys(), file)
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        return name in self and self.shape_of(name) == shape
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor is there as floating-point numbers and has no scale beside it."""
+        return name in self and self._trace_of_quantization(name) is None
+
+    def read_stored(
+        self, name: str, shape: tuple[int, ...], dtypes: Container[str], *parts: range
+    ) -> Tensor:
+        """A tensor as it is stored, on the engine's device.
+
+        Args:
+            dtypes: those that the tensor may have, by their names in safetensors.
+            parts: what to read of each dimension; none for a tensor without dimensions.
+
+        Raises:
+            CheckpointError: the tensor is missing, or of another shape or dtype.
+        """
+        self._check(name, shape)
+        if self._dtype_of(name) not in dtypes:
+            raise CheckpointError(f"{self}: {name!r} is stored as {self._dtype_of(name)}")
+        stored = self._read(name, tuple(slice_of(part) for part in parts))
+        return stored.to(self._device)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> Tensor:
+        trace = self._trace_of_quantization(name)
+        if trace is not None:
+            raise CheckpointError(
+                f"{self}: {name!r} is quantized ({trace}), but config.json does not say how"
+            )
+        return super().read(name, shape, rows=rows, cols=cols)
+
+    def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        file = self._file_of[name]
+        tensor: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+        return tensor
+
+    def _dtype_of(self, name: str) -> str:
+        return str(self._file_of[name].get_slice(name).get_dtype())
+
+    def _trace_of_quantization(self, name: str) -> str | None:
+        """What shows that a tensor is quantized: its dtype, or a tensor beside it."""
+        if name in self and self._dtype_of(name) not in PLAIN_DTYPES:
+            return f"stored as {self._dtype_of(name)}"
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight":
+            return None
+        beside = [part for part in _QUANTIZED_PARTS if f"{layer}.{part}" in self]
+        return f"beside it is {beside[0]}" if beside else None
+
+
+def slice_of(part: range | None) -> slice:
+    """All of a dimension for None."""
+    return slice(None) if part is None else slice(part.start, part.stop)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error}") from None
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [str(path) for path in files if not path.exists()]
+    if missing or not files:
+        raise CheckpointError(
+            f"weights are missing: {', '.join(missing) or folder / '*.safetensors'}"
+        )
+    return files
+
+
+def _open_safetensors(path: Path) -> safe_open:
+    try:
+        file: safe_open = safe_open(path, framework="pt").__enter__()
+        return file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
