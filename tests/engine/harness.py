@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.core import BatchPlan, FinishReason, SamplingParams
+from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
-from minisgl.engine import Engine, ForwardOutput
+from minisgl.engine import Engine, ForwardOutput, LaunchedStep
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
@@ -45,16 +45,18 @@ class WatchedEngine(Engine):
         self,
         config: SchedulerConfig,
         info: DistributedInfo | None = None,
-        meeting: Path | None = None,
+        rendezvous: Path | None = None,
     ):
-        super().__init__(config, info or DistributedInfo(), meeting)
+        super().__init__(config, info or DistributedInfo(), rendezvous)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
+    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+        logits_BV = launched.sampling_inputs.logits_BV
         if logits_BV is not None:
-            keys = [(part.req.uid, part.end) for part in plan.sampling_slices]
-            self.logits.update(zip(keys, logits_BV.clone(), strict=True))
-        return super().sample(plan, logits_BV)
+            logits_BV = logits_BV.clone()  # sampling masks them
+            for i, req_slice in enumerate(launched.sampling_slices):
+                self.logits[req_slice.req.uid, req_slice.end] = logits_BV[i]
+        return super().sample(launched)
 
 
 class MemoryInbox:

@@ -15,7 +15,12 @@ from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine, memory
 from minisgl.engine import engine as engine_module
-from minisgl.engine.memory import may_pack, num_pages, out_of_memory_is_explained
+from minisgl.engine.memory import (
+    largest_step,
+    may_pack,
+    num_pages,
+    out_of_memory_is_explained,
+)
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
@@ -129,7 +134,7 @@ def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
     rows: int, expected: list[int]
 ) -> None:
-    plan = engine_module._largest_step(
+    plan = largest_step(
         config_of(Path(), max_running_requests=rows, max_prefill_length=20), max_seq_len=10
     )
     assert [len(part) for part in plan.slices] == expected
@@ -203,12 +208,12 @@ def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Check
 
     spans = [(0, 6, False), (6, 7, False), (7, 20, True)]
     plans = [BatchPlan([ReqSlice(req, *span)]) for span in spans]
-    outputs = [engine.sample(plan, engine.prepare(plan)()).wait() for plan in plans]
+    outputs = [engine.sample(engine.launch(engine.prepare(plan))).wait() for plan in plans]
 
     assert outputs[:2] == [[], []]
     config = config_of(Path())
     [expected] = Host(WatchedEngine(config_of(checkpoint("llama"))), config).ask(
         [prompt], greedy(1)
     )
-    assert outputs[2] == expected.tokens
+    assert outputs[2] == [expected.tokens]
     assert engine.context.token_pool_RL[3, 20] == expected.tokens[0]

@@ -26,15 +26,14 @@ from transformers import (
 )
 
 from minisgl.core import ReqSlice, TableWrites
-from minisgl.engine.choose import LogitsStep
-from minisgl.engine.engine import Engine
-from minisgl.engine.logits import LogprobsOutput, wants_change
-from minisgl.engine.record import unowned
-from minisgl.engine.sample import BatchSamplingArgs, sample
+from minisgl.engine import BatchSamplingArgs, Engine, sample
+from minisgl.engine.graph_capture import unowned
+from minisgl.engine.logits_processing import wants_processing
+from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
 from minisgl.llm import LLM, SamplingParams
 from minisgl.utils.staging import Staging
 from tests.checkpoints import EOS_ID, tiny_tokenizer
-from tests.engine.test_recorded_steps import KINDS as ASKED
+from tests.engine.test_captured_steps import KINDS as SAMPLING_KINDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -229,45 +228,51 @@ def test_a_seeded_token_is_the_same_on_both_devices(models: Models, kind: str) -
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Have every choice of tokens compared with one that is not recorded, of the same logits; count what happens."""
-    log, staging = Counter[str](), Staging(engine._device)
-    finish, write = engine._chooser.finish, engine._write_tables
-    engine.grammar_masks.fill(0)  # until masks are made, no token may be
+    """Compare every choice of tokens with one that is not captured, of the same logits; count what happens."""
+    log = Counter[str]()
+    staging = Staging(engine._device)
+    sample_slices = engine._sampler.sample_slices
+    write_tables = engine._write_tables
+    engine.grammar_masks.fill(0)  # until masks are made, no token is allowed
 
-    def checked(
-        step: LogitsStep, parts: list[ReqSlice], logits_BV: Tensor
-    ) -> tuple[Tensor, LogprobsOutput | None]:
-        before_BV = logits_BV.clone()
-        token_B, logprobs = finish(step, parts, logits_BV)
-        own, tokens = BatchSamplingArgs.of(parts, staging), token_B.tolist()
-        for field in fields(own)[2:]:
-            expected = getattr(own, field.name)
-            assert torch.equal(getattr(step.args, field.name)[: len(expected)], expected), (
-                field.name
-            )
-        plain = [i for i, part in enumerate(parts) if not wants_change(part)]
-        assert torch.equal(token_B[plain], sample(logits_BV, own)[plain])
-        written = [int(engine.context.token_pool_RL[part.row, part.end]) for part in parts]
-        assert written == tokens
-        for i, part in enumerate(parts):
-            if part.req.params.grammar and part.req.finish is None:
-                assert (
-                    engine.grammar_masks[int(own.mask_B[i])][tokens[i] // 32] >> tokens[i] % 32 & 1
-                )
-        for i, told in (logprobs.read() if logprobs else {}).items():
-            assert told.logprob == pytest.approx(
-                float(before_BV[i].float().log_softmax(0)[tokens[i]]), abs=1e-4
-            )
+    def check_tokens(
+        slices: list[ReqSlice], inputs: SamplingInputs, graph: SamplingGraph | None
+    ) -> SampledTokens:
+        assert inputs.logits_BV is not None
+        unmasked_BV = inputs.logits_BV.clone()
+        sampled = sample_slices(slices, inputs, graph)
+        tokens = sampled.token_B.tolist()
+
+        eager_args = BatchSamplingArgs.of(slices, staging)
+        for field in fields(eager_args)[2:]:
+            expected = getattr(eager_args, field.name)
+            given = getattr(inputs.args, field.name)[: len(expected)]
+            assert torch.equal(given, expected), field.name
+        plain = [i for i, req_slice in enumerate(slices) if not wants_processing(req_slice)]
+        eager_B = sample(inputs.logits_BV[: len(slices)], eager_args)
+        assert torch.equal(sampled.token_B[plain], eager_B[plain])
+
+        for i, req_slice in enumerate(slices):
+            written = engine.context.token_pool_RL[req_slice.row, req_slice.end]
+            assert int(written) == tokens[i]
+            if req_slice.req.params.grammar and req_slice.req.finish is None:
+                mask = engine.grammar_masks[int(eager_args.mask_B[i])]
+                assert mask[tokens[i] // 32] >> tokens[i] % 32 & 1
+        logprobs = sampled.logprobs.read() if sampled.logprobs else {}
+        for i, token_logprobs in logprobs.items():
+            expected_logprob = float(unmasked_BV[i].float().log_softmax(0)[tokens[i]])
+            assert token_logprobs.logprob == pytest.approx(expected_logprob, abs=1e-4)
+
         log["steps"] += 1
-        log["replayed"] += step.recorded is not None and len(plain) == len(parts)
-        return token_B, logprobs
+        log["replayed"] += graph is not None and len(plain) == len(slices)
+        return sampled
 
-    def counted(writes: TableWrites) -> None:
+    def count_writes(writes: TableWrites) -> None:
         log["writes"] += len(writes.pages) + len(writes.tokens) > 0
-        write(writes)
+        write_tables(writes)
 
-    monkeypatch.setattr(engine._chooser, "finish", checked)
-    monkeypatch.setattr(engine, "_write_tables", counted)
+    monkeypatch.setattr(engine._sampler, "sample_slices", check_tokens)
+    monkeypatch.setattr(engine, "_write_tables", count_writes)
     return log
 
 
@@ -276,7 +281,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     [{}, {"overlap": False}, {"attn": "fa"}, {"dtype": "float16"}, {"num_pages": 100}, {"tp": 2}],
     ids=str,
 )
-def test_recorded_steps_are_those_that_are_computed(
+def test_captured_steps_are_those_that_are_computed(
     models: Models, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever is asked, by some or all; logits are judged by the greedy answers, beyond the first page of each."""
@@ -284,19 +289,21 @@ def test_recorded_steps_are_those_that_are_computed(
     if torch.cuda.device_count() < options.get("tp", 1):
         pytest.skip("needs more GPUs")
     folder, model = models("qwen3", 4, 2)
-    guided = shutil.copytree(folder, tmp_path / "guided")
-    tiny_tokenizer().save_pretrained(guided)  # for grammars; it knows fewer tokens
+    with_tokenizer = shutil.copytree(folder, tmp_path / "with_tokenizer")
+    tiny_tokenizer().save_pretrained(with_tokenizer)  # for grammars; it knows fewer tokens
     for name in ("config.json", "generation_config.json"):
-        text = (guided / name).read_text()
-        (guided / name).write_text(
+        text = (with_tokenizer / name).read_text()
+        (with_tokenizer / name).write_text(
             text.replace(f'"eos_token_id": {VOCAB_SIZE - 1}', f'"eos_token_id": {EOS_ID}')
         )
     source = random.Random(3)
     prompts = [prompt(source.randint(1, 90), source) for _ in range(21)]
     sizes = {"max_seq_len": 256, "page_size": 16, "max_running_requests": 24, "cache": "naive"}
-    with LLM(guided, skip_tokenizer_init=True, **{"dtype": "bfloat16", **sizes, **options}) as llm:
+    with LLM(
+        with_tokenizer, skip_tokenizer_init=True, **{"dtype": "bfloat16", **sizes, **options}
+    ) as llm:
         log = watch(llm._scheduler._executor, monkeypatch)
-        for kind, asked in ASKED.items():
+        for kind, asked in SAMPLING_KINDS.items():
             log.clear()
             each = [
                 {"max_tokens": 60 + i, "seed": i, "ignore_eos": True, **asked[i % len(asked)]}
@@ -314,9 +321,10 @@ def test_recorded_steps_are_those_that_are_computed(
             if judged:
                 answers = [outs[i].token_ids for i in judged]
                 assert_chosen(folder, model, [prompts[i] for i in judged], answers)
-            is_replayed = kind != "changed" and not (kind == "filtered" and "dtype" in options)
+            is_replayed = kind != "processed" and not (kind == "filtered" and "dtype" in options)
             if kind != "all" and "num_pages" not in options:
-                assert log["steps"] > 60 and (log["replayed"] > 50) == is_replayed, (kind, log)
+                assert log["steps"] > 60, (kind, log)
+                assert (log["replayed"] > 50) == is_replayed, (kind, log)
                 assert log["writes"] == 1, "pages are appended by graphs"
             llm._scheduler.check_integrity()
         assert llm._scheduler._num_retractions > 0 or "num_pages" not in options
@@ -326,10 +334,9 @@ def test_memory_that_is_not_owned_serves_others() -> None:
     x_BV = torch.randn(64, 1 << 16, dtype=torch.bfloat16, device="cuda")[:, 3:]
     before = torch.cuda.memory_allocated()
     view_BV = unowned(x_BV)
-    assert torch.equal(view_BV, x_BV) and (view_BV.data_ptr(), view_BV.stride()) == (
-        x_BV.data_ptr(),
-        x_BV.stride(),
-    )
+    assert torch.equal(view_BV, x_BV)
+    assert view_BV.data_ptr() == x_BV.data_ptr()
+    assert view_BV.stride() == x_BV.stride()
     view_BV[5] = 7.0
     assert (x_BV[5] == 7.0).all()
     del x_BV
@@ -340,14 +347,13 @@ def test_what_is_sent_arrives_however_fast_and_much() -> None:
     source = np.random.default_rng(0)
     staging = Staging(torch.device("cuda"), capacity=64)
     structured = np.zeros(9, dtype=[("a", "<f4"), ("b", "<i4")])
-    structured["a"], structured["b"] = source.random(9), np.arange(9)
+    structured["a"] = source.random(9)
+    structured["b"] = np.arange(9)
     places: dict[tuple[int, ...], list[int]] = {}
     for turn in range(400):
         lengths = tuple(source.integers(0, 5 if turn < 200 else 500, size=3).tolist())
-        ints, floats = (
-            source.integers(0, 99, lengths[0]).astype(np.int32),
-            source.random(lengths[1]).astype(np.float32),
-        )
+        ints = source.integers(0, 99, lengths[0]).astype(np.int32)
+        floats = source.random(lengths[1]).astype(np.float32)
         sent = (
             ints,
             floats,
@@ -357,14 +363,14 @@ def test_what_is_sent_arrives_however_fast_and_much() -> None:
         )
         received = staging.send(*sent)
         if turn < 200:  # before it grew
-            assert places.setdefault(lengths, [x.data_ptr() for x in received]) == [
-                x.data_ptr() for x in received
-            ]
+            addresses = [x.data_ptr() for x in received]
+            assert places.setdefault(lengths, addresses) == addresses
         copies = [x.clone() for x in received]
-        start = staging.load(np.full(40 if turn < 300 else 2000, -1, dtype=np.int32))
+        num_others = 40 if turn < 300 else 2000
+        staged = staging.stage(np.full(num_others, -1, dtype=np.int32))
         for array, x in zip(sent, received, strict=True):
             assert np.array_equal(x.cpu().numpy(), array), "changed before its time"
-        [others] = start()
+        [others] = staged.start()
         assert (others == -1).all()
         for array, copy in zip(sent, copies, strict=True):
             assert np.array_equal(copy.cpu().numpy(), array)

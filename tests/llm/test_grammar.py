@@ -312,16 +312,16 @@ def test_masks_are_made_while_the_device_computes(
 
             monkeypatch.setattr(owner, name, watched)
 
-        for owner, name in ((engine, "_compute"), (engine, "sample"), (ForwardOutput, "wait")):
+        for owner, name in ((engine, "launch"), (engine, "sample"), (ForwardOutput, "wait")):
             watch(owner, name)
         llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert events == [
-            "_compute",
+            "launch",
             "sample",
-            "_compute",
+            "launch",
             "sample",
             "wait",
-            "_compute",
+            "launch",
             "sample",
             "wait",
             "wait",
@@ -336,8 +336,8 @@ def test_masks_are_made_while_the_device_computes(
         ):
             watch(owner, name)
         llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)
-        step = ["plan", "prepare", "sample", "_compute", "wait", "start_masks", "send"]
-        assert events[:19] == ["plan", "prepare", "_compute", "start_masks", "send", *step, *step]
+        step = ["plan", "prepare", "sample", "launch", "wait", "start_masks", "send"]
+        assert events[:19] == ["plan", "prepare", "launch", "start_masks", "send", *step, *step]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SamplingParams
-from minisgl.engine import choose as choose_module
+from minisgl.engine import sampler
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.llm import LLM
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model
@@ -192,7 +192,7 @@ def test_more_rows_than_are_changed_at_a_time(llm: LLM, monkeypatch: pytest.Monk
         params(8, logit_bias={10 + i: 100}, presence_penalty=1.0, logprobs=1) for i in range(4)
     ]
     together = llm.generate([PROMPT] * 4, kinds, use_tqdm=False)
-    monkeypatch.setattr(choose_module, "_ROWS", 3)
+    monkeypatch.setattr(sampler, "_MAX_PROCESSED_ROWS", 3)
     apart = llm.generate([PROMPT] * 4, kinds, use_tqdm=False)
     assert [out.token_ids for out in apart] == [out.token_ids for out in together]
     assert [set(out.token_ids) for out in together] == [{10}, {11}, {12}, {13}]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minisgl.core import SamplingParams, TokenLogprobs
-from minisgl.engine import prompts as prompts_module
+from minisgl.engine import prompt_outputs
 from minisgl.llm import LLM
 from tests.checkpoints import CONTEXT, VOCAB_SIZE, tiny_model
 from tests.engine.harness import random_prompts
@@ -98,7 +98,7 @@ def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) 
 def test_more_rows_than_are_made_logits_at_a_time(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts_module, "_ROWS", 3)
+    monkeypatch.setattr(prompt_outputs, "_MAX_SCORED_ROWS", 3)
     [prompt] = random_prompts([26], VOCAB_SIZE, seed=2)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1), use_tqdm=False)
     check(prompt, out.prompt_logprobs, num_top=1)

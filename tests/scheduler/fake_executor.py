@@ -8,13 +8,10 @@ what a request must answer is known beforehand (`reference_answer`) and does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from minisgl.core import (
     BatchPlan,
@@ -84,6 +81,14 @@ class _Launched:
     pages: NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class FakeStep:
+    """A prepared or launched step; the executor is a rank that chooses no tokens from logits."""
+
+    plan: BatchPlan
+    has_logits: bool = False
+
+
 class FakeOutput(ForwardOutput):
     """Tokens that exist once they are computed: at `wait`, or when the next plan is launched."""
 
@@ -121,11 +126,11 @@ class FakeOutput(ForwardOutput):
             if it.scores_prompt
         }
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[list[int]]:
         self.compute()
         assert self._tokens is not None
         self._executor.check_still_held(self.launched)
-        return self._tokens
+        return [[token] for token in self._tokens]
 
 
 class FakeExecutor:
@@ -150,11 +155,12 @@ class FakeExecutor:
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
 
-    def prepare(self, plan: BatchPlan) -> Callable[[], None]:
+    def prepare(self, plan: BatchPlan) -> FakeStep:
         _check_plan(plan)
-        return partial(self._forward, plan)
+        return FakeStep(plan)
 
-    def _forward(self, plan: BatchPlan) -> None:
+    def launch(self, prepared: FakeStep) -> FakeStep:
+        plan = prepared.plan
         if self._newest:
             self._newest.compute()
         self.plans.append(
@@ -165,10 +171,11 @@ class FakeExecutor:
         self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
+        return prepared
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> FakeOutput:
-        assert self._newest and [it.part for it in self._newest.launched] == plan.slices
-        assert logits_BV is None
+    def sample(self, launched: FakeStep) -> FakeOutput:
+        assert self._newest is not None
+        assert [it.part for it in self._newest.launched] == launched.plan.slices
         return self._newest
 
     def _write_tables(self, writes: TableWrites) -> None:

@@ -1,20 +1,40 @@
 """Runs a batch: weights, KV pool, attention and sampling of one tensor-parallel rank.
 
-    engine.py   `Engine`: makes everything once, then launches plans
-    choose.py   logits to tokens in the token pool, whatever is asked of them
-    sample.py   logits to tokens by temperature, filters and seed
-    logits.py   penalties, bias, log probabilities
-    prompts.py  log probabilities of a prompt, and its embedding
-    graph.py    steps as CUDA graphs; record.py makes them
-    output.py   what the host waits for
-    memory.py   how many pages fit
+    engine.py             `Engine`: makes everything once, then prepares, launches and samples plans
+    steps.py              a step between these phases
+    limits.py             what an engine can hold
+    model_loader.py       the model and its weights
+    memory.py             how many pages fit
+    batch_builder.py      a plan as tensors, without a graph
+    sampler.py            logits to tokens in the token pool
+    sampling_batch.py     temperature, filters and seeds of a batch
+    logits_processing.py  bias, bans and penalties
+    logprobs.py           log probabilities of tokens
+    prompt_outputs.py     logprobs of a prompt, and its embedding
+    graph_runner.py       steps as CUDA graphs
+    graph_key.py          which graph takes a plan
+    graph_inputs.py       what a graph reads of a plan
+    graph_capture.py      a call as a CUDA graph
+    forward_output.py     what the host waits for
 
 Does not know which requests there are; that is the scheduler's. Read `engine.py`.
 """
 
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import Engine, EngineLimits
-from minisgl.engine.output import ForwardOutput
-from minisgl.engine.sample import BatchSamplingArgs, sample
+from minisgl.engine.engine import Engine
+from minisgl.engine.forward_output import ForwardOutput
+from minisgl.engine.limits import EngineLimits
+from minisgl.engine.sampler import sample
+from minisgl.engine.sampling_batch import BatchSamplingArgs
+from minisgl.engine.steps import LaunchedStep, PreparedStep
 
-__all__ = ["BatchSamplingArgs", "Engine", "EngineConfig", "EngineLimits", "ForwardOutput", "sample"]
+__all__ = [
+    "BatchSamplingArgs",
+    "Engine",
+    "EngineConfig",
+    "EngineLimits",
+    "ForwardOutput",
+    "LaunchedStep",
+    "PreparedStep",
+    "sample",
+]

@@ -1,4 +1,4 @@
-"""How many pages of KV the memory allows, and what is said when it is too little."""
+"""How many pages of KV the memory allows, the step that takes most of it, and the error when it is too little."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from minisgl.config import EngineConfig
+from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import ConfigError
 from minisgl.utils.arch import available_memory
 
-_PACK_SHARE = 0.2  # weights are packed if a second copy takes at most this part of what is free
+# Weights are packed if a second copy takes at most this fraction of what is free.
+_MAX_PACKED_FRACTION = 0.2
 _ADVICE = "lower --max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
 
 
@@ -42,16 +45,16 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
 
 
 def return_memory() -> None:
-    """Give back to the GPU what nobody uses any more."""
+    """Give memory that is no longer used back to the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def may_pack(config: EngineConfig, weight_bytes: int, device: torch.device) -> bool:
-    """Whether a second copy of the weights fits easily, if the user did not say."""
+    """Whether weights are packed: as the option says, else if a second copy of them fits easily."""
     if config.pack_weights is not None:
         return config.pack_weights
-    return weight_bytes <= _PACK_SHARE * free_bytes(device, config.tp)
+    return weight_bytes <= _MAX_PACKED_FRACTION * free_bytes(device, config.tp)
 
 
 def num_pages(
@@ -62,12 +65,12 @@ def num_pages(
     comm: DistributedCommunicator,
     step_bytes: int = 0,
 ) -> int:
-    """Pages of the pool, the same on all ranks.
+    """Pages of the pool, equal on all ranks.
 
-    As asked for, else what the memory allows, but not more than all rows together can ever use.
+    They are as many as the option says; else what the memory allows, but not more than all rows together can ever use.
 
     Args:
-        step_bytes: what steps will take besides.
+        step_bytes: memory that steps will take besides.
 
     Raises:
         ConfigError: not even one page fits.
@@ -75,9 +78,8 @@ def num_pages(
     if config.num_pages is not None:
         return config.num_pages
     assert config.memory_ratio is not None and config.page_size is not None
-    affordable = (
-        int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio) // page_bytes
-    )
+    pool_bytes = int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio)
+    affordable = pool_bytes // page_bytes
     usable = config.max_running_requests * -(-max_seq_len // config.page_size)
     if affordable < 1:
         raise ConfigError(
@@ -85,3 +87,17 @@ def num_pages(
         )
     agreed = torch.tensor([min(affordable, usable)], dtype=torch.int64, device=device)
     return int(comm.all_reduce_min(agreed).item())
+
+
+def largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
+    """As many prompt tokens as a step may have, all other requests decoding, and each with all that costs memory."""
+    params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
+    slices: list[ReqSlice] = []
+    num_left = config.max_prefill_length
+    for row in range(config.max_running_requests):
+        length = max(1, min(max_seq_len - 1, num_left))
+        num_left -= length
+        req = Req(row, np.zeros(length, dtype=np.int32), params, max_seq_len, seed=0)
+        req.row = row
+        slices.insert(0, ReqSlice(req, 0, length, samples=True))
+    return BatchPlan(slices)

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
-from minisgl.engine import EngineLimits, ForwardOutput
+from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -55,14 +53,14 @@ class Executor(Protocol):
     def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
 
-    def prepare(self, plan: BatchPlan) -> Callable[[], Tensor | None]:
-        """What can be done before the plan before is sampled. The result, called after that, starts computing logits.
+    def prepare(self, plan: BatchPlan) -> PreparedStep:
+        """Do the host work that can be done before the step before is sampled."""
 
-        It gives None where nothing samples, or another rank does.
-        """
+    def launch(self, prepared: PreparedStep) -> LaunchedStep:
+        """Start computing logits, after the step before is sampled."""
 
-    def sample(self, plan: BatchPlan, logits_BV: Tensor | None) -> ForwardOutput:
-        """Start choosing tokens; those of one plan are in the token pool for the plans after it."""
+    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+        """Start choosing tokens. The steps after this one find them in the token pool."""
 
 
 @dataclass(slots=True)
@@ -70,13 +68,14 @@ class _Launched:
     """A batch that is being computed.
 
     Attributes:
+        step: until its tokens are being chosen.
         await_masks: where a grammar has a say, until they are used.
         output: from when on its tokens are being chosen.
         tokens: from when on they are known, each with what its request's grammar says to it.
     """
 
     plan: BatchPlan
-    logits_BV: Tensor | None
+    step: LaunchedStep | None
     await_masks: Callable[[], None] | None = None
     output: ForwardOutput | None = None
     tokens: list[tuple[int, bool | InvalidRequest]] | None = None
@@ -138,12 +137,12 @@ class Scheduler:
         """
         self._take_in(self._inbox.receive(block=self.is_idle))
         plan = self._plan() if self.is_running else None  # at the end nothing is left half done
-        compute = self._executor.prepare(plan) if plan else None
+        prepared = self._executor.prepare(plan) if plan else None
         self._sample(self._in_flight)
-        launched = self._launch(plan, compute) if plan and compute else None
+        launched = self._launch(plan, prepared) if plan and prepared else None
         if launched and self.grammars.guides(launched.plan.sampling_slices):
             self._read_tokens()
-            if launched.logits_BV is not None:
+            if launched.step and launched.step.has_logits:
                 launched.await_masks = self.grammars.start_masks(launched.plan.sampling_slices)
         else:
             self._sample(launched)
@@ -223,19 +222,19 @@ class Scheduler:
             else None
         )
 
-    def _launch(self, plan: BatchPlan, compute: Callable[[], Tensor | None]) -> _Launched:
-        launched = _Launched(plan, compute())
+    def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> _Launched:
+        launched = _Launched(plan, self._executor.launch(prepared))
         for part in plan.slices:
             self._advance(part)
         return launched
 
     def _sample(self, batch: _Launched | None) -> None:
         """Start choosing the tokens of a batch, if there is one and they are not being chosen."""
-        if batch and batch.output is None:
+        if batch and batch.step:
             if batch.await_masks:
                 batch.await_masks()
-            batch.output = self._executor.sample(batch.plan, batch.logits_BV)
-            batch.logits_BV = batch.await_masks = None
+            batch.output = self._executor.sample(batch.step)
+            batch.step = batch.await_masks = None
 
     def _advance(self, part: ReqSlice) -> None:
         """Account for a launched slice. A prompt is shared now, before the next plan is made."""
@@ -257,7 +256,7 @@ class Scheduler:
                 [part.req for part in batch.plan.sampling_slices], batch.output.wait(), strict=True
             )
             batch.tokens = [
-                (token, req.finish is None and accept(req.uid, token)) for req, token in pairs
+                (token, req.finish is None and accept(req.uid, token)) for req, [token] in pairs
             ]
 
     def _finish_in_flight(self) -> None:

@@ -1,31 +1,38 @@
 """The way of a step's numbers from the host to the device: one copy, out of pinned memory.
 
-The pinned buffers are used in turn, enough of them that the numbers of a step can be written while those of the step
-before are still on their way; with many sends in a step, the last wait for its first. On a CPU nothing moves.
+The pinned buffers are used in turn. There are enough of them that the numbers of a step can be written while those of
+the step before are still being copied; with many copies in a step, the last wait for its first. On a CPU nothing moves.
 """
 
-# Dimension key: X numbers.
+# Dimensions: Z entries of a flat list.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NUM_PINNED = 40  # 256 requests that all change their logits take 35 sends, 32 requests in four
+_NUM_PINNED = 40  # 256 requests that all change their logits take 35 sends, 32 requests take four
 _ALIGNED = 4  # numbers: 16 bytes, so that kernels are compiled once, whatever the lengths
 _NUM_LAYOUTS = 256  # that are kept, since a step mostly sends what the step before it sent
 _DTYPES = {"i": torch.int32, "f": torch.float32}
 
 Numbers = NDArray[np.int32] | NDArray[np.float32]
+LayoutKey = tuple[tuple[int, str], ...]  # the length of each array, and the letter of its dtype
 
 
-Layout = tuple[
-    list[slice], Tensor, list[Tensor]
-]  # where the arrays lie, on the device all of them, and each
+class StagedCopy:
+    """Arrays that are ready to go to the device. This one serves a CPU, where they are there already."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def start(self) -> list[Tensor]:
+        """Start the copy, and return the arrays as tensors on the device. To be called once."""
+        return self._tensors
 
 
 class Staging:
@@ -39,55 +46,100 @@ class Staging:
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
         self._device = device
         self._turn = 0
-        self._pinned: list[tuple[Tensor, NDArray[np.int32], torch.cuda.Event]] = []
-        self._layouts: dict[tuple[tuple[int, str], ...], Layout] = {}
+        self._pinned: list[_PinnedBuffer] = []
+        self._layouts: dict[LayoutKey, _Layout] = {}
         if device.type != "cpu":
             self._grow(capacity)
 
     def send(self, *arrays: Numbers) -> list[Tensor]:
         """The arrays as tensors on the device; on a GPU they are valid until others are sent."""
-        return self.load(*arrays)()
+        return self.stage(*arrays).start()
 
-    def load(self, *arrays: Numbers) -> Callable[[], list[Tensor]]:
-        """What `send` does up to where it changes something on the device; the result, called once, does the rest."""
+    def stage(self, *arrays: Numbers) -> StagedCopy:
+        """Do what `send` does up to where it changes something on the device; `StagedCopy.start` does the rest."""
         if self._device.type == "cpu":
-            return lambda: [torch.from_numpy(array) for array in arrays]
-        key = tuple([(len(array), array.dtype.char) for array in arrays])
-        places, device_X, parts = self._layouts.get(key) or self._lay_out(key)
+            return StagedCopy([torch.from_numpy(array) for array in arrays])
+        layout = self._layout(arrays)
         self._turn = (self._turn + 1) % _NUM_PINNED
-        pinned_X, host_X, copied = self._pinned[self._turn]
-        copied.synchronize()
-        for place, array in zip(places, arrays, strict=True):
-            host_X[place] = array.view(np.int32)
+        pinned = self._pinned[self._turn]
+        pinned.copied.synchronize()
+        for place, array in zip(layout.places, arrays, strict=True):
+            pinned.array_Z[place] = array.view(np.int32)
+        return _PinnedCopy(pinned, layout)
 
-        def start() -> list[Tensor]:
-            device_X.copy_(pinned_X[: len(device_X)], non_blocking=True)
-            copied.record()
-            return parts
+    def _layout(self, arrays: tuple[Numbers, ...]) -> _Layout:
+        key = tuple([(len(array), array.dtype.char) for array in arrays])
+        return self._layouts.get(key) or self._lay_out(key)
 
-        return start
-
-    def _lay_out(self, key: tuple[tuple[int, str], ...]) -> Layout:
-        places, end = list[slice](), 0
+    def _lay_out(self, key: LayoutKey) -> _Layout:
+        places: list[slice] = []
+        end = 0
         for length, _ in key:
             places.append(slice(end, end + length))
             end += -(-length // _ALIGNED) * _ALIGNED
-        if end > len(self._device_X):
+
+        if end > len(self._device_Z):
             self._grow(2 * end)
         if len(self._layouts) == _NUM_LAYOUTS:
             self._layouts.clear()
-        parts = [
-            self._device_X[place].view(_DTYPES[char])
+        tensors = [
+            self._device_Z[place].view(_DTYPES[char])
             for place, (_, char) in zip(places, key, strict=True)
         ]
-        self._layouts[key] = places, self._device_X[:end], parts
-        return self._layouts[key]
+        layout = _Layout(places, self._device_Z[:end], tensors)
+        self._layouts[key] = layout
+        return layout
 
     def _grow(self, capacity: int) -> None:
         torch.cuda.synchronize(self._device)
-        self._device_X = torch.zeros(capacity, dtype=torch.int32, device=self._device)
-        buffers = [
-            torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PINNED)
-        ]
-        self._pinned = [(buffer_X, buffer_X.numpy(), torch.cuda.Event()) for buffer_X in buffers]
+        self._device_Z = torch.zeros(capacity, dtype=torch.int32, device=self._device)
+        self._pinned = [_PinnedBuffer.allocate(capacity) for _ in range(_NUM_PINNED)]
         self._layouts.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where arrays of certain lengths lie, in a pinned buffer and on the device.
+
+    Attributes:
+        places: the part of a pinned buffer that each array takes.
+        device_Z: all of them on the device, with the gaps between them.
+        tensors: each of them on the device.
+    """
+
+    places: list[slice]
+    device_Z: Tensor
+    tensors: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedBuffer:
+    """Pinned host memory.
+
+    Attributes:
+        array_Z: the memory of `tensor_Z`.
+        copied: happens when the last copy out of it has ended.
+    """
+
+    tensor_Z: Tensor
+    array_Z: NDArray[np.int32]
+    copied: torch.cuda.Event
+
+    @classmethod
+    def allocate(cls, capacity: int) -> _PinnedBuffer:
+        tensor_Z = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+        return cls(tensor_Z, tensor_Z.numpy(), torch.cuda.Event())
+
+
+class _PinnedCopy(StagedCopy):
+    """Arrays in a pinned buffer."""
+
+    def __init__(self, pinned: _PinnedBuffer, layout: _Layout) -> None:
+        super().__init__(layout.tensors)
+        self._pinned = pinned
+        self._device_Z = layout.device_Z
+
+    def start(self) -> list[Tensor]:
+        self._device_Z.copy_(self._pinned.tensor_Z[: len(self._device_Z)], non_blocking=True)
+        self._pinned.copied.record()
+        return self._tensors

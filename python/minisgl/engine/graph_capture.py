@@ -1,7 +1,7 @@
-"""Calls recorded as CUDA graphs, to be replayed by one call each.
+"""Calls captured as CUDA graphs, to be replayed by one call each.
 
 Graphs share one pool of memory, since one runs after the other. What a graph leaves there is therefore valid until the
-next one is replayed, and large results are not held on to: their memory serves the next graph too.
+next one is replayed. Large results are not kept alive: their memory serves the next graph too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
 
-def record(call: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Call once, then record what is launched. What is read must lie where it lies now.
+def capture(call: Callable[[], ResultT], pool: Any) -> tuple[torch.cuda.CUDAGraph, ResultT]:
+    """Call once, then capture what is launched. What is read must lie where it lies now.
 
     Args:
         pool: of memory, from `torch.cuda.graph_pool_handle`.
@@ -27,12 +27,12 @@ def record(call: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()  # what is compiled or allocated once is not to be recorded
+        call()  # what is compiled or allocated once is not to be captured
     torch.cuda.current_stream().wait_stream(stream)
+
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, pool=pool, capture_error_mode="thread_local"
-    ):  # NCCL's threads go on
+    # NCCL's threads go on while this one captures.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = call()
     return graph, result
 
@@ -53,4 +53,6 @@ class _Memory:
 
 def unowned(x: Tensor) -> Tensor:
     """x itself, as a tensor that does not keep others from its memory."""
-    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype) if x.is_cuda else x
+    if not x.is_cuda:
+        return x
+    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype)

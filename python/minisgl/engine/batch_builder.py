@@ -1,0 +1,96 @@
+"""From a plan to a `Batch`, where no captured graph takes it: all numbers of the step go to the device in one copy."""
+
+# Dimensions: B requests of a step, T tokens of a step, Y tokens whose hidden states are returned.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+from torch import Tensor
+
+from minisgl.core import Batch, BatchPlan, IntArray
+from minisgl.engine.sampling_batch import BatchSamplingArgs, has_filters, sampling_arrays
+from minisgl.kernel import look_up
+from minisgl.layers import Context
+from minisgl.utils.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class EagerBatch:
+    """A step ready to be computed and sampled.
+
+    Attributes:
+        token_index_B: int32, flat indices of the token pool: where the sampled tokens are written.
+    """
+
+    batch: Batch
+    sampling_args: BatchSamplingArgs
+    token_index_B: Tensor
+
+
+class BatchBuilder:
+    """Builds batches over the tables of a context."""
+
+    def __init__(self, context: Context, staging: Staging) -> None:
+        self._context = context
+        self._staging = staging
+        self._num_row_tokens = context.token_pool_RL.shape[1]
+
+    def build(self, plan: BatchPlan) -> EagerBatch:
+        """The batch of a plan, whose writes are done already."""
+        # Of each slice: its row, its first and last position, and whether it samples.
+        numbers = [
+            (req_slice.row, req_slice.start, req_slice.end, req_slice.samples)
+            for req_slice in plan.slices
+        ]
+        rows, starts, ends, samples = np.array(numbers, dtype=np.int32).T
+        lengths = ends - starts
+        is_sampling = samples > 0
+
+        # Of each token: its row and position. The slices lie one after the other in the batch.
+        batch_ends = np.cumsum(lengths, dtype=np.int32)
+        offsets = np.repeat(starts - (batch_ends - lengths), lengths)
+        row_T = np.repeat(rows, lengths)
+        position_T = np.arange(batch_ends[-1], dtype=np.int32) + offsets
+
+        # Of each slice that samples: where its token goes, and how it is chosen.
+        end_B = ends[is_sampling]
+        token_index_B = rows[is_sampling] * self._num_row_tokens + end_B
+        sampling_slices = plan.sampling_slices
+        sampling = sampling_arrays(sampling_slices, end_B)
+
+        metadata = self._context.attn_backend.prepare(plan)
+        last_Y = _hidden_state_index(plan, batch_ends.tolist())
+        row, position, last, token_index, *args = self._staging.send(
+            row_T, position_T, last_Y, token_index_B, *sampling
+        )
+        input_ids_T, slot_T = look_up(
+            row,
+            position,
+            self._context.token_pool_RL,
+            self._context.page_table_RP,
+            self._context.kv_pool.page_size,
+        )
+        is_masked = any(req_slice.req.params.grammar for req_slice in sampling_slices)
+        return EagerBatch(
+            Batch(row, position.long(), input_ids_T, slot_T, last.long(), metadata),
+            BatchSamplingArgs(has_filters(sampling), is_masked, *args),
+            token_index,
+        )
+
+
+def _hidden_state_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:
+    """Which tokens of the batch the model returns the hidden states of."""
+    ranges = (
+        range(end - req_slice.num_hidden_states, end)
+        for end, req_slice in zip(batch_ends, plan.slices, strict=True)
+    )
+    return np.fromiter(chain.from_iterable(ranges), dtype=np.int32)
+
+
+def sampled_hidden_states(plan: BatchPlan) -> list[int]:
+    """Among the tokens whose hidden states are returned, those after which a slice samples."""
+    ends = accumulate(req_slice.num_hidden_states for req_slice in plan.slices)
+    return [end - 1 for end, req_slice in zip(ends, plan.slices, strict=True) if req_slice.samples]

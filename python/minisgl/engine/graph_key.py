@@ -1,0 +1,87 @@
+"""Which captured graph takes a plan: the kinds of graphs, their sizes, and the choice among them. Holds no tensors."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from enum import Enum
+
+from minisgl.core import BatchPlan, TableWrites
+
+PROMPT_SIZES = [32, 64, 128, 256, 512, 1024]
+# A prefix is read once for all decodes if it has so many tokens, and so many decodes share it; else it does not pay.
+_MIN_SHARED_TOKENS = 256
+_MIN_SHARING_DECODES = 16
+
+
+class GraphKind(Enum):
+    """What a graph computes."""
+
+    DECODES = "decodes"
+    SHARED_PREFIX = "decodes with a shared prefix"
+    PROMPT = "a prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """The kind of a captured graph, and its size in tokens."""
+
+    kind: GraphKind
+    size: int
+
+
+def find_graph_key(plan: BatchPlan, captured: dict[GraphKind, list[int]]) -> GraphKey | None:
+    """The smallest captured graph that takes a plan, if there is one.
+
+    Args:
+        captured: the sizes of each kind, smallest first.
+    """
+    slices = plan.slices
+    if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
+        kind = _decode_kind(plan)
+        num_tokens = len(slices)
+    elif len(slices) == 1 and slices[0].num_hidden_states <= 1:
+        kind = GraphKind.PROMPT
+        num_tokens = len(slices[0])
+    else:
+        return None
+
+    for size in captured[kind]:
+        if size >= num_tokens:
+            return GraphKey(kind, size)
+    return None
+
+
+def _decode_kind(plan: BatchPlan) -> GraphKind:
+    if plan.num_shared_tokens < _MIN_SHARED_TOKENS or len(plan.slices) < _MIN_SHARING_DECODES:
+        return GraphKind.DECODES
+    return GraphKind.SHARED_PREFIX
+
+
+def has_room(writes: TableWrites, key: GraphKey) -> bool:
+    """Whether a graph can do the table writes of its step: no tokens, and at most one page a request."""
+    max_pages = 1 if key.kind is GraphKind.PROMPT else key.size
+    return len(writes.tokens) == 0 and len(writes.pages) <= max_pages
+
+
+def graph_sizes(max_decodes: int, max_prompt: int) -> dict[GraphKind, list[int]]:
+    """What is captured, smallest first; every second size of decodes with a shared prefix."""
+    decodes = size_ladder(max_decodes)
+    sharing = [size for size in decodes if size % 16 == 0 or size == max_decodes]
+    return {
+        GraphKind.DECODES: decodes,
+        GraphKind.SHARED_PREFIX: [size for size in sharing if size >= _MIN_SHARING_DECODES],
+        GraphKind.PROMPT: [size for size in PROMPT_SIZES if size <= max_prompt],
+    }
+
+
+def size_ladder(largest: int) -> list[int]:
+    """1, 2, 4, then multiples of 8, and the largest."""
+    steps = itertools.chain((1, 2, 4), range(8, largest, 8))
+    return [*(size for size in steps if size < largest), largest]
+
+
+def some_sizes(sizes: list[int]) -> list[int]:
+    """The smallest, one in the middle, and the two largest."""
+    chosen = {0, len(sizes) // 2, len(sizes) - 2, len(sizes) - 1}
+    return [size for i, size in enumerate(sizes) if i in chosen]

@@ -1,0 +1,279 @@
+"""Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one short prompt.
+
+A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step is two graphs: from
+tokens to logits, and from logits to tokens. Between them the host writes grammar masks, and the logits may be read. The
+graphs read their numbers from fixed places that are filled, by one copy, before each replay. Tokens, slots and lists of
+pages are looked up on the device, in the tables. What is smaller than a captured size is padded with tokens of the
+padding row, which has the padding page only.
+"""
+
+# Dimensions: B requests of a step, or of a captured graph, D model width, T tokens of a step, or of a captured graph,
+# V vocabulary, Y tokens whose hidden states are returned.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minisgl.attention import BaseAttnMetadata
+from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
+from minisgl.engine.graph_capture import capture, unowned
+from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
+from minisgl.engine.graph_key import (
+    PROMPT_SIZES,
+    GraphKey,
+    GraphKind,
+    find_graph_key,
+    graph_sizes,
+    some_sizes,
+)
+from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
+from minisgl.engine.sampling_batch import (
+    BatchSamplingArgs,
+    SamplingArrays,
+    has_filters,
+    sampling_arrays,
+)
+from minisgl.engine.steps import PreparedReplay
+from minisgl.kernel import cuda_kernels_for, look_up, scatter
+from minisgl.layers import Context
+from minisgl.utils.staging import StagedCopy, Staging
+
+# Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to launch it.
+_MAX_PROMPT_WORK = 2 * 10**13
+
+ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """The two graphs of a step. Tensors are valid after the replay that makes them, until the next replay.
+
+    Attributes:
+        forward_graph: from the inputs to hidden states and logits.
+        hidden_YD: what the forward graph leaves, with padding.
+        sampling_graph: from the logits to tokens.
+        sampling_inputs: what the sampling graph reads.
+    """
+
+    metadata: BaseAttnMetadata
+    forward_graph: torch.cuda.CUDAGraph
+    hidden_YD: Tensor
+    sampling_graph: SamplingGraph
+    sampling_inputs: SamplingInputs
+
+
+class GraphRunner:
+    """Captures and replays.
+
+    Args:
+        forward: from a batch to the hidden states that are returned, and the logits of those that are sampled.
+        context: the last row of its tables is the padding row, and the page in it the padding page.
+        weight_bytes: that a step reads.
+        is_trial: capture few of each kind, to see how much memory all would take.
+
+    Attributes:
+        missing_bytes: memory of the graphs that a trial leaves out.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        forward: ForwardFunction,
+        sampler: Sampler,
+        context: Context,
+        max_decodes: int,
+        weight_bytes: int,
+        *,
+        is_trial: bool = False,
+    ) -> None:
+        self._forward = forward
+        self._sampler = sampler
+        self._context = context
+        num_rows, self._num_row_tokens = context.token_pool_RL.shape
+        self._num_row_pages = context.page_table_RP.shape[1]
+        self._padding_row = num_rows - 1
+        self._padding_page = int(context.page_table_RP[-1, 0])
+        self._captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
+
+        max_prompt = min(PROMPT_SIZES[-1], self._num_row_tokens, _MAX_PROMPT_WORK // weight_bytes)
+        self._sizes = graph_sizes(max_decodes, max_prompt)
+        # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
+        capacity = 16 * (max(max_decodes, max_prompt) + 4)
+        self._staging = Staging(context.page_table_RP.device, capacity)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[GraphKey, CapturedStep] = {}
+        self.missing_bytes = 0
+        if is_trial:
+            self._capture_some()
+        else:
+            self._capture_all(self._sizes)
+
+    def find_key(self, plan: BatchPlan) -> GraphKey | None:
+        """Which graph takes a plan, if there is one."""
+        return find_graph_key(plan, self._sizes)
+
+    def prepare(self, plan: BatchPlan, writes: TableWrites, key: GraphKey) -> PreparedReplay:
+        """Do the host work of a plan.
+
+        Args:
+            writes: those that the graph does; it has room for them (`has_room`). Those of the plan are not read.
+        """
+        inputs = graph_inputs(plan, key, self._padding_row)
+        sampling = sampling_arrays(plan.slices, inputs.end_B)
+        needs_eager_filters = not self._captures_filters and has_filters(sampling)
+        copy = self._stage(inputs, len(plan.slices), writes, sampling)
+        return PreparedReplay(key, inputs, copy, needs_eager_filters)
+
+    def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
+        """Compute hidden_YD of a plan and its padding, and its logits; valid until the next replay."""
+        captured = self._captured[prepared.key]
+        inputs = prepared.inputs
+        prepared.copy.start()
+        self._context.attn_backend.prepare_replay(
+            captured.metadata, inputs.attn_start_X, inputs.attn_end_X
+        )
+        captured.forward_graph.replay()
+
+        sampling_inputs = captured.sampling_inputs
+        if prepared.needs_eager_filters:
+            args = replace(sampling_inputs.args, is_filtered=True)
+            sampling_inputs = replace(sampling_inputs, args=args)
+        return captured.hidden_YD, sampling_inputs
+
+    def sampling_graph(self, key: GraphKey) -> SamplingGraph:
+        """The graph that chooses the tokens of a captured step."""
+        return self._captured[key].sampling_graph
+
+    def _stage(
+        self, inputs: GraphInputs, num_slices: int, writes: TableWrites, sampling: SamplingArrays
+    ) -> StagedCopy:
+        """All numbers of a step, for one copy. `_capture` takes them apart in the same order.
+
+        Each request of a graph writes one page and one token. Padding writes the padding page to its own place, and
+        its token to the last position of the padding row, which is never read.
+        """
+        num_requests = len(inputs.row_B)
+        page_index_B = np.full(
+            num_requests, self._padding_row * self._num_row_pages, dtype=np.int32
+        )
+        page_B = np.full(num_requests, self._padding_page, dtype=np.int32)
+        num_writes = len(writes.pages)
+        page_index_B[:num_writes] = writes.page_index
+        page_B[:num_writes] = writes.pages
+
+        token_index_B = inputs.row_B * self._num_row_tokens + inputs.end_B
+        token_index_B[num_slices:] = (self._padding_row + 1) * self._num_row_tokens - 1
+        return self._staging.stage(
+            page_index_B, page_B, token_index_B, *sampling, *inputs.token_arrays()
+        )
+
+    def _capture_all(self, sizes: dict[GraphKind, list[int]]) -> None:
+        """The largest of each kind first, which make the room that all share."""
+        keys = [GraphKey(kind, size) for kind in sizes for size in sizes[kind][::-1]]
+        for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", leave=False):
+            self._captured[key] = self._capture(key)
+
+    def _capture_some(self) -> None:
+        """For a trial: what the others would take beside the largest is estimated by the few that are captured."""
+        num_graphs = sum(map(len, self._sizes.values()))
+        self._sizes = {kind: some_sizes(sizes) for kind, sizes in self._sizes.items()}
+
+        self._capture_all({kind: sizes[-1:] for kind, sizes in self._sizes.items()})
+        num_largest = len(self._captured)
+        free_before = torch.cuda.mem_get_info()[0]
+        self._capture_all({kind: sizes[:-1] for kind, sizes in self._sizes.items()})
+        num_others = len(self._captured) - num_largest
+        taken = max(0, free_before - torch.cuda.mem_get_info()[0])
+
+        num_missing = num_graphs - len(self._captured)
+        self.missing_bytes = num_missing * taken // max(1, num_others)
+
+    def _capture(self, key: GraphKey) -> CapturedStep:
+        """Both graphs of a key, over padding alone."""
+        inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
+        copy = self._stage(inputs, 0, NO_WRITES, sampling_arrays([], inputs.end_B))
+        page_index_B, page_B, token_index_B, *others = copy.start()
+        num_sampling = len(SamplingArrays._fields)
+        args = BatchSamplingArgs(self._captures_filters, True, *others[:num_sampling])
+
+        call = self._forward_call(key, page_index_B, page_B, others[num_sampling:])
+        forward_graph, (hidden_YD, logits_BV) = capture(call, self._pool)
+        sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
+        choose = partial(self._sampler.choose, sampling_inputs)
+        sampling_graph = SamplingGraph(*capture(choose, self._pool))
+
+        if logits_BV is not None:  # their memory serves the next graph too
+            sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
+        return CapturedStep(
+            call.metadata, forward_graph, hidden_YD, sampling_graph, sampling_inputs
+        )
+
+    def _forward_call(
+        self, key: GraphKey, page_index_B: Tensor, page_B: Tensor, token_tensors: list[Tensor]
+    ) -> _ForwardCall:
+        """What the first graph of a key captures.
+
+        Args:
+            token_tensors: where `GraphInputs.token_arrays` lie on the device.
+        """
+        backend = self._context.attn_backend
+        last_index_1: Tensor | None = None
+        if key.kind is GraphKind.PROMPT:
+            row_T, position_T, slice_row_2, last_index_1 = token_tensors
+            metadata = backend.prepare_capture(slice_row_2, key.size)
+        else:
+            row_T, position_T, num_shared_tokens_1 = token_tensors
+            shares_prefix = key.kind is GraphKind.SHARED_PREFIX
+            metadata = backend.prepare_capture(
+                row_T, key.size, num_shared_tokens_1 if shares_prefix else None
+            )
+        return _ForwardCall(
+            forward=self._forward,
+            context=self._context,
+            page_index_B=page_index_B,
+            page_B=page_B,
+            row_T=row_T,
+            position_T=position_T,
+            last_index_1=last_index_1,
+            metadata=metadata,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardCall:
+    """What the first graph of a step captures: the page writes, the look-up of its tokens, and the model.
+
+    Attributes:
+        last_index_1: of a prompt, where the index of its last token stands; None if all tokens are last ones.
+    """
+
+    forward: ForwardFunction
+    context: Context
+    page_index_B: Tensor
+    page_B: Tensor
+    row_T: Tensor
+    position_T: Tensor
+    last_index_1: Tensor | None
+    metadata: BaseAttnMetadata
+
+    def __call__(self) -> tuple[Tensor, Tensor | None]:
+        context = self.context
+        scatter(context.page_table_RP, self.page_index_B, self.page_B)
+        input_ids_T, slot_T = look_up(
+            self.row_T,
+            self.position_T,
+            context.token_pool_RL,
+            context.page_table_RP,
+            context.kv_pool.page_size,
+        )
+        batch = Batch(
+            self.row_T, self.position_T, input_ids_T, slot_T, self.last_index_1, self.metadata
+        )
+        return self.forward(batch)

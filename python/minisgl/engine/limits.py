@@ -1,0 +1,56 @@
+"""What an engine can hold, and how long a sequence may be."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
+from minisgl.models import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the engine can hold; the scheduler plans within it.
+
+    Attributes:
+        max_seq_len: tokens of a prompt and its answer together: the model's context, or less where the pool is
+            smaller than that.
+        num_rows: requests that can hold pages at a time.
+    """
+
+    num_pages: int
+    page_size: int
+    max_seq_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    num_rows: int = 1
+
+    @property
+    def num_row_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_seq_len // self.page_size)
+
+
+def context_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Positions that the model can tell apart and see.
+
+    Behind a sliding window the model would attend to less than everything; no layer here does that, so the context
+    ends with the window.
+
+    Raises:
+        ConfigError: the user wants more.
+    """
+    limit = model.max_position
+    reason = "the model's context"
+    if model.sliding_window is not None and model.sliding_window < limit:
+        limit = model.sliding_window
+        reason = "the model's sliding window, beyond which it is not supported"
+    if config.max_seq_len is not None and config.max_seq_len > limit:
+        raise ConfigError(f"--max-seq-len must be <= {limit} ({reason}), got {config.max_seq_len}")
+    if limit < model.max_position:
+        logger.warning("the context is limited to %d tokens: %s", limit, reason)
+    return config.max_seq_len or limit

@@ -1,0 +1,118 @@
+"""What changes the logits of some requests before their tokens are chosen: bias, bans of tokens, and penalties.
+
+Only the rows of those requests are touched, in copies of float32. How often a token was there before is counted on the
+device, in the token pool, so that nothing has to wait for the tokens of the step before.
+"""
+
+# Dimensions: L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of another dimension,
+# Z entries of a flat list.
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.core import ReqSlice, SamplingParams
+from minisgl.utils.staging import Numbers, Staging
+
+# Below all logits. A grammar's mask is lower still, so that an answer ends where the grammar allows nothing else.
+_BAN = -1e9
+
+
+def wants_processing(req_slice: ReqSlice) -> bool:
+    """Whether its token is to be chosen from other logits than the model's."""
+    return req_slice.req.params.changes_logits or _is_too_short(req_slice)
+
+
+def process_logits(
+    logits_XV: Tensor,
+    slices: list[ReqSlice],
+    token_pool_RL: Tensor,
+    eos_ids: frozenset[int],
+    staging: Staging,
+) -> None:
+    """Apply bias, bans and penalties of the slices to their rows, in place."""
+    _add_biases(logits_XV, slices, eos_ids, staging)
+    if any(_has_penalty(req_slice.req.params) for req_slice in slices):
+        _penalize(logits_XV, slices, token_pool_RL, staging)
+
+
+def _add_biases(
+    logits_XV: Tensor, slices: list[ReqSlice], eos_ids: frozenset[int], staging: Staging
+) -> None:
+    """Bans are biases that outweigh every logit."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    values: list[float] = []
+    for x, req_slice in enumerate(slices):
+        biases = list(req_slice.req.params.logit_bias.items())
+        biases += [(token, _BAN) for token in _banned_tokens(req_slice, eos_ids)]
+        for token, value in biases:
+            rows.append(x)
+            tokens.append(token)
+            values.append(value)
+    if not rows:
+        return
+    row_Z, token_Z, value_Z = staging.send(
+        np.array(rows, dtype=np.int32),
+        np.array(tokens, dtype=np.int32),
+        np.array(values, dtype=np.float32),
+    )
+    logits_XV.index_put_((row_Z.long(), token_Z.long()), value_Z, accumulate=True)
+
+
+def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> set[int]:
+    """The tokens that would end an answer too early."""
+    if not _is_too_short(req_slice):
+        return set()
+    params = req_slice.req.params
+    banned = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        banned |= eos_ids
+    return banned
+
+
+def _is_too_short(req_slice: ReqSlice) -> bool:
+    return req_slice.end - req_slice.req.num_prompt < req_slice.req.params.min_tokens
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    adds = params.presence_penalty != 0 or params.frequency_penalty != 0
+    return adds or params.repetition_penalty != 1
+
+
+def _penalize(
+    logits_XV: Tensor, slices: list[ReqSlice], token_pool_RL: Tensor, staging: Staging
+) -> None:
+    row_X, prompt_X, end_X, presence_X, frequency_X, repetition_X = staging.send(
+        *_penalty_arrays(slices)
+    )
+
+    # The tokens of each request so far. What is behind the end of a row may be anything.
+    position_L = torch.arange(max(req_slice.end for req_slice in slices), device=logits_XV.device)
+    is_known_XL = position_L < end_X[:, None]
+    is_answer_XL = is_known_XL & (position_L >= prompt_X[:, None])
+    token_XL = token_pool_RL[row_X.long(), : len(position_L)].long().masked_fill(~is_known_XL, 0)
+
+    # How often each token stands in the answer, and whether in prompt or answer.
+    count_XV = torch.zeros_like(logits_XV).scatter_add_(1, token_XL, is_answer_XL.float())
+    seen_XV = torch.zeros_like(logits_XV).scatter_add_(1, token_XL, is_known_XL.float()) > 0
+
+    repetition_X1 = repetition_X[:, None]
+    factor_XV = torch.where(logits_XV > 0, 1 / repetition_X1, repetition_X1)
+    logits_XV.copy_(torch.where(seen_XV, logits_XV * factor_XV, logits_XV))
+    logits_XV.sub_(frequency_X[:, None] * count_XV + presence_X[:, None] * (count_XV > 0))
+
+
+def _penalty_arrays(slices: list[ReqSlice]) -> list[Numbers]:
+    """Rows, prompt lengths, ends; then presence, frequency and repetition penalties."""
+    params = [req_slice.req.params for req_slice in slices]
+    return [
+        np.array([req_slice.row for req_slice in slices], dtype=np.int32),
+        np.array([req_slice.req.num_prompt for req_slice in slices], dtype=np.int32),
+        np.array([req_slice.end for req_slice in slices], dtype=np.int32),
+        np.array([p.presence_penalty for p in params], dtype=np.float32),
+        np.array([p.frequency_penalty for p in params], dtype=np.float32),
+        np.array([p.repetition_penalty for p in params], dtype=np.float32),
+    ]

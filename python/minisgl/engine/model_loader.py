@@ -1,0 +1,65 @@
+"""A model with its weights on the device, prepared for multiplying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minisgl.config import EngineConfig
+from minisgl.distributed import DistributedCommunicator
+from minisgl.engine.memory import may_pack
+from minisgl.layers import set_rope_device
+from minisgl.layers.linear import LinearBase
+from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to compute.
+
+    Attributes:
+        weight_bytes: of its linear layers, the most that a rank has.
+    """
+
+    model: BaseLLMModel
+    weight_bytes: int
+
+
+@torch.inference_mode()
+def load_model(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    comm: DistributedCommunicator,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoadedModel:
+    """
+    Raises:
+        CheckpointError: the architecture is unknown, or the files are unusable.
+    """
+    assert config.model
+    model_class = get_model_class(model_config.architecture)
+    model = model_class(model_config, comm, max_seq_len, dtype)
+    load_weight(
+        model,
+        Path(config.model),
+        dtype,
+        device,
+        model_config.quantization,
+        dummy=config.dummy_weight,
+    )
+    set_rope_device(model, device)
+
+    # Ranks may have different numbers of bytes, but must capture the same graphs, and these depend on the number.
+    linears = [op for op in model.walk() if isinstance(op, LinearBase)]
+    num_bytes = sum(linear.num_bytes for linear in linears)
+    smallest_negative = comm.all_reduce_min(torch.tensor([-num_bytes], device=device))
+    weight_bytes = -int(smallest_negative)
+
+    pack = may_pack(config, weight_bytes, device)
+    for linear in linears:
+        linear.prepare(pack=pack)
+    return LoadedModel(model, weight_bytes)

@@ -1,0 +1,186 @@
+"""From the logits of a step to tokens in the token pool, equal on all ranks.
+
+A token is the argmax of (filtered) logits plus temperature times Gumbel noise, which samples from the softmax of
+logits / temperature (Gumbel 1954; the trick is explained by Maddison et al. 2014, arXiv:1411.0030). The noise is a
+function of the request's seed, the position and the token id (`kernel/noise.py`), so a request's tokens depend on
+nothing else than its own logits.
+
+What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host writes grammar
+masks; logprobs are taken after it. Where a request wants other logits than the model's, the function is called and
+not replayed: it chooses for those requests again, from changed copies of their logits.
+"""
+
+# Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the tables,
+# V vocabulary, W words of 32 bits, X a selection out of another dimension.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.core import ReqSlice
+from minisgl.distributed import DistributedCommunicator
+from minisgl.engine.logits_processing import process_logits, wants_processing
+from minisgl.engine.logprobs import LogprobsOutput
+from minisgl.engine.sampling_batch import BatchSamplingArgs
+from minisgl.kernel import choose_tokens, lowest_kept, mask_logits, scatter
+from minisgl.models import ModelConfig
+from minisgl.utils.staging import Staging
+
+_MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What the sampler reads of a step whose logits are being computed; padding comes last.
+
+    Attributes:
+        logits_BV: None on ranks that do not sample, and where no slice samples.
+        token_index_B: int32, flat indices of the token pool: where the tokens are written.
+    """
+
+    logits_BV: Tensor | None
+    args: BatchSamplingArgs
+    token_index_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingGraph:
+    """A graph that does what `Sampler.choose` does with the inputs of a captured step.
+
+    Attributes:
+        token_B: where it leaves the tokens; valid until the next replay of any graph.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    token_B: Tensor
+
+    def replay(self) -> Tensor:
+        self.graph.replay()
+        return self.token_B
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens of a step's slices that sample, without padding: int32 [B]; and the logprobs that were asked for."""
+
+    token_B: Tensor
+    logprobs: LogprobsOutput | None
+
+
+def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
+    """Choose one token a request, of logits that are masked: int32 [B]."""
+    lowest_B = None
+    if args.is_filtered:
+        lowest_B = lowest_kept(
+            logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B
+        )
+    return choose_tokens(
+        logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B
+    )
+
+
+class Sampler:
+    """Samples on rank 0 and broadcasts the tokens.
+
+    Args:
+        staging: for what is sent between a step's logits and its tokens.
+
+    Attributes:
+        masks_XW: the grammar masks of the step that is sampled next, as `mask_logits` takes them. They stay on the
+            host, since a step reads them once, and a copy would have to be launched.
+    """
+
+    def __init__(
+        self,
+        comm: DistributedCommunicator,
+        token_pool_RL: Tensor,
+        model: ModelConfig,
+        staging: Staging,
+    ) -> None:
+        self._comm = comm
+        self._token_pool_RL = token_pool_RL
+        self._eos_ids = model.eos_ids
+        self._staging = staging
+        num_words = -(-model.vocab_size // 32)
+        self.masks_XW = torch.full(
+            (len(token_pool_RL), num_words),
+            -1,
+            dtype=torch.int32,
+            pin_memory=token_pool_RL.is_cuda,
+        )
+
+    def sample_slices(
+        self, slices: list[ReqSlice], inputs: SamplingInputs, graph: SamplingGraph | None
+    ) -> SampledTokens:
+        """Start choosing the tokens of a step's slices.
+
+        Whether the graph is replayed depends on the slices alone, so all ranks do the same.
+
+        Args:
+            slices: those that sample, at least one.
+            inputs: whose logits are masked here, in place.
+            graph: captured with these inputs, if there is one.
+        """
+        special = [
+            (i, req_slice) for i, req_slice in enumerate(slices) if not req_slice.req.is_plain
+        ]
+        processed = [(i, req_slice) for i, req_slice in special if wants_processing(req_slice)]
+        num_top = {
+            i: req_slice.req.params.logprobs
+            for i, req_slice in special
+            if req_slice.req.params.logprobs is not None
+        }
+        unmasked_XV = None
+        if num_top and inputs.logits_BV is not None:
+            unmasked_XV = inputs.logits_BV[self.index(num_top)]
+
+        if graph and not processed:
+            token_B = graph.replay()
+        else:
+            token_B = self.choose(inputs, processed)
+
+        logprobs = None
+        if unmasked_XV is not None:
+            token_X = token_B[self.index(num_top)]
+            logprobs = LogprobsOutput(list(num_top), unmasked_XV, token_X, list(num_top.values()))
+        return SampledTokens(token_B[: len(slices)], logprobs)
+
+    def choose(
+        self, inputs: SamplingInputs, processed: Sequence[tuple[int, ReqSlice]] = ()
+    ) -> Tensor:
+        """Choose tokens, int32 [B], and write them to the token pool too.
+
+        Args:
+            processed: the slices whose logits are to be changed, with their index; none when this is captured.
+        """
+        if inputs.logits_BV is None:
+            token_B = torch.empty_like(inputs.token_index_B)
+        else:
+            if inputs.args.is_masked:
+                mask_logits(inputs.logits_BV, inputs.args.mask_B, self.masks_XW)
+            token_B = sample(inputs.logits_BV, inputs.args)
+            for begin in range(0, len(processed), _MAX_PROCESSED_ROWS):
+                some = processed[begin : begin + _MAX_PROCESSED_ROWS]
+                self._choose_again(token_B, inputs.logits_BV, some)
+        self._comm.broadcast(token_B)
+        scatter(self._token_pool_RL, inputs.token_index_B, token_B)
+        return token_B
+
+    def _choose_again(
+        self, token_B: Tensor, logits_BV: Tensor, processed: Sequence[tuple[int, ReqSlice]]
+    ) -> None:
+        index_X = self.index(i for i, _ in processed)
+        slices = [req_slice for _, req_slice in processed]
+        logits_XV = logits_BV[index_X].float()
+        process_logits(logits_XV, slices, self._token_pool_RL, self._eos_ids, self._staging)
+        token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(slices, self._staging))
+
+    def index(self, rows: Iterable[int]) -> Tensor:
+        """Indices of rows of a tensor on the device: int64."""
+        [index_X] = self._staging.send(np.fromiter(rows, dtype=np.int32))
+        return index_X.long()

@@ -1,0 +1,90 @@
+"""The sampling parameters of a batch: the numbers that say how each request's token is chosen."""
+
+# Dimensions: B requests of a step, or of a captured graph.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.core import SAMPLING, IntArray, ReqSlice, SamplingParams, sampling_numbers
+from minisgl.sampling_params import MAX_COUNT
+from minisgl.utils.staging import Staging
+
+FloatArray = NDArray[np.float32]
+_GREEDY = sampling_numbers(SamplingParams(temperature=0.0), seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSamplingArgs:
+    """The sampling parameters of a batch, with values that keep everything where a request has no filter.
+
+    Attributes:
+        is_filtered: whether to look at the filters.
+        is_masked: whether logits have to be masked first.
+        temperature_B: float32; 0 is greedy.
+        seed_2B: int32, the halves of each 64-bit seed side by side.
+        position_B: int32, of the tokens to be chosen.
+        mask_B: int32, which of the step's masks applies, counted over the requests that have a grammar; -1: none.
+        top_k_B, top_p_B, min_p_B: int32, float32, float32.
+    """
+
+    is_filtered: bool
+    is_masked: bool
+    temperature_B: Tensor
+    seed_2B: Tensor
+    position_B: Tensor
+    mask_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+
+    @classmethod
+    def of(cls, slices: list[ReqSlice], staging: Staging) -> BatchSamplingArgs:
+        """The arguments for slices that sample, from logits that need no mask, or have been masked."""
+        end_B = np.array([req_slice.end for req_slice in slices], dtype=np.int32)
+        arrays = sampling_arrays(slices, end_B)
+        return cls(has_filters(arrays), False, *staging.send(*arrays))
+
+
+class SamplingArrays(NamedTuple):
+    """The tensors of `BatchSamplingArgs` on the host, in the same order."""
+
+    temperature_B: FloatArray
+    seed_2B: IntArray
+    position_B: IntArray
+    mask_B: IntArray
+    top_k_B: IntArray
+    top_p_B: FloatArray
+    min_p_B: FloatArray
+
+
+def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
+    """What goes to the device for slices that sample.
+
+    Args:
+        end_B: where the slices end; if it is longer, the rest is padding, which is greedy.
+    """
+    packed = bytearray().join([req_slice.req.packed_sampling for req_slice in slices])
+    packed += _GREEDY * (len(end_B) - len(slices))
+    numbers_B = np.frombuffer(packed, dtype=SAMPLING)
+    is_masked_B = numbers_B["is_masked"]
+    return SamplingArrays(
+        temperature_B=numbers_B["temperature"],
+        seed_2B=numbers_B["seed"].copy().view(np.int32),
+        position_B=end_B,
+        mask_B=is_masked_B.cumsum(dtype=np.int32) * is_masked_B - 1,
+        top_k_B=numbers_B["top_k"],
+        top_p_B=numbers_B["top_p"],
+        min_p_B=numbers_B["min_p"],
+    )
+
+
+def has_filters(arrays: SamplingArrays) -> bool:
+    """Whether a request has a filter and is not greedy."""
+    has_filter_B = (arrays.top_k_B < MAX_COUNT) | (arrays.top_p_B < 1) | (arrays.min_p_B > 0)
+    return bool(((arrays.temperature_B > 0) & has_filter_B).any())

@@ -1,0 +1,84 @@
+"""Which captured graph takes a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.engine.graph_key import (
+    GraphKey,
+    GraphKind,
+    find_graph_key,
+    graph_sizes,
+    size_ladder,
+)
+
+
+def plan(
+    lengths: list[int],
+    *,
+    num_shared_tokens: int = 0,
+    samples: bool = True,
+    params: SamplingParams | None = None,
+) -> BatchPlan:
+    req = Req(0, np.zeros(1, dtype=np.int32), params or SamplingParams(), max_length=2, seed=0)
+    slices = [ReqSlice(req, 500, 500 + length, samples) for length in lengths]
+    return BatchPlan(slices, num_shared_tokens=num_shared_tokens)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 256])
+def test_the_ladder_rises_to_the_largest_and_pads_by_less_than_eight(largest: int) -> None:
+    sizes = size_ladder(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for num_decodes in range(1, largest + 1):
+        assert next(size for size in sizes if size >= num_decodes) - num_decodes < 8
+
+
+@pytest.mark.parametrize("num_shared_tokens", [0, 255, 256, 4096])
+@pytest.mark.parametrize("max_decodes", [1, 20, 100, 256])
+def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
+    max_decodes: int, num_shared_tokens: int
+) -> None:
+    sizes = graph_sizes(max_decodes, 1024)
+    for number in range(1, max_decodes + 1):
+        key = find_graph_key(plan([1] * number, num_shared_tokens=num_shared_tokens), sizes)
+        assert key is not None
+        assert key.size >= number
+        assert key.size in sizes[key.kind]
+        shares_prefix = num_shared_tokens >= 256 and number >= 16
+        assert (key.kind is GraphKind.SHARED_PREFIX) == shares_prefix
+        assert (key.kind is GraphKind.DECODES) == (not shares_prefix)
+    assert find_graph_key(plan([1] * (max_decodes + 1)), sizes) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "samples", "expected"),
+    [
+        ([2], True, GraphKey(GraphKind.PROMPT, 32)),
+        ([512], True, GraphKey(GraphKind.PROMPT, 512)),
+        ([513], False, GraphKey(GraphKind.PROMPT, 1024)),
+        ([1], False, GraphKey(GraphKind.PROMPT, 32)),
+        ([1025], True, None),
+        ([1, 2], True, None),
+        ([5, 5], True, None),
+    ],
+)
+def test_one_short_prompt_has_a_graph(
+    lengths: list[int], samples: bool, expected: GraphKey | None
+) -> None:
+    assert find_graph_key(plan(lengths, samples=samples), graph_sizes(256, 1024)) == expected
+
+
+def test_a_model_too_large_for_prompt_graphs_has_none() -> None:
+    assert find_graph_key(plan([20]), graph_sizes(256, 0)) is None
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, GraphKey(GraphKind.DECODES, 1)), (2, None)])
+def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
+    length: int, expected: GraphKey | None
+) -> None:
+    """A graph returns those of last tokens."""
+    scored = plan([length], params=SamplingParams(prompt_logprobs=0))
+    assert find_graph_key(scored, graph_sizes(256, 1024)) == expected
