@@ -139,10 +139,9 @@ class Sampler:
         if num_top and inputs.logits_BV is not None:
             unmasked_XV = inputs.logits_BV[self.index(num_top)]
 
-        if graph and not processed:
-            token_B = graph.replay()
-        else:
-            token_B = self.choose(inputs, processed)
+        if processed:
+            graph = None  # it would choose from the model's logits
+        token_B = graph.replay() if graph else self.choose(inputs, processed)
 
         logprobs = None
         if unmasked_XV is not None:
