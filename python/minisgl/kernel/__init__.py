@@ -1,8 +1,13 @@
 """Kernels: each a function with one contract, and a reference in plain torch to be compared with.
 
-A wrapper picks the implementation by device and dtype (`dispatch.py`): csrc/cpu.cpp on a CPU with a compiler, gpu/ on a
-GPU (csrc/*.cu for what Triton cannot say), else the reference.
-Nothing here knows of requests, pages or models. Read `norm.py` for the pattern, then `rotary.py`.
+A wrapper holds the contract and picks the implementation by device and dtype (`dispatch.py`):
+
+    csrc/cpu.cpp    a CPU with a compiler
+    gpu/            a GPU, in Triton
+    csrc/*.cu       a GPU, for what Triton cannot express
+    the reference   everything else, and the oracle of the tests
+
+Nothing here knows of requests or models. Read `norm.py` for the pattern, then `rotary.py`.
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul

@@ -1,6 +1,6 @@
 """Gated activations of an MLP."""
 
-# Dimension key: T tokens in the batch, F mlp width.
+# Dimensions: F mlp width, T tokens of a step.
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from minisgl.kernel.dispatch import kernels_for
 
 
 def silu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202); rows may lie apart, a row is contiguous."""
+    """Return silu(gate) * up (SwiGLU, Shazeer 2020, arXiv:2002.05202) as a new tensor.
+
+    Rows of gate and of up may lie apart; a row is contiguous.
+    """
     kernels = kernels_for(gate_TF)
     if kernels is None:
         return F.silu(gate_TF).mul_(up_TF)
@@ -22,5 +25,5 @@ def silu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 
 
 def gelu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """gelu(gate) * up, with the tanh approximation of gelu."""
+    """Return gelu(gate) * up, with the tanh approximation of gelu, as a new tensor."""
     return F.gelu(gate_TF, approximate="tanh").mul_(up_TF)

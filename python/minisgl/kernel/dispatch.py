@@ -1,4 +1,4 @@
-"""Which implementation of the kernels takes a tensor."""
+"""Picks the implementation of the kernels that takes a tensor: compiled, Triton or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from minisgl.kernel.native import load_cpu_kernels, load_cuda_kernels
 
 
 def kernels_for(x: Tensor) -> Any | None:
-    """The functions of csrc/cpu.cpp or of `gpu/`; None where there are none, and the caller runs its reference.
+    """Return the functions of csrc/cpu.cpp for a CPU, those of `gpu/` for a GPU.
+
+    Returns:
+        None where there are none; the caller then runs its reference.
 
     Raises:
         ConfigError: Triton is not installed.
@@ -26,7 +29,11 @@ def kernels_for(x: Tensor) -> Any | None:
 
 
 def cuda_kernels_for(x: Tensor) -> Any | None:
-    """The functions of csrc/*.cu; None where there are none, and the caller runs its reference."""
+    """Return the functions of csrc/*.cu, which are for bfloat16 on a GPU with nvcc at hand.
+
+    Returns:
+        None where there are none; the caller then runs its reference.
+    """
     if x.is_cuda and x.dtype == torch.bfloat16:
         return load_cuda_kernels(*torch.cuda.get_device_capability(x.device))
     return None

@@ -1,11 +1,12 @@
-"""Matrix products with weights on a CPU, where the best way depends on the number of tokens.
+"""Products with a linear layer's weight; the best kernel depends on the number of tokens.
 
-For one token the product is bound by reading the weight: torch's own bf16 kernel reads it at the speed of
-memory, oneDNN at a third of that. For more tokens oneDNN wins, by up to two times if the weight was packed into
-its blocked layout beforehand; the packed copy doubles the memory, so the caller says whether to make it.
+For one token the product is bound by reading the weight: torch's own bf16 kernel reads it at the
+speed of memory, oneDNN at a third of that. For more tokens oneDNN is faster, by up to two times if
+the weight was packed into its blocked layout beforehand. The packed copy doubles the memory, so the
+caller decides whether to make it.
 """
 
-# Dimension key: T tokens in the batch, D inputs, F outputs.
+# Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
 from __future__ import annotations
 
@@ -18,43 +19,49 @@ from minisgl.kernel.dispatch import kernels_for
 _PACK_FOR_TOKENS = 32
 
 
-def one_token_linear(x_1D: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    """y_1F = x_1D @ weight_FD.T + bias_F on a GPU."""
-    kernels = kernels_for(x_1D)
-    if kernels is None or not x_1D.is_cuda:
-        return F.linear(x_1D, weight_FD, bias_F)
-    y_1F: Tensor = kernels.one_token_linear(x_1D, weight_FD, bias_F)
-    return y_1F
+def one_token_linear(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return y_1O = x_1I @ weight_OI.T + bias_O.
+
+    A GPU has a kernel for it, bound by reading the weight; a CPU computes it with torch.
+    """
+    kernels = kernels_for(x_1I)
+    if kernels is None or not x_1I.is_cuda:
+        return F.linear(x_1I, weight_OI, bias_O)
+    y_1O: Tensor = kernels.one_token_linear(x_1I, weight_OI, bias_O)
+    return y_1O
 
 
 class CpuLinear:
-    """y_TF = x_TD @ weight_FD.T + bias_F for a weight that stays as it is."""
+    """y_TO = x_TI @ weight_OI.T + bias_O on a CPU, for a weight that does not change afterwards.
 
-    def __init__(self, weight_FD: Tensor, *, pack: bool) -> None:
-        self._weight_FD = weight_FD
+    Args:
+        pack: whether to keep a packed copy of a bfloat16 weight too, where oneDNN is available.
+    """
+
+    def __init__(self, weight_OI: Tensor, *, pack: bool) -> None:
+        self._weight_OI = weight_OI
         can_pack = (
-            pack and weight_FD.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+            pack and weight_OI.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
         )
-        self._packed: Tensor | None = (
-            torch.ops.mkldnn._reorder_linear_weight(weight_FD, _PACK_FOR_TOKENS)
-            if can_pack
-            else None
-        )
+        self._packed: Tensor | None = None
+        if can_pack:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 
-    def __call__(self, x_TD: Tensor, bias_F: Tensor | None) -> Tensor:
-        if x_TD.shape[0] == 1 and x_TD.dtype == torch.bfloat16:
-            return self._one_token(x_TD, bias_F)
-        if self._packed is None or x_TD.shape[0] == 0:
-            return F.linear(x_TD, self._weight_FD, bias_F)
-        y_TF: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_TD, self._packed, bias_F, "none", [], ""
+    def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if x_TI.shape[0] == 1 and x_TI.dtype == torch.bfloat16:
+            return self._one_token(x_TI, bias_O)
+        if self._packed is None or x_TI.shape[0] == 0:
+            return F.linear(x_TI, self._weight_OI, bias_O)
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TI, self._packed, bias_O, "none", [], ""
         )
-        return y_TF
+        return y_TO
 
-    def _one_token(self, x_TD: Tensor, bias_F: Tensor | None) -> Tensor:
+    def _one_token(self, x_1I: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Compute with torch's own kernel; the switch that turns oneDNN off is the process's."""
         was_enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return F.linear(x_TD, self._weight_FD, bias_F)
+            return F.linear(x_1I, self._weight_OI, bias_O)
         finally:
             torch._C._set_mkldnn_enabled(was_enabled)

@@ -1,6 +1,7 @@
-"""Ban tokens by bit masks, as grammars give them."""
+"""Bans tokens by grammar masks."""
 
-# Dimension key: B requests, V vocab, X masks, W words of 32 bits.
+# Dimensions: B requests of a step, V vocabulary, W words of 32 bits,
+# X a selection out of another dimension: the requests that have a mask.
 
 from __future__ import annotations
 
@@ -15,16 +16,20 @@ def mask_logits(logits_BV: Tensor, mask_B: Tensor, bits_XW: Tensor) -> None:
     """Set the logits of banned tokens to minus infinity, in place.
 
     Args:
-        mask_B: int32, which mask a row has; -1: none.
-        bits_XW: int32, [X, ceil(V / 32)]; bit v % 32 of word v // 32 says whether token v may stay.
+        mask_B: int32, which mask applies to a row; -1: none.
+        bits_XW: int32, W = ceil(V / 32); bit v % 32 of word v // 32 is set if token v may stay.
+            It may lie in pinned host memory, which a GPU reads.
     """
     kernels = kernels_for(logits_BV)
-    (kernels.mask_logits if kernels else mask_logits_reference)(logits_BV, mask_B, bits_XW)
+    if kernels is None:
+        mask_logits_reference(logits_BV, mask_B, bits_XW)
+    else:
+        kernels.mask_logits(logits_BV, mask_B, bits_XW)
 
 
 def mask_logits_reference(logits_BV: Tensor, mask_B: Tensor, bits_XW: Tensor) -> None:
-    """The same, on a CPU."""
+    """Compute what `mask_logits` does, for tensors of a CPU."""
     for row in (mask_B >= 0).nonzero()[:, 0]:
-        words = bits_XW[mask_B[row]].numpy().view(np.uint8)
-        may_V = np.unpackbits(words, count=logits_BV.shape[1], bitorder="little")
-        logits_BV[row].masked_fill_(torch.from_numpy(may_V) == 0, -torch.inf)
+        packed = bits_XW[mask_B[row]].numpy().view(np.uint8)
+        is_allowed_V = np.unpackbits(packed, count=logits_BV.shape[1], bitorder="little")
+        logits_BV[row].masked_fill_(torch.from_numpy(is_allowed_V) == 0, -torch.inf)

@@ -1,6 +1,7 @@
-"""Mixture of experts: which experts a token goes to, and what they make of it."""
+"""Mixture of experts: routes tokens to experts, and sums the weighted outputs of those experts."""
 
-# Dimension key: T tokens in the batch, D model width, F mlp width, E experts, A experts a token.
+# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
+# T tokens of a step, U both halves of a gated mlp: 2 F.
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from minisgl.kernel.dispatch import kernels_for
 
 
 def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The A experts of each token that its softmax ranks first.
+    """Choose for each token the A experts that rank first in its softmax.
 
     Args:
         normalize: whether the weights of a token are scaled to sum to one.
 
     Returns:
-        weight_TA in the dtype of the logits, computed in float32; expert_TA, int32.
+        weight_TA: computed in float32, in the dtype of the logits.
+        expert_TA: int32.
     """
     kernels = kernels_for(logits_TE)
     if kernels is None or not logits_TE.is_cuda:
@@ -30,44 +32,47 @@ def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, 
 
 
 def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
-    weight_TA, expert_TA = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).topk(
-        num_chosen, dim=-1
-    )
+    """Compute what `route` does, in plain torch."""
+    probability_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    weight_TA, expert_TA = probability_TE.topk(num_chosen, dim=-1)
     if normalize:
         weight_TA = weight_TA / weight_TA.sum(dim=-1, keepdim=True)
     return weight_TA.to(logits_TE.dtype), expert_TA.int()
 
 
 def moe(
-    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+    x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)).
+    """Sum weight * down(silu(gate(x)) * up(x)) over the experts of each token.
 
     Args:
-        gate_up_EXD: gate over up, X = 2 F. Rows of it, as of x and down, are contiguous.
-        weight_TA: routing weights, x's dtype.
-        expert_TA: the experts of each token, of any integer dtype, distinct. Not range-checked on CUDA (it would sync).
+        gate_up_EUD: the rows of gate, then those of up. A row of x, gate_up and down is contiguous.
+        weight_TA: routing weights, in x's dtype.
+        expert_TA: the experts of each token, of any integer dtype, distinct. Not range-checked on
+            CUDA (it would sync).
 
     Returns:
-        [T, D], x's dtype.
+        y_TD: a new tensor in x's dtype.
     """
     kernels = kernels_for(x_TD)
     if kernels is None or not x_TD.is_cuda:
-        return moe_reference(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA)
+        return moe_reference(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA)
     y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    kernels.moe(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA, y_TD)
+    kernels.moe(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA, y_TD)
     return y_TD
 
 
 def moe_reference(
-    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+    x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """The same in plain torch, one expert after the other; reads only the experts that some token chose."""
+    """Compute what `moe` does, in plain torch, one expert after the other.
+
+    It reads the weights of those experts only that some token chose.
+    """
     out_TD = torch.zeros_like(x_TD)
     for expert in expert_TA.unique().tolist():
         token, choice = (expert_TA == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x_TD[token], gate_up_EXD[expert]).chunk(2, dim=-1)
+        gate, up = F.linear(x_TD[token], gate_up_EUD[expert]).chunk(2, dim=-1)
         y = F.linear(F.silu(gate) * up, down_EDF[expert])
         out_TD.index_add_(0, token, y * weight_TA[token, choice, None])
     return out_TD

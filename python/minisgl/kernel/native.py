@@ -1,4 +1,4 @@
-"""The compiled kernels of csrc/: built once for this processor and kept in the cache folder."""
+"""Compiles the kernels of csrc/ once for this processor and keeps them in the cache folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from minisgl.utils.env import cache_folder, nvcc
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
-_CPU_FLAGS = [
-    *("-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
-]
+_CPU_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp"]
+_CPU_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 _CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC"]
 
 
 @functools.cache
 def load_cpu_kernels() -> Any | None:
-    """The compiled functions; None, with a warning, if they cannot be compiled here."""
+    """Return the functions of cpu.cpp; None, with a warning, if they cannot be compiled here."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
     return _load("cpu", [_SOURCES / "cpu.cpp"], "c++", _CPU_FLAGS, features)
@@ -36,7 +34,7 @@ def load_cpu_kernels() -> Any | None:
 
 @functools.cache
 def load_cuda_kernels(major: int, minor: int) -> Any | None:
-    """The same for a GPU of that compute capability."""
+    """Return the functions of *.cu for a GPU of that compute capability; None as above."""
     sources = sorted(_SOURCES.glob("*.cu"))
     return _load("gpu", sources, nvcc(), [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}"], [])
 
@@ -44,10 +42,7 @@ def load_cuda_kernels(major: int, minor: int) -> Any | None:
 def _load(
     name: str, sources: list[Path], compiler: str, flags: list[str], features: list[str]
 ) -> Any | None:
-    read = [file.read_text() for file in (*sources, *sorted(_SOURCES.glob("*.cuh")))]
-    digest = hashlib.sha256(
-        "\n".join([*read, tvm_ffi.__version__, *flags, *features]).encode()
-    ).hexdigest()[:16]
+    digest = _digest(sources, [tvm_ffi.__version__, *flags, *features])
     library = cache_folder() / "kernels" / f"{name}-{digest}.so"
     try:
         if not library.exists():
@@ -61,37 +56,35 @@ def _load(
         return None
 
 
-def _compile(sources: list[Path], library: Path, compiler: str, flags: list[str]) -> None:
-    """Under names of this process, then renamed: another one may be at the same.
+def _digest(sources: list[Path], others: list[str]) -> str:
+    """Identify a library by all that it is made of."""
+    files = [*sources, *sorted(_SOURCES.glob("*.cuh"))]
+    text = "\n".join([*(file.read_text() for file in files), *others])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    OpenMP is compiled in but not linked, so that the threads are those of the runtime that torch brought along.
+
+def _compile(sources: list[Path], library: Path, compiler: str, flags: list[str]) -> None:
+    """Compile under a name of this process, then rename: another process may be compiling too.
+
+    OpenMP is compiled in but not linked, so that the threads are those of the runtime that torch
+    brought along.
     """
     library.parent.mkdir(parents=True, exist_ok=True)
+    include_folders = (_SOURCES, libinfo.find_include_path(), libinfo.find_dlpack_include_path())
+    options = [*flags, *(f"-I{folder}" for folder in include_folders)]
+    ffi_folder = Path(libinfo.find_libtvm_ffi()).parent
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        unfinished = Path(folder) / "kernels.so"
-        objects = {source: Path(folder) / f"{source.stem}.o" for source in sources}
-        include = [
-            f"-I{path}"
-            for path in (_SOURCES, libinfo.find_include_path(), libinfo.find_dlpack_include_path())
+        objects = {source: f"{folder}/{source.stem}.o" for source in sources}
+        commands = [
+            [compiler, *options, "-c", str(source), "-o", made] for source, made in objects.items()
         ]
         with ThreadPoolExecutor(len(sources)) as pool:
-            commands = [
-                (compiler, *flags, *include, "-c", str(it), "-o", str(made))
-                for it, made in objects.items()
-            ]
-            list(pool.map(lambda command: _run(*command), commands))
-        folder_of_ffi = Path(libinfo.find_libtvm_ffi()).parent
-        _run(
-            compiler,
-            "-shared",
-            *map(str, objects.values()),
-            "-o",
-            str(unfinished),
-            f"-L{folder_of_ffi}",
-            "-ltvm_ffi",
-        )
+            list(pool.map(_run, commands))
+        unfinished = Path(folder) / "kernels.so"
+        link = ["-shared", *objects.values(), "-o", str(unfinished)]
+        _run([compiler, *link, f"-L{ffi_folder}", "-ltvm_ffi"])
         unfinished.rename(library)
 
 
-def _run(*command: str) -> None:
+def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)

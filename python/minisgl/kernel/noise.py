@@ -1,12 +1,13 @@
-"""Tokens by noise that is a pure function of seed, position and token id.
+"""Samples tokens with noise that is a pure function of seed, position and token id.
 
-A 32-bit integer hash in place of a generator with state, so that a request's noise does not depend on its
-batch, on the step in which it is drawn, or on the device. The mixer is `lowbias32` of C. Wellons' hash
-prospector; two rounds with the key folded in between, after the counter-based construction of Salmon et al.
-2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
+A 32-bit integer hash replaces a generator with state, so a request's noise does not depend on its
+batch, on the step in which it is drawn, or on the device. The mixer is `lowbias32` of C. Wellons'
+hash prospector. Two rounds with the key folded in between follow the counter-based construction of
+Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
-# Dimension key: B requests, V vocab, X those requests that are not greedy.
+# Dimensions: B requests of a step, V vocabulary,
+# X a selection out of another dimension: the requests that are not greedy.
 
 from __future__ import annotations
 
@@ -25,16 +26,17 @@ def choose_tokens(
     seed_B2: Tensor,
     position_B: Tensor,
 ) -> Tensor:
-    """The argmax of logits + temperature * noise; without noise where the temperature is 0.
+    """Return the argmax of logits + temperature * noise; a temperature of 0 means no noise.
 
     Args:
-        lowest_B: float32; where the temperature is not 0, no token whose logit is below may be chosen. None: all may.
+        lowest_B: float32. No token whose logit is lower may be chosen, unless the temperature is 0.
+            Without it, every token may be chosen.
         temperature_B: float32.
         seed_B2: int32, the low and the high half of a 64-bit seed.
         position_B: int32.
 
     Returns:
-        int32 [B]; of equal ones the lowest.
+        token_B: int32; the lowest id among equal scores.
     """
     kernels = kernels_for(logits_BV)
     if logits_BV.is_cuda and kernels is not None:
@@ -43,50 +45,49 @@ def choose_tokens(
         )
         return token_B
     token_B = logits_BV.argmax(dim=-1)
-    sampled_X = temperature_B.nonzero().flatten()
-    if len(sampled_X):
-        score_XV = logits_BV[sampled_X].float()
+    index_X = temperature_B.nonzero().flatten()
+    if len(index_X):
+        score_XV = logits_BV[index_X].float()
         if lowest_B is not None:
-            score_XV.masked_fill_(score_XV < lowest_B[sampled_X, None], -torch.inf)
-        seed_X = seed_B2[sampled_X].contiguous().view(torch.int64).flatten()
-        noise_XV = gumbel_noise(seed_X, position_B[sampled_X].long(), logits_BV.shape[1])
-        token_B[sampled_X] = torch.addcmul(
-            score_XV, temperature_B[sampled_X, None], noise_XV
-        ).argmax(dim=-1)
+            score_XV.masked_fill_(score_XV < lowest_B[index_X, None], -torch.inf)
+        seed_X = seed_B2[index_X].contiguous().view(torch.int64).flatten()
+        noise_XV = gumbel_noise(seed_X, position_B[index_X].long(), logits_BV.shape[1])
+        noisy_XV = torch.addcmul(score_XV, temperature_B[index_X, None], noise_XV)
+        token_B[index_X] = noisy_XV.argmax(dim=-1)
     return token_B.int()
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
-    """Independent standard Gumbel noise for each request and token.
+    """Return independent standard Gumbel noise for each request and token.
 
-    Adding it to logits and taking the argmax samples from their softmax.
+    The argmax of logits plus this noise is a sample from the softmax of the logits.
 
     Args:
         seed_B, position_B: int64.
 
     Returns:
-        float32 [B, V], finite.
+        noise_BV: float32, finite.
     """
-    key_B1 = _mix(_low_bits(seed_B) ^ _mix(_low_bits(seed_B >> 32) ^ _mix(_low_bits(position_B))))[
-        :, None
-    ]
+    key_B = _mix(_low_bits(position_B))
+    key_B = _mix(_low_bits(seed_B >> 32) ^ key_B)
+    key_B = _mix(_low_bits(seed_B) ^ key_B)
+    key_B1 = key_B[:, None]
     bits_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) ^ key_B1
     _mix(bits_BV).bitwise_xor_(key_B1)
     _mix(bits_BV)
-    uniform_BV = (
-        ((bits_BV >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    )  # in (0, 1): the sum is exact
+    # In (0, 1): 23 bits and a half are exact in float32.
+    uniform_BV = ((bits_BV >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return uniform_BV.log_().neg_().log_().neg_()
 
 
 def _low_bits(x: Tensor) -> Tensor:
-    """The low 32 bits as int32, without overflow in the cast."""
+    """Return the low 32 bits as int32, without overflow in the cast."""
     low = x & 0xFFFFFFFF
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """lowbias32 in place; int32 arithmetic wraps, and the masks make its shifts logical."""
+    """Apply lowbias32 in place; int32 arithmetic wraps, and the masks make its shifts logical."""
     x ^= (x >> 16) & 0xFFFF
     x *= _MULTIPLIERS[0]
     x ^= (x >> 15) & 0x1FFFF

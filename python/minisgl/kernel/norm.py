@@ -1,6 +1,6 @@
 """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
-# Dimension key: T tokens in the batch, D width of the normalised dimension.
+# Dimensions: D model width, or whatever width is normed, T tokens of a step.
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from minisgl.kernel.dispatch import kernels_for
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; computed in float32, output in x's dtype."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, computed in float32, in x's dtype.
+
+    Rows of x may lie apart; a row is contiguous.
+    """
     kernels = kernels_for(x_TD)
     if kernels is None:
         return rms_norm_reference(x_TD, weight_D, eps)
@@ -21,7 +24,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Add x to the residual, in place, and return the norm of the sum."""
+    """Add x to the residual, in place, and return the norm of the sum, in x's dtype.
+
+    Rows of x may lie apart; the residual is contiguous.
+    """
     kernels = kernels_for(x_TD)
     if kernels is None:
         return rms_norm_reference(residual_TD.add_(x_TD), weight_D, eps)
@@ -31,7 +37,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The same in plain torch, for any leading shape."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight_D.float()).to(x.dtype)
+    """Compute what `rms_norm` does, in plain torch, for any leading shape."""
+    x_float = x.float()
+    scale = torch.rsqrt(x_float.square().mean(dim=-1, keepdim=True) + eps)
+    return (x_float * scale * weight_D.float()).to(x.dtype)

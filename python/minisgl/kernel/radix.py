@@ -1,4 +1,4 @@
-"""Key compare of the radix tree."""
+"""Comparison of two keys of the radix tree, vectorized by numpy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from minisgl.core import IntArray
 
 
 def common_prefix_length(a: IntArray, b: IntArray) -> int:
-    """Number of leading tokens that a and b share; both int32, one-dimensional, on the host."""
+    """Count the leading tokens that a and b have in common; both one-dimensional, on the host."""
     length = min(len(a), len(b))
+    if length == 0:
+        return 0
     differs = a[:length] != b[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    first = int(differs.argmax())  # 0, too, if nothing differs
+    return first if differs[first] else length

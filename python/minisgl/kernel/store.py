@@ -1,6 +1,6 @@
-"""KV store: put the keys and values of a step where the page table says."""
+"""KV store: puts the keys and values of a step into their slots of the pools."""
 
-# Dimension key: T tokens in the batch, K kv heads, H head dim, S kv slots.
+# Dimensions: H head width, K kv heads, S kv slots, T tokens of a step.
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def store_kv(
     for name, x_TKH, pool_SKH in (("k", k_TKH, k_pool_SKH), ("v", v_TKH, v_pool_SKH)):
         expected = (slot_T.shape[0], *pool_SKH.shape[1:])
         if x_TKH.shape != expected or x_TKH.dtype != pool_SKH.dtype:
+            actual = tuple(x_TKH.shape)
             raise KernelInputError(
-                f"{name}: expected {expected} of {pool_SKH.dtype}, got {tuple(x_TKH.shape)} of {x_TKH.dtype}"
+                f"{name}: expected {expected} of {pool_SKH.dtype}, got {actual} of {x_TKH.dtype}"
             )
     k_pool_SKH.index_copy_(0, slot_T, k_TKH)
     v_pool_SKH.index_copy_(0, slot_T, v_TKH)

@@ -1,6 +1,7 @@
-"""The device's page table and token pool: take the host's changes, look up a step's inputs."""
+"""The device's page table and token pool: writes the host's changes, looks up a step's inputs."""
 
-# Dimension key: T tokens in the batch, R table rows, L positions, P pages, X changes.
+# Dimensions: L positions of a sequence, P pages, R rows of the tables, T tokens of a step,
+# Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -10,27 +11,40 @@ from torch import Tensor
 from minisgl.kernel.dispatch import kernels_for
 
 
-def scatter(table: Tensor, index_X: Tensor, value_X: Tensor) -> None:
-    """table.view(-1)[index] = value, all int32; where an index is repeated, so is its value."""
+def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
+    """Write table.view(-1)[index] = value, in place.
+
+    Args:
+        table, index_Z, value_Z: int32. Entries that repeat an index repeat its value too. An index
+            is not range-checked on CUDA.
+    """
     if table.is_cuda:
         kernels = kernels_for(table)
         assert kernels is not None
-        kernels.scatter(table, index_X, value_X)
+        kernels.scatter(table, index_Z, value_Z)
     else:
-        table.view(-1)[index_X.long()] = value_X
+        table.view(-1)[index_Z.long()] = value_Z
 
 
 def look_up(
     row_T: Tensor, position_T: Tensor, token_pool_RL: Tensor, page_table_RP: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The token at each place, and the slot of its KV: two int64 [T]."""
+    """Look up the token at each row and position, and the slot of its keys and values.
+
+    Args:
+        row_T, position_T: of any integer dtype.
+        token_pool_RL, page_table_RP: int32.
+
+    Returns:
+        input_ids_T, slot_T: int64.
+    """
     if not row_T.is_cuda:
         page_T = page_table_RP[row_T, position_T // page_size].long()
-        return token_pool_RL[row_T, position_T].long(), page_T * page_size + position_T % page_size
-    input_ids_T, slot_T = torch.empty(
-        2, len(row_T), dtype=torch.int64, device=row_T.device
-    ).unbind()
+        slot_T = page_T * page_size + position_T % page_size
+        return token_pool_RL[row_T, position_T].long(), slot_T
     kernels = kernels_for(row_T)
     assert kernels is not None
+    outputs_2T = torch.empty(2, len(row_T), dtype=torch.int64, device=row_T.device)
+    input_ids_T, slot_T = outputs_2T.unbind()
     kernels.look_up(row_T, position_T, token_pool_RL, page_table_RP, page_size, input_ids_T, slot_T)
     return input_ids_T, slot_T
