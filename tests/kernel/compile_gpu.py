@@ -96,7 +96,7 @@ def experts() -> None:
         many = (
             [8192] if dtype == torch.bfloat16 else []
         )  # the largest tiles are not for float32, where they spill
-        for tokens in (1, *(16 * few for few in gpu.experts._TILES if few), *many):
+        for tokens in (1, *(16 * pairs for pairs in gpu.experts._TILES), *many):
             x, logits = (
                 torch.empty(tokens, width, dtype=dtype),
                 torch.empty(tokens, num_experts, dtype=dtype),

@@ -1,14 +1,19 @@
 // Attention of single queries over paged contexts: every warp reads as many tokens as every other.
 //
-// The contexts of a step, laid end to end, are one line of tiles of 16 tokens. It is cut into ranges of equal length, each
-// for one warp a kv head, however long or short the requests are ("Stream-K", Osama et al. 2023, arXiv:2301.03598). Where a
-// cut falls into a request its parts are softmaxed by themselves, and the warp that is done last joins them
-// ("Flash-Decoding", Dao et al. 2023). `plan_decode` makes the cuts, on the device, once a step; `attend_ranges` runs once a
-// layer. The contract stands in decode.py.
+// The contexts of a step, laid end to end, are one line of tiles of 16 tokens. It is cut into
+// ranges of equal length, each for one warp a kv head, however long or short the requests are
+// ("Stream-K", Osama et al. 2023, arXiv:2301.03598). A cut inside a request makes splits of its
+// context, called `part` in the code. Each split is softmaxed by itself, and the warp that finishes
+// last joins them ("Flash-Decoding", Dao et al. 2023). `plan_decode` makes the cuts, on the device,
+// once a step; `attend_ranges` runs once a layer. The contract stands in decode.py.
 //
-// A warp keeps everything in registers. It multiplies 8 query rows, of which the group of heads that share a kv head are
-// used, by 16 keys, and 16 values by the weights. Any order of the dimensions gives the same product, so a thread loads 16
-// bytes of a key as they lie and takes them for the parts of a fragment; values are paired over tokens by byte shuffles.
+// A warp keeps everything in registers. It multiplies 8 query rows by 16 keys, and 16 values by the
+// weights. Only as many rows are used as query heads share the kv head. Any order of the dimensions
+// gives the same product, so a thread loads 16 bytes of a key as they lie and uses them as its
+// words of a fragment. Values are paired over tokens by byte shuffles.
+//
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+// tables, S kv slots, Z entries of a flat list.
 
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
@@ -28,19 +33,21 @@ using tvm::ffi::TensorView;
 constexpr int kTile = 16, kRows = 8, kPlanThreads = 1024;
 constexpr float kNone = -1e30f;
 
-// Where a request lies on the line of tiles, and how it is found.
+// Where a request lies on the line of tiles: its tiles, its tokens, and its row of the page table.
 struct Request {
   int first_tile, num_tiles, length, row;
 };
 
-// What `plan_decode` writes: the size of a range, the number of tiles, for each range the request that it begins in and the
-// tile of that request, and the requests.
+// What `plan_decode` writes: the size of a range and the number of tiles; for each range the
+// request that it begins in and the tile of that request; and the requests.
 struct Plan {
   int* data;
   int num_ranges;
 
   __device__ int2* start_of(int range) const { return reinterpret_cast<int2*>(data) + 1 + range; }
-  __device__ Request* request(int b) const { return reinterpret_cast<Request*>(data + 4 * (num_ranges / 2 + 1)) + b; }
+  __device__ Request* request(int b) const {
+    return reinterpret_cast<Request*>(data + 4 * (num_ranges / 2 + 1)) + b;
+  }
   __device__ Request fresh_request(int b) const {
     int4 x = load_fresh(reinterpret_cast<const int4*>(request(b)));
     return {x.x, x.y, x.z, x.w};
@@ -50,7 +57,8 @@ struct Plan {
 __global__ void __launch_bounds__(kPlanThreads)
     plan_ranges(const int* position, const int* row, int num_requests, int least_tiles, Plan plan) {
   __shared__ int sum_of_warps[kPlanThreads / 32], before;
-  wait_for_inputs();  // and lets nobody start: `attend_ranges` reads this plan before it waits itself
+  // No kernel may start early here: `attend_ranges` reads this plan before it waits itself.
+  wait_for_inputs();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) before = 0;
   for (int first = 0; first < num_requests; first += kPlanThreads) {
@@ -90,11 +98,11 @@ struct Inputs {
   const int* page_table;
   Plan plan;
   uint16_t* o;
-  float *part, *part_top;  // of each range two, for each kv head
-  int* num_done;           // of each request and kv head; zero before and after
+  float *part, *part_top;  // two of each range, for each kv head
+  int* num_done;           // splits of each request and kv head; zero before and after
   int64_t stride_q, stride_o;
   int num_kv_heads, group, page_size, stride_pages;
-  float scale;  // to powers of two
+  float scale;  // of scores, which are exponents of two
 };
 
 template <int kWidth>
@@ -114,26 +122,30 @@ struct Warp {
 
   __device__ void begin(int b) {
     auto row = in.q + b * in.stride_q + (head * in.group + g) * kWidth + 8 * c;
-    for (int j = 0; j < kSteps; ++j) q[j] = g < in.group ? *reinterpret_cast<const uint4*>(row + 32 * j) : uint4{};
+    for (int j = 0; j < kSteps; ++j)
+      q[j] = g < in.group ? *reinterpret_cast<const uint4*>(row + 32 * j) : uint4{};
     for (auto& x : o) x[0] = x[1] = x[2] = x[3] = 0;
     top = kNone;
     sum = 0;
   }
 
-  // The 16 slots from `slot` on.
+  // Loads the 16 slots from `slot` on.
   __device__ void load(Tile& x, int64_t slot) const {
     auto k = in.k.data + head * in.k.stride_head + (slot + g) * in.k.stride_slot + 8 * c;
     auto v = in.v.data + head * in.v.stride_head + (slot + 2 * c) * in.v.stride_slot + 8 * g;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      for (int j = 0; j < kSteps; ++j) x.k[n][j] = *reinterpret_cast<const uint4*>(k + 8 * n * in.k.stride_slot + 32 * j);
+      for (int j = 0; j < kSteps; ++j)
+        x.k[n][j] = *reinterpret_cast<const uint4*>(k + 8 * n * in.k.stride_slot + 32 * j);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      for (int j = 0; j < kWidth / 64; ++j)
-        x.v[n][j] = *reinterpret_cast<const uint4*>(v + (n % 2 + n / 2 * 8) * in.v.stride_slot + 64 * j);
+      for (int j = 0; j < kWidth / 64; ++j) {
+        auto value = v + (n % 2 + n / 2 * 8) * in.v.stride_slot + 64 * j;
+        x.v[n][j] = *reinterpret_cast<const uint4*>(value);
+      }
   }
 
-  // `num` of the tile's tokens count.
+  // Attends to the first `num` tokens of the tile.
   __device__ void attend(Tile& x, int num) {
     float score[2][4] = {};
 #pragma unroll
@@ -171,24 +183,29 @@ struct Warp {
     }
 #pragma unroll
     for (int j = 0; j < kWidth / 64; ++j) {
-      const uint32_t *v0 = &x.v[0][j].x, *v1 = &x.v[1][j].x, *v2 = &x.v[2][j].x, *v3 = &x.v[3][j].x;
+      const uint32_t *v0 = &x.v[0][j].x, *v1 = &x.v[1][j].x;
+      const uint32_t *v2 = &x.v[2][j].x, *v3 = &x.v[3][j].x;
       for (int p = 0; p < 4; ++p) {
-        uint32_t low = __byte_perm(v0[p], v1[p], 0x5410), high = __byte_perm(v0[p], v1[p], 0x7632);
-        uint32_t low_8 = __byte_perm(v2[p], v3[p], 0x5410), high_8 = __byte_perm(v2[p], v3[p], 0x7632);
+        uint32_t low = __byte_perm(v0[p], v1[p], 0x5410);
+        uint32_t high = __byte_perm(v0[p], v1[p], 0x7632);
+        uint32_t low_8 = __byte_perm(v2[p], v3[p], 0x5410);
+        uint32_t high_8 = __byte_perm(v2[p], v3[p], 0x7632);
         multiply(o[4 * j + p], {low, high, low_8, high_8}, {weight[0], weight[1]});
       }
     }
   }
 
   // The value of the threads that have this head's scores.
-  __device__ float of_head(float x, int row) const { return __shfl_sync(0xffffffff, x, 4 * row + c); }
+  __device__ float of_head(float x, int row) const {
+    return __shfl_sync(0xffffffff, x, 4 * row + c);
+  }
 
   __device__ void end() {
     sum += __shfl_xor_sync(0xffffffff, sum, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
   }
 
-  // Of two heads, 8 dimensions in each 64.
+  // Writes the output of two heads, 8 dimensions in each 64.
   __device__ void write(int b) const {
     for (int side = 0; side < 2; ++side) {
       float factor = 1 / of_head(sum, 2 * c + side);
@@ -196,7 +213,8 @@ struct Warp {
       auto row = in.o + b * in.stride_o + (head * in.group + 2 * c + side) * kWidth + 8 * g;
       for (int j = 0; j < kWidth / 64; ++j) {
         uint32_t word[4];
-        for (int p = 0; p < 4; ++p) word[p] = pack(o[4 * j + p][side] * factor, o[4 * j + p][side + 2] * factor);
+        for (int p = 0; p < 4; ++p)
+          word[p] = pack(o[4 * j + p][side] * factor, o[4 * j + p][side + 2] * factor);
         *reinterpret_cast<uint4*>(row + 64 * j) = {word[0], word[1], word[2], word[3]};
       }
     }
@@ -206,7 +224,9 @@ struct Warp {
     return in.part + int64_t(place * in.num_kv_heads + head) * in.group * kWidth;
   }
 
-  __device__ float* top_of(int place) const { return in.part_top + (place * in.num_kv_heads + head) * 2 * kRows; }
+  __device__ float* top_of(int place) const {
+    return in.part_top + (place * in.num_kv_heads + head) * 2 * kRows;
+  }
 
   __device__ void write_part(int place) const {
     for (int side = 0; side < 2; ++side) {
@@ -215,7 +235,8 @@ struct Warp {
       for (int j = 0; j < kWidth / 64; ++j)
         for (int p = 0; p < 4; p += 2)
           *reinterpret_cast<float4*>(row + 64 * j + 2 * p) = {
-              o[4 * j + p][side], o[4 * j + p][side + 2], o[4 * j + p + 1][side], o[4 * j + p + 1][side + 2]};
+              o[4 * j + p][side], o[4 * j + p][side + 2],
+              o[4 * j + p + 1][side], o[4 * j + p + 1][side + 2]};
     }
     if (c == 0) {
       top_of(place)[g] = top;
@@ -223,7 +244,7 @@ struct Warp {
     }
   }
 
-  // Whether all others of the request's parts have been written; from then on they can be read.
+  // Whether all other splits of the request have been written; from then on they can be read.
   __device__ bool is_last(int b, int num_parts) const {
     __threadfence();
     __syncwarp();
@@ -238,8 +259,8 @@ struct Warp {
     return num == num_parts;
   }
 
-  // The parts lie at `first`, then at each second place from `second` on. Two rows at a time, of which a thread has four
-  // dimensions; without conditions, so that the parts are asked for together.
+  // The splits lie at `first`, then at each second place from `second` on. A turn joins two rows,
+  // of which a thread has four dimensions. It has no conditions, so that all splits load together.
   __device__ void join(int b, int num_parts, int first, int second) const {
     int d = 4 * threadIdx.x;
     if (d >= kWidth) return;
@@ -250,9 +271,12 @@ struct Warp {
       for (int i = 0; i < num_parts; ++i) {
         int place = i == 0 ? first : second + 2 * (i - 1);
         for (int r = 0; r < 2; ++r) {
-          float x_top = load_fresh(top_of(place) + row[r]), x_sum = load_fresh(top_of(place) + kRows + row[r]);
-          float4 x = load_fresh(reinterpret_cast<const float4*>(part_of(place) + row[r] * kWidth + d));
-          float new_most = fmaxf(most[r], x_top), shrink = exp2f(most[r] - new_most), weight = exp2f(x_top - new_most);
+          float x_top = load_fresh(top_of(place) + row[r]);
+          float x_sum = load_fresh(top_of(place) + kRows + row[r]);
+          auto numbers = part_of(place) + row[r] * kWidth + d;
+          float4 x = load_fresh(reinterpret_cast<const float4*>(numbers));
+          float new_most = fmaxf(most[r], x_top);
+          float shrink = exp2f(most[r] - new_most), weight = exp2f(x_top - new_most);
           most[r] = new_most;
           total[r] = total[r] * shrink + x_sum * weight;
           result[r][0] = result[r][0] * shrink + x.x * weight;
@@ -264,7 +288,8 @@ struct Warp {
       for (int r = 0; r < 2; ++r) {
         float factor = 1 / total[r], (&x)[4] = result[r];
         uint2 words = {pack(x[0] * factor, x[1] * factor), pack(x[2] * factor, x[3] * factor)};
-        *reinterpret_cast<uint2*>(in.o + b * in.stride_o + (head * in.group + row[r]) * kWidth + d) = words;
+        auto output = in.o + b * in.stride_o + (head * in.group + row[r]) * kWidth + d;
+        *reinterpret_cast<uint2*>(output) = words;
       }
     }
   }
@@ -287,7 +312,7 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
       int token = tile * kTile;
       return int64_t(pages[token / in.page_size]) * in.page_size + token % in.page_size;
     };
-    bool is_old = begin + 1 < num;  // its last token is of this step
+    bool is_old = begin + 1 < num;  // the last tile has the token of this step
     if (is_old) warp.load(now, slot_of(begin));
     if (waits) {
       wait_for_inputs();
@@ -310,7 +335,8 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
     } else {
       warp.write_part(2 * range + (place > range * size));
       if (warp.is_last(b, num_parts))
-        warp.join(b, num_parts, 2 * first_range + (first > first_range * size), 2 * first_range + 2);
+        warp.join(b, num_parts, 2 * first_range + (first > first_range * size),
+                  2 * first_range + 2);
     }
     place += end - begin;
   }
@@ -322,13 +348,15 @@ T* data_of(const TensorView& x) {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Parameters...), Arguments... arguments) {
+void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Parameters...),
+            Arguments... arguments) {
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   cudaLaunchAttribute early = may_start_early();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
-  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  auto stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = can_start_early(device.device_id);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, arguments...));
@@ -336,22 +364,38 @@ void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Par
 
 }  // namespace
 
-void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, int64_t least_tiles, TensorView plan_X) {
-  launch(position_B.device(), 1, kPlanThreads, plan_ranges, data_of<const int>(position_B), data_of<const int>(row_B),
-         static_cast<int>(position_B.size(0)), static_cast<int>(least_tiles),
-         Plan{data_of<int>(plan_X), static_cast<int>(num_ranges)});
+void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, int64_t least_tiles,
+                 TensorView plan_Z) {
+  launch(position_B.device(), 1, kPlanThreads, plan_ranges, data_of<const int>(position_B),
+         data_of<const int>(row_B), static_cast<int>(position_B.size(0)),
+         static_cast<int>(least_tiles),
+         Plan{data_of<int>(plan_Z), static_cast<int>(num_ranges)});
 }
 
-void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP, int64_t page_size,
-                      TensorView plan_X, int64_t num_ranges, TensorView part_X, TensorView top_X, TensorView num_done_X,
-                      TensorView o_BNH) {
+void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
+                      TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
+                      int64_t num_ranges, TensorView part_Z, TensorView top_Z,
+                      TensorView num_done_Z, TensorView o_BNH) {
   int num_kv_heads = static_cast<int>(k_SKH.size(1)), width = static_cast<int>(k_SKH.size(2));
-  auto pool = [](const TensorView& x) { return Pool{data_of<const uint16_t>(x), x.stride(0), x.stride(1)}; };
-  Inputs in{data_of<const uint16_t>(q_BNH), pool(k_SKH), pool(v_SKH), data_of<const int>(page_table_RP),
-            Plan{data_of<int>(plan_X), static_cast<int>(num_ranges)}, data_of<uint16_t>(o_BNH), data_of<float>(part_X),
-            data_of<float>(top_X), data_of<int>(num_done_X), q_BNH.stride(0), o_BNH.stride(0), num_kv_heads,
-            static_cast<int>(q_BNH.size(1)) / num_kv_heads, static_cast<int>(page_size),
-            static_cast<int>(page_table_RP.stride(0)), 1.44269504f / sqrtf(static_cast<float>(width))};
+  auto pool = [](const TensorView& x) {
+    return Pool{data_of<const uint16_t>(x), x.stride(0), x.stride(1)};
+  };
+  Inputs in{data_of<const uint16_t>(q_BNH),
+            pool(k_SKH),
+            pool(v_SKH),
+            data_of<const int>(page_table_RP),
+            Plan{data_of<int>(plan_Z), static_cast<int>(num_ranges)},
+            data_of<uint16_t>(o_BNH),
+            data_of<float>(part_Z),
+            data_of<float>(top_Z),
+            data_of<int>(num_done_Z),
+            q_BNH.stride(0),
+            o_BNH.stride(0),
+            num_kv_heads,
+            static_cast<int>(q_BNH.size(1)) / num_kv_heads,
+            static_cast<int>(page_size),
+            static_cast<int>(page_table_RP.stride(0)),
+            1.44269504f / sqrtf(static_cast<float>(width))};
   auto kernel = width == 128 ? attend_ranges<128> : attend_ranges<64>;
   launch(q_BNH.device(), static_cast<int>(num_ranges) * num_kv_heads, 32, kernel, in);
 }

@@ -1,8 +1,12 @@
 // The small steps between a CPU's matrix products, each in one pass over its data.
 //
-// torch runs each as several operators of a few microseconds; a decode of one token has a few hundred of them.
-// References and contracts stand beside the Python wrappers. Dimension key as there: T tokens, D width, N query heads,
-// K kv heads, H head dim, S kv slots, M heads in all, L positions.
+// torch runs each as several operators of a few microseconds; a decode of one token has a few
+// hundred of them. References and contracts stand beside the Python wrappers.
+//
+// Dimensions: B requests of a step, D model width, F mlp width, H head width, K kv heads, L
+// positions of a sequence, M all heads of a token: N + 2 K, N query heads, P pages, R rows of the
+// tables, S kv slots, T tokens of a step, V vocabulary, W words of 32 bits, X a selection out of
+// another dimension, Z entries of a flat list.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -30,7 +34,8 @@ inline void put(bf16& y, float x) {  // to nearest, ties to even
   y = static_cast<bf16>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-constexpr int64_t kParallelWork = 1 << 14;  // elements below which waking another thread costs more than it brings
+// Elements below which waking another thread costs more than it gains.
+constexpr int64_t kParallelWork = 1 << 14;
 
 // exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
 inline float exp_nonpositive(float x) {
@@ -71,7 +76,8 @@ void softmax(T* x, int64_t length, float scale, float* buffer) {
 #pragma omp simd reduction(max : top)
   for (int64_t i = 0; i < length; ++i) top = std::max(top, get(x[i]));
 #pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < length; ++i) total += buffer[i] = exp_nonpositive((get(x[i]) - top) * scale);
+  for (int64_t i = 0; i < length; ++i)
+    total += buffer[i] = exp_nonpositive((get(x[i]) - top) * scale);
   float share = 1.0f / total;
 #pragma omp simd
   for (int64_t i = 0; i < length; ++i) put(x[i], buffer[i] * share);
@@ -106,7 +112,8 @@ void rms_norm(TensorView x_TD, TensorView weight_D, double eps, TensorView y_TD)
   });
 }
 
-void add_rms_norm(TensorView x_TD, TensorView residual_TD, TensorView weight_D, double eps, TensorView y_TD) {
+void add_rms_norm(TensorView x_TD, TensorView residual_TD, TensorView weight_D, double eps,
+                  TensorView y_TD) {
   for_dtype(x_TD, [&](auto zero) {
     using T = decltype(zero);
     int64_t rows = x_TD.size(0), width = x_TD.size(1);
@@ -136,10 +143,11 @@ void silu_and_mul(TensorView gate_TF, TensorView up_TF, TensorView y_TF) {
   });
 }
 
-// Norms (if q_norm_H has elements) and turns queries and keys, in place; keys and values go to their slots, too. Pools are
-// [S, K, H] of any strides with stride(2) == 1.
-void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps, TensorView cos_LH,
-                      TensorView sin_LH, TensorView position_T, TensorView slot_T, TensorView k_SKH, TensorView v_SKH) {
+// Norms (if q_norm_H has elements) and rotates queries and keys, in place, and copies keys and
+// values to their slots. Pools are [S, K, H] of any strides with stride(2) == 1.
+void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm_H, double eps,
+                      TensorView cos_LH, TensorView sin_LH, TensorView position_T,
+                      TensorView slot_T, TensorView k_SKH, TensorView v_SKH) {
   for_dtype(qkv_TMH, [&](auto zero) {
     using T = decltype(zero);
     int64_t num_tokens = qkv_TMH.size(0), width = qkv_TMH.size(2), half = width / 2;
@@ -152,7 +160,8 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
       const T *cos = row<T>(cos_LH, positions[t]), *sin = row<T>(sin_LH, positions[t]);
       for (int64_t m = 0; m < num_heads + num_kv_heads; ++m) {
         T* x = row<T>(qkv_TMH, t) + m * width;
-        if (has_norm) normalize(x, row<T>(m < num_heads ? q_norm_H : k_norm_H, 0), width, float(eps), x);
+        if (has_norm)
+          normalize(x, row<T>(m < num_heads ? q_norm_H : k_norm_H, 0), width, float(eps), x);
 #pragma omp simd
         for (int64_t i = 0; i < half; ++i) {
           float a = get(x[i]), b = get(x[i + half]);
@@ -169,14 +178,17 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
   });
 }
 
-// One query a request against its paged context; a task is the queries that share a kv head.
-void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP, int64_t page_size,
-                   TensorView token_B, TensorView row_B, TensorView position_B, TensorView o_TNH) {
+// One query of each request against its paged context; a task is the queries that share a kv head.
+void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
+                   int64_t page_size, TensorView token_B, TensorView row_B, TensorView position_B,
+                   TensorView o_TNH) {
   auto tokens = static_cast<const int64_t*>(token_B.data_ptr());
   auto rows = static_cast<const int64_t*>(row_B.data_ptr());
   auto positions = static_cast<const int64_t*>(position_B.data_ptr());
-  int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1), group = q_TNH.size(1) / num_kv_heads;
-  int64_t work = std::accumulate(positions, positions + batch, batch) * q_TNH.size(1) * q_TNH.size(2);
+  int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1);
+  int64_t group = q_TNH.size(1) / num_kv_heads;
+  int64_t num_positions = std::accumulate(positions, positions + batch, batch);
+  int64_t work = num_positions * q_TNH.size(1) * q_TNH.size(2);
   float scale = 1.0f / std::sqrt(float(q_TNH.size(2)));
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
@@ -217,19 +229,21 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
       for (int64_t i = 0; i < group * width; ++i) put(outputs[i], o[i]);
     }
   };
-  for_dtype(q_TNH, [&](auto zero) { for_width(q_TNH.size(2), [&](auto width) { attend(zero, width); }); });
+  for_dtype(q_TNH, [&](auto zero) {
+    for_width(q_TNH.size(2), [&](auto width) { attend(zero, width); });
+  });
 }
 
-void causal_softmax(TensorView score_KXL, int64_t start, int64_t length, double scale) {
-  for_dtype(score_KXL, [&](auto zero) {
+void causal_softmax(TensorView score_KZL, int64_t start, int64_t length, double scale) {
+  for_dtype(score_KZL, [&](auto zero) {
     using T = decltype(zero);
-    int64_t rows = score_KXL.size(0) * score_KXL.size(1), width = score_KXL.size(2);
+    int64_t rows = score_KZL.size(0) * score_KZL.size(1), width = score_KZL.size(2);
 #pragma omp parallel if (rows * width > kParallelWork)
     {
       std::vector<float> buffer(width);
 #pragma omp for
       for (int64_t r = 0; r < rows; ++r) {
-        T* scores = static_cast<T*>(score_KXL.data_ptr()) + r * width;
+        T* scores = static_cast<T*>(score_KZL.data_ptr()) + r * width;
         int64_t seen = start + r % length + 1;  // each head's rows are a multiple of length
         softmax(scores, seen, float(scale), buffer.data());
         std::fill(scores + seen, scores + width, T(0));
@@ -248,7 +262,8 @@ void mask_logits(TensorView logits_BV, TensorView mask_B, TensorView bits_XW) {
       if (masks[b] < 0) continue;
       const auto* words = row<const uint32_t>(bits_XW, masks[b]);
       T* logits = row<T>(logits_BV, b);
-      for (int64_t v = 0; v < logits_BV.size(1); ++v) logits[v] = words[v / 32] >> (v % 32) & 1 ? logits[v] : lowest;
+      for (int64_t v = 0; v < logits_BV.size(1); ++v)
+        logits[v] = words[v / 32] >> (v % 32) & 1 ? logits[v] : lowest;
     }
   });
 }

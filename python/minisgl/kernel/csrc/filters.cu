@@ -1,8 +1,10 @@
-// The smallest logit that a request's filters keep, without a sort: a bfloat16 has few values, so they are counted.
+// The smallest logit that a request's filters keep, without a sort: a bfloat16 has few values, so
+// the kernel counts them.
 //
-// The reference and the contract stand in filters.py. A block of threads takes a row. It counts the values in bins, which
-// are ordered as the values are, and then each thread sums up a few bins, the first thread those of the highest values.
-// Sums have a fixed order, so that equal rows give equal results.
+// The reference and the contract stand in filters.py. A block of threads takes a row. It counts the
+// values in bins, which are ordered as the values are. Then each thread sums up a few bins, the
+// first thread those of the highest values. Sums have a fixed order, so equal rows give equal
+// results.
 
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
@@ -19,8 +21,9 @@ using tvm::ffi::TensorView;
 
 constexpr int kThreads = 1024, kBinsOfThread = 7, kBins = kThreads * kBinsOfThread;
 
-// A bin is a value of either sign in the 27 octaves from 2^-15 to 2^12, or zero in the middle. What is smaller counts as
-// zero. What is larger, infinities and NaNs count as the value at their end.
+// A bin is a value of either sign in the 27 octaves from 2^-15 to 2^12, or zero in the middle.
+// Smaller magnitudes count as zero. Larger ones, infinities and NaNs count as the value at their
+// end.
 constexpr int kBelow = ((127 - 15) << 7) - 1, kZero = 27 << 7;
 static_assert(2 * kZero < kBins);
 
@@ -31,14 +34,17 @@ __device__ int bin_of(uint32_t bits) {
 
 __device__ float magnitude_of(int bin) { return __int_as_float((kBelow + abs(bin - kZero)) << 16); }
 
-__device__ float value_of(int bin) { return bin == kZero ? 0.0f : copysignf(magnitude_of(bin), float(bin - kZero)); }
+__device__ float value_of(int bin) {
+  return bin == kZero ? 0.0f : copysignf(magnitude_of(bin), float(bin - kZero));
+}
 
 __device__ float smallest_of(int bin) {
   return bin == 0 ? -INFINITY : bin > kZero ? magnitude_of(bin) : -magnitude_of(bin);
 }
 
 __device__ void count_values(const uint16_t* row, int size, int* count) {
-  int head = min(static_cast<int>(-(reinterpret_cast<uintptr_t>(row) / 2) % 8), size);  // up to a multiple of 16 bytes
+  // The numbers before the first multiple of 16 bytes.
+  int head = min(static_cast<int>(-(reinterpret_cast<uintptr_t>(row) / 2) % 8), size);
   int num_vectors = (size - head) / 8, tail = head + 8 * num_vectors, i = threadIdx.x;
   if (i < head) atomicAdd(&count[bin_of(row[i])], 1);
   if (i < size - tail) atomicAdd(&count[bin_of(row[tail + i])], 1);
@@ -47,7 +53,7 @@ __device__ void count_values(const uint16_t* row, int size, int* count) {
   while (i < num_vectors) {
     uint32_t words[] = {next.x, next.y, next.z, next.w};
     i += kThreads;
-    if (i < num_vectors) next = vectors[i];  // on its way while these are counted
+    if (i < num_vectors) next = vectors[i];  // loads while these are counted
 #pragma unroll
     for (uint32_t word : words) {
       atomicAdd(&count[bin_of(word & 0xffff)], 1);
@@ -76,8 +82,8 @@ __device__ T sum_before(T x, T* sum_of_warps, T& total) {
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
-    find_lowest(const uint16_t* logits, int64_t stride, int vocab_size, const float* temperature, const int* top_k,
-                const float* top_p, const float* min_p, float* lowest) {
+    find_lowest(const uint16_t* logits, int64_t stride, int vocab_size, const float* temperature,
+                const int* top_k, const float* top_p, const float* min_p, float* lowest) {
   __shared__ int count[kBins], num_of_warps[kThreads / 32], top, border;
   __shared__ double mass_of_warps[kThreads / 32];
   int b = blockIdx.x, k = top_k[b];
@@ -102,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
 
-  // Of each bin, those among the top k, and their share of the probability.
+  // Calls f with each bin, the tokens before it, and the probability mass of its tokens in the top
+  // k.
   auto for_kept_by_top_k = [&](auto f) {
     int seen = num_before;
     for (int i = 0; i < kBinsOfThread; ++i) {
@@ -132,18 +139,20 @@ T* data_of(const TensorView& x) {
 
 }  // namespace
 
-void lowest_kept(TensorView logits_BV, TensorView temperature_B, TensorView top_k_B, TensorView top_p_B,
-                 TensorView min_p_B, TensorView lowest_B) {
+void lowest_kept(TensorView logits_BV, TensorView temperature_B, TensorView top_k_B,
+                 TensorView top_p_B, TensorView min_p_B, TensorView lowest_B) {
   DLDevice device = logits_BV.device();
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(logits_BV.size(0)));
   config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  auto stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  config.stream = static_cast<cudaStream_t>(stream);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(
       &config, find_lowest, data_of<const uint16_t>(logits_BV), logits_BV.stride(0),
-      static_cast<int>(logits_BV.size(1)), data_of<const float>(temperature_B), data_of<const int>(top_k_B),
-      data_of<const float>(top_p_B), data_of<const float>(min_p_B), data_of<float>(lowest_B)));
+      static_cast<int>(logits_BV.size(1)), data_of<const float>(temperature_B),
+      data_of<const int>(top_k_B), data_of<const float>(top_p_B), data_of<const float>(min_p_B),
+      data_of<float>(lowest_B)));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lowest_kept, lowest_kept);

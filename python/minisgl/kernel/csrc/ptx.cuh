@@ -7,9 +7,11 @@
 
 #include <cstdint>
 
-// sum += a b, of 16 x 16 and 16 x 8 bfloat16s that the threads of a warp hold together (PTX ISA, mma.m16n8k16).
+// sum += a b. The threads of a warp together hold a, of 16 x 16 bfloat16s, and b, of 16 x 8 (PTX
+// ISA, mma.m16n8k16).
 __device__ inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
@@ -20,20 +22,21 @@ __device__ inline uint32_t pack(float low, float high) {
   return reinterpret_cast<uint32_t&>(x);
 }
 
-// What another processor of the device may just have written.
+// Reads what another multiprocessor may just have written, past the cache of this one.
 template <class T>
 __device__ T load_fresh(const T* place) {
   return __ldcg(place);
 }
 
-// Programmatic dependent launch, as in gpu/launch.py: what a kernel does before this may run beside the one before it.
+// Programmatic dependent launch, as in gpu/launch.py: what a kernel does before this call may
+// overlap the kernel before it.
 __device__ inline void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// From here on the kernel behind this one may start.
+// From here on the next kernel of the stream may start.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -42,7 +45,8 @@ __device__ inline void let_next_start() {
 
 inline bool can_start_early(int device) {
   int major = 0;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+  auto result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return result == cudaSuccess && major >= 9;
 }
 
 inline cudaLaunchAttribute may_start_early() {

@@ -1,6 +1,8 @@
-"""Kernels of a GPU, in Triton: the same functions, with the same arguments, as csrc/cpu.cpp.
+"""Kernels of a GPU, in Triton, with the arguments that csrc/cpu.cpp takes.
 
-What they compute is said in the wrappers one folder up, which call them. Read `launch.py`, then `norm.py`.
+The contract of each function stands in the wrapper one folder up that calls it. In the kernels, a
+name in capitals is a compile-time constant; one that ends in _2 is rounded up to a power of two.
+An index has the small letter of its dimension. Read `launch.py`, then `norm.py`.
 """
 
 from minisgl.kernel.gpu.activation import silu_and_mul

@@ -1,4 +1,6 @@
-"""silu(gate) * up."""
+"""silu(gate) * up: a program for a block of a row."""
+
+# Dimensions: F mlp width, T tokens of a step.
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 def _silu_and_mul(
     gate, up, y, stride_gate, stride_up, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < width
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = f < width
     wait_for_inputs(PDL)
-    g = tl.load(gate + row * stride_gate + i, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * stride_up + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * width + i, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=mask)
+    gate_value = tl.load(gate + t * stride_gate + f, mask=mask, other=0.0).to(tl.float32)
+    up_value = tl.load(up + t * stride_up + f, mask=mask, other=0.0).to(tl.float32)
+    value = gate_value * tl.sigmoid(gate_value) * up_value
+    tl.store(y + t * width + f, value.to(y.dtype.element_ty), mask=mask)
 
 
 def silu_and_mul(gate_TF: Tensor, up_TF: Tensor, y_TF: Tensor) -> None:

@@ -1,7 +1,10 @@
-"""Ban tokens by bit masks: a program a part of a row, which ends at once where the row has no mask.
+"""Bans tokens by grammar masks: a program for a block of a row, which ends at once without a mask.
 
-Masks may lie in pinned memory of the host, from where few large reads are faster than many small ones.
+Masks may lie in pinned host memory, from which few large reads are faster than many small ones.
 """
+
+# Dimensions: B requests of a step, V vocabulary, W words of 32 bits,
+# X a selection out of another dimension: the requests that have a mask.
 
 from __future__ import annotations
 
@@ -11,23 +14,27 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
-_WORDS = 256  # of a mask, that a program reads
+_WORDS = 256  # of a mask that a program reads
 
 
 @triton.jit
 def _mask_logits(
-    logits, mask, bits, stride_logits, stride_bits, vocab_size, WORDS: tl.constexpr, PDL: tl.constexpr
+    logits, mask, bits, stride_logits, stride_bits, vocab_size,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     wait_for_inputs(PDL)
     x = tl.load(mask + b).to(tl.int64)
     if x >= 0:
-        w, bit = part * WORDS + tl.arange(0, WORDS), tl.arange(0, 32)[None, :]
+        w = block * WORDS + tl.arange(0, WORDS)
+        bit = tl.arange(0, 32)[None, :]
         word = tl.load(bits + x * stride_bits + w, mask=w * 32 < vocab_size, other=0)[:, None]
         v = w[:, None] * 32 + bit
-        place, is_token = logits + b * stride_logits + v, v < vocab_size
+        is_token = v < vocab_size
+        place = logits + b * stride_logits + v
         logit = tl.load(place, mask=is_token, other=0.0).to(tl.float32)
-        # All are written, since whole words are faster than bytes of them.
+        # Allowed logits are written too, since whole words are faster than bytes of them.
         tl.store(place, tl.where((word >> bit) & 1 != 0, logit, -float("inf")), mask=is_token)
 
 

@@ -1,4 +1,6 @@
-"""Root-mean-square norm, with or without a residual: a program a row."""
+"""Root-mean-square norm, with or without a residual: a program for each row."""
+
+# Dimensions: D model width, T tokens of a step.
 
 from __future__ import annotations
 
@@ -22,19 +24,19 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    mask = i < width
-    scale = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    mask = d < width
+    scale = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    value = tl.load(x + row * stride_x + i, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + t * stride_x + d, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        value += tl.load(residual + row * width + i, mask=mask, other=0.0).to(tl.float32)
+        value += tl.load(residual + t * width + d, mask=mask, other=0.0).to(tl.float32)
         total = value.to(residual.dtype.element_ty)
-        tl.store(residual + row * width + i, total, mask=mask)
+        tl.store(residual + t * width + d, total, mask=mask)
         value = total.to(tl.float32)
     rms = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    tl.store(y + row * width + i, (value * rms * scale).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + t * width + d, (value * rms * scale).to(y.dtype.element_ty), mask=mask)
 
 
 def _launch(
@@ -47,7 +49,8 @@ def _launch(
     residual = x_TD if residual_TD is None else residual_TD
     _rms_norm[(tokens,)](
         x_TD, residual, weight_D, y_TD, x_TD.stride(0), width, eps,
-        HAS_RESIDUAL=residual_TD is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)), **pdl(x_TD),
+        HAS_RESIDUAL=residual_TD is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 512)), **pdl(x_TD),
     )  # fmt: skip
 
 

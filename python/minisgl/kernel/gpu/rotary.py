@@ -1,5 +1,8 @@
 """Head norms, rotation and KV store in one launch: a program for some heads of a token."""
 
+# Dimensions: H head width, K kv heads, L positions of a sequence, M all heads of a token: N + 2 K,
+# S kv slots, T tokens of a step.
+
 from __future__ import annotations
 
 import triton
@@ -15,12 +18,14 @@ _HEADS = 16  # in a program
 def _rotate_and_store(
     qkv, q_weight, k_weight, eps, cos, sin, position, slot, k_pool, v_pool,
     stride_qkv, stride_ks, stride_kh, stride_vs, stride_vh, num_heads, num_kv_heads,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     m = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, BLOCK)[None, :]
-    is_q, is_v = m < num_heads, m >= num_heads + num_kv_heads
+    is_q = m < num_heads
+    is_v = m >= num_heads + num_kv_heads
     is_k = (m >= num_heads) & (m < num_heads + num_kv_heads)
     inside = i < HALF
     mask = (m < num_heads + 2 * num_kv_heads) & inside
@@ -30,22 +35,18 @@ def _rotate_and_store(
     b = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         dtype = qkv.dtype.element_ty
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[
-            :, None
-        ]
-        wa = tl.where(
-            is_q, tl.load(q_weight + i, mask=inside), tl.load(k_weight + i, mask=inside)
-        ).to(tl.float32)
-        wb = tl.where(
-            is_q,
-            tl.load(q_weight + HALF + i, mask=inside),
-            tl.load(k_weight + HALF + i, mask=inside),
-        ).to(tl.float32)
-        a = tl.where(is_v, a, (a * scale * wa).to(dtype).to(tl.float32))
-        b = tl.where(is_v, b, (b * scale * wb).to(dtype).to(tl.float32))
-    angle = (
-        tl.load(position + t) * (2 * HALF) + HALF + i
-    )  # the second half of a row holds cos and +sin
+        sum_of_squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        scale = tl.rsqrt(sum_of_squares / (2 * HALF) + eps)[:, None]
+        q_a = tl.load(q_weight + i, mask=inside)
+        k_a = tl.load(k_weight + i, mask=inside)
+        q_b = tl.load(q_weight + HALF + i, mask=inside)
+        k_b = tl.load(k_weight + HALF + i, mask=inside)
+        weight_a = tl.where(is_q, q_a, k_a).to(tl.float32)
+        weight_b = tl.where(is_q, q_b, k_b).to(tl.float32)
+        a = tl.where(is_v, a, (a * scale * weight_a).to(dtype).to(tl.float32))
+        b = tl.where(is_v, b, (b * scale * weight_b).to(dtype).to(tl.float32))
+    # The second half of a row of the tables holds cos and +sin.
+    angle = tl.load(position + t) * (2 * HALF) + HALF + i
     c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     first = (a * c - b * s).to(qkv.dtype.element_ty)
@@ -62,17 +63,20 @@ def _rotate_and_store(
 
 
 def rotate_and_store(
-    qkv_TMH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float, cos_LH: Tensor, sin_LH: Tensor,
-    position_T: Tensor, slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor,
+    qkv_TMH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float,
+    cos_LH: Tensor, sin_LH: Tensor, position_T: Tensor,
+    slot_T: Tensor, k_SKH: Tensor, v_SKH: Tensor,
 ) -> None:  # fmt: skip
-    tokens, num_heads_in_all, width = qkv_TMH.shape
+    tokens, num_all_heads, width = qkv_TMH.shape
     if tokens == 0:
         return
-    half, num_kv_heads = width // 2, k_SKH.shape[1]
-    grid = (tokens, triton.cdiv(num_heads_in_all, _HEADS))
+    half = width // 2
+    num_kv_heads = k_SKH.shape[1]
+    grid = (tokens, triton.cdiv(num_all_heads, _HEADS))
     _rotate_and_store[grid](
         qkv_TMH, q_weight_H, k_weight_H, eps, cos_LH, sin_LH, position_T, slot_T, k_SKH, v_SKH,
         qkv_TMH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
-        num_heads_in_all - 2 * num_kv_heads, num_kv_heads,
-        HALF=half, BLOCK=triton.next_power_of_2(half), HEADS=_HEADS, HAS_NORM=q_weight_H.numel() > 0, **pdl(qkv_TMH),
+        num_all_heads - 2 * num_kv_heads, num_kv_heads,
+        HALF=half, BLOCK=triton.next_power_of_2(half), HEADS=_HEADS,
+        HAS_NORM=q_weight_H.numel() > 0, **pdl(qkv_TMH),
     )  # fmt: skip

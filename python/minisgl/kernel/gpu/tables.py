@@ -1,4 +1,7 @@
-"""The device's page table and token pool: take the host's changes, look up a step's inputs."""
+"""The device's page table and token pool: writes the host's changes, looks up a step's inputs."""
+
+# Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables,
+# T tokens of a step, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
 _BLOCK = 256
+_LIST_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -16,25 +20,22 @@ def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     wait_for_inputs(PDL)
-    tl.store(
-        table + tl.load(index + i, mask=mask, other=0),
-        tl.load(value + i, mask=mask, other=0),
-        mask=mask,
-    )
+    place = tl.load(index + i, mask=mask, other=0)
+    tl.store(table + place, tl.load(value + i, mask=mask, other=0), mask=mask)
 
 
-def scatter(table: Tensor, index_X: Tensor, value_X: Tensor) -> None:
-    """table.view(-1)[index] = value, all int32."""
-    count = len(index_X)
+def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
+    count = len(index_Z)
     if count:
         _scatter[(triton.cdiv(count, _BLOCK),)](
-            table, index_X, value_X, count, BLOCK=_BLOCK, **pdl(table)
+            table, index_Z, value_Z, count, BLOCK=_BLOCK, **pdl(table)
         )
 
 
 @triton.jit(do_not_specialize=["count"])
 def _look_up(
-    row, position, token_pool, page_table, input_ids, slot, stride_tokens, stride_pages, page_size, count,
+    row, position, token_pool, page_table, input_ids, slot,
+    stride_tokens, stride_pages, page_size, count,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,13 +50,14 @@ def _look_up(
 
 
 def look_up(
-    row_T: Tensor, position_T: Tensor, token_pool_RL: Tensor, page_table_RP: Tensor, page_size: int,
-    input_ids_T: Tensor, slot_T: Tensor,
+    row_T: Tensor, position_T: Tensor, token_pool_RL: Tensor, page_table_RP: Tensor,
+    page_size: int, input_ids_T: Tensor, slot_T: Tensor,
 ) -> None:  # fmt: skip
     count = len(row_T)
     _look_up[(triton.cdiv(count, _BLOCK),)](
         row_T, position_T, token_pool_RL, page_table_RP, input_ids_T, slot_T,
-        token_pool_RL.stride(0), page_table_RP.stride(0), page_size, count, BLOCK=_BLOCK, **pdl(row_T),
+        token_pool_RL.stride(0), page_table_RP.stride(0), page_size, count,
+        BLOCK=_BLOCK, **pdl(row_T),
     )  # fmt: skip
 
 
@@ -68,15 +70,23 @@ def _list_pages(
     wait_for_inputs(PDL)
     start = tl.load(indptr + b)
     mask = i < tl.load(indptr + b + 1) - start
-    page = tl.load(
-        page_table + tl.load(row + b).to(tl.int64) * stride_pages + i, mask=mask, other=0
-    )
+    pages_of_row = page_table + tl.load(row + b).to(tl.int64) * stride_pages
+    page = tl.load(pages_of_row + i, mask=mask, other=0)
     tl.store(pages + start + i, page, mask=mask)
 
 
-def list_pages(row_B: Tensor, indptr: Tensor, page_table_RP: Tensor, pages_X: Tensor) -> None:
-    """The pages of each row one after the other: those of row_B[b] at [indptr[b], indptr[b + 1]); all int32."""
-    grid = (len(row_B), triton.cdiv(page_table_RP.shape[1], 1024))
+def list_pages(row_B: Tensor, indptr: Tensor, page_table_RP: Tensor, pages_Z: Tensor) -> None:
+    """List the leading pages of each row, one list after the other, as FlashInfer takes them.
+
+    The pages of row row_B[b] are written to pages_Z[indptr[b] : indptr[b + 1]]; the rest of pages_Z
+    keeps what it holds.
+
+    Args:
+        row_B, page_table_RP, pages_Z: int32.
+        indptr: int32 [B + 1], ascending; no two entries differ by more than P.
+    """
+    grid = (len(row_B), triton.cdiv(page_table_RP.shape[1], _LIST_BLOCK))
     _list_pages[grid](
-        row_B, indptr, page_table_RP, pages_X, page_table_RP.stride(0), BLOCK=1024, **pdl(row_B)
-    )
+        row_B, indptr, page_table_RP, pages_Z, page_table_RP.stride(0),
+        BLOCK=_LIST_BLOCK, **pdl(row_B),
+    )  # fmt: skip
