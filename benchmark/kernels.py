@@ -1,10 +1,12 @@
-"""What each own kernel takes on the device at hand, beside its reference in torch.
+"""The time of each kernel on the device at hand, beside its reference in torch.
 
-    python benchmark/kernels.py [--tokens 1 256] [--context 1024] [--only choose] [--out results.jsonl]
+    python benchmark/kernels.py [--tokens 1 256] [--context 1024] [--only choose] \\
+        [--out results.jsonl]
 
-Sizes are those of Qwen3-0.6B; experts, which it has not, of Qwen3-30B-A3B. Calls follow each other on the same random
-data, so that what is small stays in a cache. On a GPU they are replayed from a CUDA graph, but for references that wait
-for the device. GB/s count what has to be read and written once. A dash: no own kernel here, or nothing to count.
+Sizes are those of Qwen3-0.6B; experts, which it does not have, are those of Qwen3-30B-A3B. Calls
+follow each other on the same random data, so small data stays in a cache. On a GPU the calls are
+replayed from a CUDA graph, except for references that wait for the device. GB/s count what has to
+be read and written once. A dash means: no kernel of this package here, or nothing to count.
 """
 
 # ruff: noqa: E731 - a table of calls
@@ -27,164 +29,288 @@ from minisgl import kernel
 from minisgl.benchmark.perf import Figure, append_figures, median_of
 from minisgl.kernel import HeadNorms, Rotation, dispatch
 
-# Dimension key: T tokens, D model width, F mlp width, N query heads, K kv heads, H head dim, V vocab, P page size,
-# E experts of width X in a model of width W, A experts a token.
-D, MLP, N, K, H, V, P = 1024, 3072, 16, 8, 128, 151936, 64
-E, A, W, X = 128, 8, 2048, 768
-SHORTEST, LONGEST = 140, 1064  # contexts of a step of the throughput workload
-CALLS, REPEAT = 20, 7
+# Sizes of the model, by the letters of minisgl.core.
+D = 1024  # model width
+MLP = 3072  # mlp width: F is torch's
+N = 16  # query heads
+K = 8  # kv heads
+H = 128  # head width
+V = 151936  # vocabulary
+PAGE_SIZE = 64
+
+# Sizes of the model with experts.
+E = 128  # experts
+A = 8  # experts that a token chooses
+EXPERT_D = 2048  # model width
+EXPERT_MLP = 768  # mlp width of an expert
+
+SHORTEST = 140  # contexts of a step of the throughput workload
+LONGEST = 1064
+CALLS = 20
+REPEAT = 7
+MIN_CPU_S = 0.1  # of all calls together
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a wrapper; its reference is the wrapper without kernels, unless another is given."""
+    """A call of a wrapper; its reference is the wrapper without kernels, or the one given."""
 
     name: str
     shape: str
     call: Call
     num_bytes: int | None = None
     reference: Call | None = None
-    is_own: bool = True  # there is a kernel on this device
-    waits: bool = False  # the reference, for the device
+    has_kernel: bool = True  # on this device
+    reference_waits: bool = False  # for the device
+
+
+class Data:
+    """Random tensors on a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.on_gpu = device == "cuda"
+        self._random = torch.Generator(device).manual_seed(0)
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random, device=self.device, dtype=torch.bfloat16)
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(
+            low, high, shape, generator=self._random, device=self.device, dtype=torch.int32
+        )
+
+    def shuffled(self, num: int) -> Tensor:
+        return torch.randperm(num, generator=self._random, device=self.device)
+
+    def pool(self, num_slots: int) -> Tensor:
+        """Keys and values [2, S, K, H], laid out as the device's KV cache has them."""
+        if self.on_gpu:
+            return self.numbers(2, num_slots, K, H)
+        return self.numbers(2, K, num_slots, H).transpose(1, 2)
+
+    def page_table(self, num_rows: int, context: int) -> Tensor:
+        num_pages = num_rows * (context // PAGE_SIZE)
+        return self.shuffled(num_pages).int().view(num_rows, -1)
 
 
 def cases(T: int, context: int, device: str) -> Iterator[Case]:
-    """One after the other, each as soon as its data is there."""
-    on_gpu = device == "cuda"
-    random = torch.Generator(device).manual_seed(0)
-    numbers = lambda *shape: torch.randn(
-        shape, generator=random, device=device, dtype=torch.bfloat16
-    )
-    ints = lambda low, high, *shape: torch.randint(
-        low, high, shape, generator=random, device=device, dtype=torch.int32
-    )  # fmt: skip
+    """Yield one case after the other, each as soon as its data is there."""
+    data = Data(device)
+    yield from rows(data, T)
+    yield from heads(data, T, context)
+    yield from tables(data, T, context)
+    yield from sampling(data, T)
+    yield from experts(data, T)
 
-    x, residual, weight = numbers(T, D), numbers(T, D), numbers(D)
-    yield Case("rms_norm", f"{T} x {D}", lambda: kernel.rms_norm(x, weight, 1e-6), 4 * T * D)
-    yield Case(
-        "add_rms_norm",
-        f"{T} x {D}",
-        lambda: kernel.add_rms_norm(x, residual, weight, 1e-6),
-        8 * T * D,
-    )
-    gate, up = numbers(T, 2 * MLP).chunk(2, dim=1)
-    yield Case("silu_and_mul", f"{T} x {MLP}", lambda: kernel.silu_and_mul(gate, up), 6 * T * MLP)
-    for num_out in (2 * MLP, V) if on_gpu and T == 1 else ():
-        w = numbers(num_out, D)
-        linear, plain = (
-            (lambda w=w: kernel.one_token_linear(x, w, None)),
-            (lambda w=w: F.linear(x, w)),
-        )
-        yield Case("one_token_linear", f"{D} to {num_out}", linear, 2 * D * num_out, plain)
 
-    num_slots, num_pages = T * context, context // P
-    pool = numbers(2, num_slots, K, H) if on_gpu else numbers(2, K, num_slots, H).transpose(1, 2)
-    shuffled = lambda n: torch.randperm(n, generator=random, device=device)
-    pages, row = shuffled(T * num_pages).int().view(T, -1), torch.arange(T, device=device)
-    qkv, slot, last = (
-        numbers(T, N + 2 * K, H),
-        shuffled(num_slots)[:T],
-        torch.full_like(row, context - 1),
-    )
-    turns, norms = Rotation(*numbers(2, context, H), last), HeadNorms(*numbers(2, H), 1e-6)
-    turn = lambda: kernel.rotate_and_store(qkv, norms, turns, slot, pool[0], pool[1])
-    yield Case("rotate_and_store", f"{T} x {N + 2 * K} x {H}", turn, 4 * T * H * (N + 2 * K))
-    q = numbers(T, N, H)
-    yield from decodes(f"{T} x {N}/{K} x {H} of {context}", q, pool, pages, last)
-    if on_gpu:
-        most, lengths = -(-LONGEST // P), ints(SHORTEST, LONGEST + 1, T)
-        mixed_pool, mixed_pages = (
-            numbers(2, T * most * P, K, H),
-            shuffled(T * most).int().view(T, -1),
-        )
+def rows(data: Data, T: int) -> Iterator[Case]:
+    """Norms, activations, and the product of one token."""
+    x = data.numbers(T, D)
+    residual = data.numbers(T, D)
+    weight = data.numbers(D)
+    norm = lambda: kernel.rms_norm(x, weight, 1e-6)
+    yield Case("rms_norm", f"{T} x {D}", norm, 4 * T * D)
+    add_norm = lambda: kernel.add_rms_norm(x, residual, weight, 1e-6)
+    yield Case("add_rms_norm", f"{T} x {D}", add_norm, 8 * T * D)
+    gate, up = data.numbers(T, 2 * MLP).chunk(2, dim=1)
+    silu = lambda: kernel.silu_and_mul(gate, up)
+    yield Case("silu_and_mul", f"{T} x {MLP}", silu, 6 * T * MLP)
+    if not data.on_gpu or T > 1:
+        return
+    for outputs in (2 * MLP, V):
+        w = data.numbers(outputs, D)
+        linear = lambda w=w: kernel.one_token_linear(x, w, None)
+        reference = lambda w=w: F.linear(x, w)
+        yield Case("one_token_linear", f"{D} to {outputs}", linear, 2 * D * outputs, reference)
+
+
+def heads(data: Data, T: int, context: int) -> Iterator[Case]:
+    """What happens to the heads of a step: rotation, KV store and attention."""
+    num_slots = T * context
+    pool = data.pool(num_slots)
+    last = torch.full((T,), context - 1, device=data.device)
+    qkv = data.numbers(T, N + 2 * K, H)
+    slot = data.shuffled(num_slots)[:T]
+    rotation = Rotation(*data.numbers(2, context, H), last)
+    norms = HeadNorms(*data.numbers(2, H), 1e-6)
+    rotate = lambda: kernel.rotate_and_store(qkv, norms, rotation, slot, pool[0], pool[1])
+    shape = f"{T} x {N + 2 * K} x {H}"
+    yield Case("rotate_and_store", shape, rotate, 4 * T * H * (N + 2 * K))
+
+    q = data.numbers(T, N, H)
+    shape = f"{T} x {N}/{K} x {H} of {context}"
+    yield from decodes(shape, q, pool, data.page_table(T, context), last)
+    if data.on_gpu:
+        longest = -(-LONGEST // PAGE_SIZE) * PAGE_SIZE
+        mixed_last = data.ints(SHORTEST, LONGEST + 1, T).long() - 1
+        mixed_pool = data.numbers(2, T * longest, K, H)
         shape = f"{T} x {N}/{K} x {H} of {SHORTEST} to {LONGEST}"
-        yield from decodes(shape, q, mixed_pool, mixed_pages, lengths.long() - 1)
-
-    ids, row_32, last_32 = ints(0, V, T, context), row.int(), last.int()
-    look_up = lambda: kernel.look_up(row_32, last_32, ids, pages, P)
-    slots = lambda: (ids[row, last].long(), pages[row, last // P].long() * P + last % P)
-    yield Case("look_up", f"{T} of {T} x {context}", look_up, reference=slots, is_own=on_gpu)
-    index, value = shuffled(T * num_pages)[:T].int(), ints(0, 99, T)
-    copy = lambda: pages.view(-1).index_copy_(0, index.long(), value)
-    scatter = lambda: kernel.scatter(pages, index, value)
-    yield Case("scatter", f"{T} to {T} x {num_pages}", scatter, reference=copy, is_own=on_gpu)
-
-    logits, words, seed = (
-        numbers(T, V),
-        ints(-(2**31), 2**31 - 1, T, -(-V // 32)),
-        ints(0, 2**31 - 1, T, 2),
-    )
-    one, zero = torch.ones(T, device=device), torch.zeros(T, device=device)
-    for name, heat in (("greedy", zero), ("sampled", one)):
-        choose = lambda heat=heat: kernel.choose_tokens(logits, None, heat, seed, last_32)
-        yield Case(
-            "choose_tokens", f"{T} x {V}, {name}", choose, 2 * T * V, is_own=on_gpu, waits=True
-        )
-    counts = kernel.cuda_kernels_for(logits) is not None
-    for name, k, p in (("top_k 50", 50, 1.0), ("top_p 0.95", V, 0.95)):
-        filters = one, one.int() * k, one * p, zero
-        lowest = lambda filters=filters: kernel.lowest_kept(logits, *filters)
-        yield Case(
-            "lowest_kept", f"{T} x {V}, {name}", lowest, 2 * T * V, is_own=counts, waits=True
-        )
-    bit = torch.arange(32, dtype=torch.int32, device=device)
-    banned = lambda: (words[:, :, None] >> bit & 1 == 0).view(T, -1)[:, :V]
-    ban = lambda: logits.masked_fill_(banned(), -torch.inf)
-    read_by_gpu = words.cpu().pin_memory() if on_gpu else words
-    mask = lambda: kernel.mask_logits(logits, row_32, read_by_gpu)
-    yield Case("mask_logits", f"{T} x {V}", mask, reference=ban if on_gpu else None)
-
-    scores, wide, experts = numbers(T, E), numbers(T, W), (numbers(E, 2 * X, W), numbers(E, W, X))
-    yield Case("route", f"{T} x {A} of {E}", lambda: kernel.route(scores, A, True), is_own=on_gpu)
-    routes = kernel.route(scores, A, True)
-    read, mix = 6 * X * W * len(routes[1].unique()), lambda: kernel.moe(wide, *experts, *routes)
-    yield Case("moe", f"{T} x {A} of {E} x {W} x {X}", mix, read, is_own=on_gpu, waits=True)
+        yield from decodes(shape, q, mixed_pool, data.page_table(T, longest), mixed_last)
 
 
 def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) -> Iterator[Case]:
-    """Attention of each query to its context, up to the last position; divided alike, and evenly over the device."""
-    row, o = torch.arange(len(q), device=q.device), torch.empty_like(q)
+    """Attention of each query to its context, up to the last position.
+
+    `attend_decode` divides all contexts into as many splits, `BalancedDecode` into equal ranges.
+    """
+    row = torch.arange(len(q), device=q.device)
+    o = torch.empty_like(q)
     k, v = pool
     num_bytes = 4 * K * H * int((last + 1).sum())
-    attend = lambda: kernel.attend_decode(q, k, v, pages, P, row, row, last, o)
-    yield Case("attend_decode", shape, attend, num_bytes, waits=True)
-    if own := kernel.BalancedDecode.create_if_supported(pages, P, (N, K, H), q.dtype):
-        own.plan(row.int(), last.int())
+    attend = lambda: kernel.attend_decode(q, k, v, pages, PAGE_SIZE, row, row, last, o)
+    yield Case("attend_decode", shape, attend, num_bytes, reference_waits=True)
+    balanced = kernel.BalancedDecode.create_if_supported(pages, PAGE_SIZE, (N, K, H), q.dtype)
+    if balanced is None:
+        return
+    balanced.plan(row.int(), last.int())
+    attend_ranges = lambda: balanced.attend(q, k, v, o)
+    yield Case("BalancedDecode", shape, attend_ranges, num_bytes, attend, reference_waits=True)
+
+
+def tables(data: Data, T: int, context: int) -> Iterator[Case]:
+    """Writes to the page table, and look-ups in it and in the token pool."""
+    pages = data.page_table(T, context)
+    token_pool = data.ints(0, V, T, context)
+    row = torch.arange(T, device=data.device)
+    last = torch.full_like(row, context - 1)
+    row_32 = row.int()
+    last_32 = last.int()
+    look_up = lambda: kernel.look_up(row_32, last_32, token_pool, pages, PAGE_SIZE)
+    slot_of = lambda: pages[row, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE
+    reference = lambda: (token_pool[row, last].long(), slot_of())
+    shape = f"{T} of {T} x {context}"
+    yield Case("look_up", shape, look_up, reference=reference, has_kernel=data.on_gpu)
+
+    index = data.shuffled(pages.numel())[:T].int()
+    value = data.ints(0, 99, T)
+    scatter = lambda: kernel.scatter(pages, index, value)
+    copy = lambda: pages.view(-1).index_copy_(0, index.long(), value)
+    shape = f"{T} to {T} x {pages.shape[1]}"
+    yield Case("scatter", shape, scatter, reference=copy, has_kernel=data.on_gpu)
+
+
+def sampling(data: Data, T: int) -> Iterator[Case]:
+    """What turns logits into tokens: noise, filters and grammar masks."""
+    logits = data.numbers(T, V)
+    seed = data.ints(0, 2**31 - 1, T, 2)
+    position = torch.full((T,), 7, device=data.device, dtype=torch.int32)
+    one = torch.ones(T, device=data.device)
+    zero = torch.zeros(T, device=data.device)
+    for name, temperature in (("greedy", zero), ("sampled", one)):
+        choose = lambda heat=temperature: kernel.choose_tokens(logits, None, heat, seed, position)
         yield Case(
-            "BalancedDecode", shape, lambda: own.attend(q, k, v, o), num_bytes, attend, waits=True
-        )
+            "choose_tokens", f"{T} x {V}, {name}", choose, 2 * T * V,
+            has_kernel=data.on_gpu, reference_waits=True,
+        )  # fmt: skip
+
+    can_count = kernel.cuda_kernels_for(logits) is not None
+    for name, k, p in (("top_k 50", 50, 1.0), ("top_p 0.95", V, 0.95)):
+        top_k = one.int() * k
+        top_p = one * p
+        lowest = lambda k=top_k, p=top_p: kernel.lowest_kept(logits, one, k, p, zero)
+        yield Case(
+            "lowest_kept", f"{T} x {V}, {name}", lowest, 2 * T * V,
+            has_kernel=can_count, reference_waits=True,
+        )  # fmt: skip
+
+    words = data.ints(-(2**31), 2**31 - 1, T, -(-V // 32))
+    host_words = words.cpu().pin_memory() if data.on_gpu else words
+    row = torch.arange(T, device=data.device, dtype=torch.int32)
+    mask = lambda: kernel.mask_logits(logits, row, host_words)
+    bit = torch.arange(32, dtype=torch.int32, device=data.device)
+    is_banned = lambda: (words[:, :, None] >> bit & 1 == 0).view(T, -1)[:, :V]
+    fill = lambda: logits.masked_fill_(is_banned(), -torch.inf)
+    yield Case("mask_logits", f"{T} x {V}", mask, reference=fill if data.on_gpu else None)
+
+
+def experts(data: Data, T: int) -> Iterator[Case]:
+    logits = data.numbers(T, E)
+    x = data.numbers(T, EXPERT_D)
+    gate_up = data.numbers(E, 2 * EXPERT_MLP, EXPERT_D)
+    down = data.numbers(E, EXPERT_D, EXPERT_MLP)
+    route = lambda: kernel.route(logits, A, True)
+    yield Case("route", f"{T} x {A} of {E}", route, has_kernel=data.on_gpu)
+    weight, expert = route()
+    num_bytes = 6 * EXPERT_MLP * EXPERT_D * len(expert.unique())
+    moe = lambda: kernel.moe(x, gate_up, down, weight, expert)
+    shape = f"{T} x {A} of {E} x {EXPERT_D} x {EXPERT_MLP}"
+    yield Case("moe", shape, moe, num_bytes, has_kernel=data.on_gpu, reference_waits=True)
 
 
 def microseconds(call: Call, device: str, *, graph: bool) -> list[float]:
-    """Of one call, several times; on a GPU each is the mean of some calls in a row."""
+    """The time of a call, several times; on a GPU each is the mean of some calls in a row."""
     call()
-    if device == "cpu":
-        began = [time.perf_counter()]
-        while len(began) <= REPEAT or (len(began) <= 50 * REPEAT and began[-1] - began[0] < 0.1):
-            call()
-            began.append(time.perf_counter())
-        return [1e6 * (after - before) for before, after in pairwise(began)]
+    return microseconds_on_gpu(call, graph) if device == "cuda" else microseconds_on_cpu(call)
+
+
+def microseconds_on_cpu(call: Call) -> list[float]:
+    times = [time.perf_counter()]
+    while len(times) <= REPEAT or (len(times) <= 50 * REPEAT and times[-1] - times[0] < MIN_CPU_S):
+        call()
+        times.append(time.perf_counter())
+    return [1e6 * (after - before) for before, after in pairwise(times)]
+
+
+def microseconds_on_gpu(call: Call, graph: bool) -> list[float]:
     call()
     torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    run = calls
     if graph:
+        captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            for _ in range(CALLS):
-                call()
+            calls()
+        run = captured.replay
+
     values = []
     for _ in range(1 + REPEAT):  # the first warms up
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
-        if graph:
-            captured.replay()
-        else:
-            for _ in range(CALLS):
-                call()
+        run()
         end.record()
         end.synchronize()
         values.append(start.elapsed_time(end) * 1e3 / CALLS)
     return values[1:]
+
+
+def measure(case: Case, device: str) -> list[Figure]:
+    """Print a row of the table for the kernel and its reference; return their figures."""
+    loaders = ("load_cpu_kernels", "load_cuda_kernels", "_gpu_kernels")
+    no_kernels = dict.fromkeys(loaders, lambda *_: None)
+    kernel_us = []
+    if case.has_kernel:
+        kernel_us = microseconds(case.call, device, graph=True)
+    with patch.multiple(dispatch, **no_kernels):
+        reference = case.reference or case.call
+        torch_us = microseconds(reference, device, graph=not case.reference_waits)
+
+    taken = "-"
+    rate = "-"
+    if kernel_us:
+        taken = f"{median_of(kernel_us):.1f}"
+        if case.num_bytes:
+            rate = f"{case.num_bytes / median_of(kernel_us) / 1e3:.1f}"
+    times = f"{taken:>12}{median_of(torch_us):12.1f}"
+    print(f"{case.name:18}{case.shape:34}{times}{rate:>8}", flush=True)
+    return [
+        Figure(
+            engine="minisgl",
+            workload=f"{case.name} {case.shape}",
+            model="qwen3-0.6b",
+            device=device,
+            metric=metric,
+            values=values,
+        )
+        for metric, values in (("us", kernel_us), ("torch_us", torch_us))
+        if values
+    ]
 
 
 def main() -> None:
@@ -198,38 +324,19 @@ def main() -> None:
         "--context",
         type=int,
         default=1024,
-        help=f"in attention to equal lengths, a multiple of {P}",
+        help=f"in attention to equal lengths, a multiple of {PAGE_SIZE}",
     )
     parser.add_argument("--only", default="", help="kernels whose names have this in them")
     parser.add_argument("--out", type=Path, help="append figures to this file")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    no_kernels = dict.fromkeys(
-        ("load_cpu_kernels", "load_cuda_kernels", "_gpu_kernels"), lambda *_: None
-    )
+    default_tokens = [1, 256] if device == "cuda" else [1, 16]
     figures = []
     print(f"{'kernel':18}{'shape':34}{'kernel µs':>12}{'torch µs':>12}{'GB/s':>8}")
-    for num_tokens in args.tokens or ([1, 256] if device == "cuda" else [1, 16]):
+    for num_tokens in args.tokens or default_tokens:
         for case in cases(num_tokens, args.context, device):
-            if args.only not in case.name:
-                continue
-            own = microseconds(case.call, device, graph=True) if case.is_own else []
-            with patch.multiple(dispatch, **no_kernels):
-                plain = microseconds(case.reference or case.call, device, graph=not case.waits)
-            taken = f"{median_of(own):.1f}" if own else "-"
-            rate = f"{case.num_bytes / median_of(own) / 1e3:.1f}" if own and case.num_bytes else "-"
-            print(
-                f"{case.name:18}{case.shape:34}{taken:>12}{median_of(plain):12.1f}{rate:>8}",
-                flush=True,
-            )
-            about: Any = {
-                "workload": f"{case.name} {case.shape}",
-                "model": "qwen3-0.6b",
-                "device": device,
-            }
-            for metric, values in (("us", own), ("torch_us", plain)):
-                if args.out and values:
-                    figures.append(Figure(engine="minisgl", metric=metric, values=values, **about))
+            if args.only in case.name:
+                figures += measure(case, device)
     if args.out:
         append_figures(args.out, figures)
 

@@ -1,9 +1,11 @@
-"""What each idea brings: the same requests with one of them taken away at a time.
+"""What each idea brings: the same requests, with one idea switched off at a time.
 
-    python benchmark/offline/ablations.py [--model FOLDER] [--dummy-weight] [--out results.jsonl] [--plot ablations.svg]
+    python benchmark/offline/ablations.py [--model FOLDER] [--dummy-weight] \\
+        [--out results.jsonl] [--plot ablations.svg]
 
-The requests share a prefix, so that the prefix cache has something to do, and are asked twice: the second round finds
-more of them. Output tokens per second of both rounds together.
+The requests share a prefix, so that the prefix cache has something to do. They are sent twice, and
+the second round finds more of them cached. The figure is output tokens per second of both rounds
+together.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from minisgl.utils import detect_hardware
 
 
 def variants(device: str) -> dict[str, dict[str, Any]]:
-    """Names, and the options in which they differ from the first."""
+    """Return each variant's name, and the options in which it differs from the first."""
     graphs = {"no CUDA graphs": {"cuda_graph_max_bs": 0}} if device == "cuda" else {}
     return {
         "all": {},
@@ -36,15 +38,15 @@ def speed(options: dict[str, Any], args: argparse.Namespace) -> float:
     random.seed(0)
     prefix = [random.randint(100, 9999) for _ in range(args.shared)]
     prompts = [
-        prefix + [random.randint(100, 9999) for _ in range(args.own)] for _ in range(args.requests)
+        prefix + [random.randint(100, 9999) for _ in range(args.suffix)]
+        for _ in range(args.requests)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     with LLM(
         args.model, skip_tokenizer_init=True, dummy_weight=args.dummy_weight, **options
     ) as llm:
-        llm.generate(
-            [prompt[::-1] for prompt in prompts[:4]], params, use_tqdm=False
-        )  # warm up, on other prefixes
+        warm_up = [prompt[::-1] for prompt in prompts[:4]]  # they have other prefixes
+        llm.generate(warm_up, params, use_tqdm=False)
         began = time.perf_counter()
         for _ in range(2):
             llm.generate(prompts, params, use_tqdm=False)
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--dummy-weight", action="store_true")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--shared", type=int, default=512, help="ids that all prompts begin with")
-    parser.add_argument("--own", type=int, default=64, help="further ids of each prompt")
+    parser.add_argument("--suffix", type=int, default=64, help="further ids of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -83,7 +85,8 @@ def main() -> None:
     device = detect_hardware().device
     all_variants = variants(device)
     speeds: dict[str, list[float]] = {name: [] for name in all_variants}
-    for _ in range(args.repeat):  # in turns, so that a slow minute of the machine meets all of them
+    # In turns, so that a slow minute of the machine affects all variants.
+    for _ in range(args.repeat):
         for name, options in all_variants.items():
             speeds[name].append(round(speed(options, args), 1))
     figures = [

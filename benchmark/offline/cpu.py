@@ -2,8 +2,9 @@
 
     python benchmark/offline/cpu.py [--repeat 5] [--out benchmark/results/cpu.jsonl]
 
-prefill: 512 random ids, one token out; prompt tokens per second. batch n: n requests of 32 random ids; the time of
-NUM_DECODED + 1 greedy tokens each less the time of one token each; tokens per second.
+prefill: 512 random ids, one token out; the figure is prompt tokens per second.
+batch n: n requests of 32 random ids; the figure is tokens per second, over the time of
+    NUM_DECODED + 1 greedy tokens each less the time of one token each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +26,13 @@ from minisgl.llm import LLM, SamplingParams
 from minisgl.models import open_checkpoint
 
 Generate = Callable[[list[list[int]], int], None]
+Measure = Callable[[Generate, np.random.Generator], float]
 NUM_DECODED = 32
 PROMPT = 32
 
 
 def transformers_generate(dtype: torch.dtype) -> Generate:
-    """transformers' own generate over the same weights."""
+    """The `generate` of transformers over the same weights."""
     folder = fetch_model(None)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).to(dtype).eval()
     source = open_checkpoint(folder, dtype, torch.device("cpu"))
@@ -39,7 +42,8 @@ def transformers_generate(dtype: torch.dtype) -> Generate:
         if name in source
     }
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
     model.tie_weights()
 
     @torch.inference_mode()
@@ -87,6 +91,19 @@ def random_prompts(ids: np.random.Generator, num: int, length: int) -> list[list
     return ids.integers(100, 40000, (num, length)).tolist()
 
 
+def speeds_of(
+    engines: dict[str, Generate], measure: Measure, repeat: int
+) -> dict[str, list[float]]:
+    """Measure the engines in turns, after a turn that warms up."""
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(repeat + 1):
+        for name, generate in engines.items():
+            speed = measure(generate, np.random.default_rng(turn))
+            if turn > 0:
+                speeds[name].append(speed)
+    return speeds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,22 +117,13 @@ def main() -> None:
         "minisgl": engine_generate(args.dtype),
         "transformers": transformers_generate(getattr(torch, args.dtype)),
     }
-    workloads: dict[str, Callable[[Generate, np.random.Generator], float]] = {
-        "prefill 512": prefill_speed
-    }
+    workloads: dict[str, Measure] = {"prefill 512": prefill_speed}
     for batch_size in (1, 8, 32):
-        workloads[f"batch {batch_size}"] = lambda generate, ids, n=batch_size: decode_speed(
-            generate, ids, n
-        )
+        workloads[f"batch {batch_size}"] = partial(decode_speed, batch_size=batch_size)
 
     figures = []
     for workload, measure in workloads.items():
-        speeds: dict[str, list[float]] = {name: [] for name in engines}
-        for turn in range(args.repeat + 1):
-            for name, generate in engines.items():
-                speed = measure(generate, np.random.default_rng(turn))
-                if turn:  # the first turn warms up
-                    speeds[name].append(speed)
+        speeds = speeds_of(engines, measure, args.repeat)
         metric = "in_tok_s" if workload.startswith("prefill") else "out_tok_s"
         for name, values in speeds.items():
             figures.append(
@@ -129,10 +137,8 @@ def main() -> None:
                 )
             )
         ours, theirs = (median_of(values) for values in speeds.values())
-        print(
-            f"{workload:12} minisgl {ours:8.1f}  transformers {theirs:8.1f}  ratio {ours / theirs:5.2f}",
-            flush=True,
-        )
+        speeds_text = f"minisgl {ours:8.1f}  transformers {theirs:8.1f}"
+        print(f"{workload:12} {speeds_text}  ratio {ours / theirs:5.2f}", flush=True)
     append_figures(args.out, figures)
 
 

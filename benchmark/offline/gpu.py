@@ -1,14 +1,16 @@
 """Throughput, latency, prefill and shared prefixes on a GPU, with random weights: w1 to w4.
 
-    python benchmark/offline/gpu.py --model qwen3-0.6b --work w1 w2 w3 w4 [--out results.jsonl] [engine flags]
+    python benchmark/offline/gpu.py --model qwen3-0.6b --work w1 w2 w3 w4 [--out results.jsonl] \\
+        [--engine OPTIONS]
 
 w1  256 prompts of 100..1024 random ids, 100..1024 tokens out each; output tokens per second
 w2  one request, 512 ids in, 256 tokens out; time to the first token, and for each after it
 w3  64 prompts of 4096 ids, one token out; input tokens per second
-w4  256 requests that share 2048 ids and have 128 of their own, 128 tokens out; cold, then with other own ids
+w4  256 requests with a shared prefix of 2048 ids and a suffix of 128 ids, 128 tokens out; first
+    with a new prefix, then with new suffixes only
 
-The limit is what the device could do if it only read each weight and each running request's KV once a step, and
-multiplied at its full rate: --bandwidth and --flops, as measured on it.
+The limit is what the device could do if it only read each weight and each running request's KV once
+a step, and multiplied at its full rate: --bandwidth and --flops, as measured on it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Limits:
 
     @property
     def num_weights(self) -> int:
-        """That multiply each token; the embedding is only looked up."""
+        """The number of weights that multiply each token; the embedding is only looked up."""
         m = self.model
         attention = m.width * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
         mlp = 3 * m.width * (m.expert_width * m.experts_per_token if m.num_experts else m.mlp_width)
@@ -54,13 +56,13 @@ class Limits:
         return (2 * self.num_weights * length + attention) / self.flops
 
     def decode_step(self, contexts: list[int]) -> float:
-        """Reads in bf16; of an expert model the experts of one token at least."""
+        """Seconds to read weights and KV in bf16; in a mixture, the experts of one token only."""
         m = self.model
         kv = 2 * m.num_layers * m.num_kv_heads * m.head_dim * sum(contexts)
         return 2 * (self.num_weights + m.vocab_size * m.width + kv) / self.bandwidth
 
     def decode(self, requests: list[tuple[int, int]]) -> float:
-        """All steps of requests of (prompt, output) lengths that start together."""
+        """Seconds of all steps of requests of (prompt, output) lengths that start together."""
         longest = max(out for _, out in requests)
         return sum(
             self.decode_step([n + i for n, out in requests if out > i]) for i in range(1, longest)
@@ -83,9 +85,7 @@ def exactly(num_tokens: int, temperature: float = 0.0) -> SamplingParams:
 
 def w1(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     random.seed(0)
-    prompts = [
-        [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
-    ]
+    prompts = [ids(random.randint(100, 1024), vocab=10001) for _ in range(256)]
     lengths = [random.randint(100, 1024) for _ in range(256)]
     total = sum(lengths)
     seconds(llm, [ids(600) for _ in range(256)], exactly(8, 0.6))
@@ -104,43 +104,49 @@ def w2(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     ttft = statistics.median(first)
     each = [(seconds(llm, [ids(512)], exactly(256)) - ttft) / 255 * 1e3 for _ in range(2 * repeat)]
     ideal = limits.decode([(512, 256)]) / 255 * 1e3
+    first_ms = [1e3 * s for s in first]
     return [
-        {
-            "metric": "ttft_ms",
-            "values": [1e3 * s for s in first],
-            "limit": limits.prefill(512) * 1e3,
-        },
+        {"metric": "ttft_ms", "values": first_ms, "limit": limits.prefill(512) * 1e3},
         {"metric": "ms_per_token", "values": each, "limit": ideal},
     ]
 
 
 def w3(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     seconds(llm, [ids(4096) for _ in range(8)], exactly(1))
-    speeds = [
-        64 * 4096 / seconds(llm, [ids(4096) for _ in range(64)], exactly(1)) for _ in range(repeat)
-    ]
+    speeds = []
+    for _ in range(repeat):
+        prompts = [ids(4096) for _ in range(64)]
+        speeds.append(64 * 4096 / seconds(llm, prompts, exactly(1)))
     return [{"metric": "in_tok_s", "values": speeds, "limit": 4096 / limits.prefill(4096)}]
 
 
 def w4(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
-    cold, warm = [], []
+    total = 256 * 128
+    cold = []
+    warm = []
     seconds(llm, [ids(600) for _ in range(256)], exactly(8))
     for _ in range(repeat):
         prefix = ids(2048)
-        cold.append(256 * 128 / seconds(llm, [prefix + ids(128) for _ in range(256)], exactly(128)))
-        warm.append(256 * 128 / seconds(llm, [prefix + ids(128) for _ in range(256)], exactly(128)))
-    ideal = 256 * limits.prefill(128, 2048) + limits.decode([(2176, 128)] * 256)
+        for speeds in (cold, warm):
+            prompts = [prefix + ids(128) for _ in range(256)]
+            speeds.append(total / seconds(llm, prompts, exactly(128)))
+    warm_s = 256 * limits.prefill(128, 2048) + limits.decode([(2176, 128)] * 256)
+    cold_s = warm_s + limits.prefill(2048)
     return [
-        {
-            "metric": "cold_out_tok_s",
-            "values": cold,
-            "limit": 256 * 128 / (ideal + limits.prefill(2048)),
-        },
-        {"metric": "warm_out_tok_s", "values": warm, "limit": 256 * 128 / ideal},
+        {"metric": "cold_out_tok_s", "values": cold, "limit": total / cold_s},
+        {"metric": "warm_out_tok_s", "values": warm, "limit": total / warm_s},
     ]
 
 
 WORK = {"w1": w1, "w2": w2, "w3": w3, "w4": w4}
+
+
+def comparison(figure: Figure, limit: float) -> str:
+    """The figure beside its limit, and how much of the limit it reaches."""
+    ratio = figure.value / limit
+    is_time = figure.metric.startswith(("ttft", "ms"))
+    reached = 1 / ratio if is_time else ratio
+    return f"{figure.metric:16}{figure.value:12.2f}  limit {limit:12.2f}  {reached:6.1%}"
 
 
 def main() -> None:
@@ -192,12 +198,7 @@ def main() -> None:
                     values=values,
                 )
                 figures.append(figure)
-                ratio = figure.value / row["limit"]
-                share = 1 / ratio if row["metric"].startswith(("ttft", "ms")) else ratio
-                print(
-                    f"{name} {row['metric']:16}{figure.value:12.2f}  limit {row['limit']:12.2f}  {share:6.1%}",
-                    flush=True,
-                )
+                print(f"{name} {comparison(figure, row['limit'])}", flush=True)
     append_figures(args.out, figures)
 
 

@@ -1,6 +1,7 @@
-"""From the command to a server that answers: seconds until /health says so, several times.
+"""Seconds from the command that starts a server until its /health answers, several times.
 
-    python benchmark/offline/start.py [--repeat 3] [--out results.jsonl] --model FOLDER [flags of the server]
+    python benchmark/offline/start.py [--repeat 3] [--out results.jsonl] --model FOLDER \\
+        [flags of the server]
 
 The first start fills the caches and is not counted.
 """
@@ -30,7 +31,8 @@ def free_port() -> int:
 
 
 def seconds_to_ready(flags: list[str], patience_s: float = 900.0) -> float:
-    port, began = free_port(), time.perf_counter()
+    port = free_port()
+    began = time.perf_counter()
     server = subprocess.Popen(
         [sys.executable, "-m", "minisgl", "--port", str(port), "--log-level", "WARNING", *flags]
     )

@@ -1,10 +1,12 @@
 """What a JSON schema on every request costs: decoded tokens per second with and without, in turns.
 
-    python benchmark/offline/structured.py [--model FOLDER] [--dummy-weight] [--requests 8] [--out results.jsonl]
+    python benchmark/offline/structured.py [--model FOLDER] [--dummy-weight] [--requests 8] \\
+        [--out results.jsonl]
 
-The schemas are lists of objects that never end, so that all sides make equally many tokens: one with constraints that
-OpenAI documents for strict schemas, and the same with a `maxLength`, which is none of those and costs more. The time of
-one token each, prompt and first mask included, is taken off; schemas are compiled before.
+The schemas are lists of objects that never end, so that all variants make equally many tokens. One
+has the constraints that OpenAI documents for strict schemas. The other adds a `maxLength`, which is
+none of those and costs more. The time of one token each, prompt and first mask included, is
+subtracted; schemas are compiled before.
 """
 
 from __future__ import annotations
@@ -92,21 +94,25 @@ def main() -> None:
         for i in range(args.repeat + 1):
             for name, grammar in GRAMMARS.items():
                 value = speed(llm, grammar, args)
-                if i:  # the first time warms up
+                if i > 0:  # the first time warms up
                     speeds[name].append(value)
     for name, values in speeds.items():
-        share = median_of(values) / median_of(speeds["plain"])
-        print(f"{name:36} {median_of(values):8.0f} tok/s  {share:6.1%}")
+        ratio = median_of(values) / median_of(speeds["plain"])
+        print(f"{name:36} {median_of(values):8.0f} tok/s  {ratio:6.1%}")
     if args.out:
         workload = f"{args.requests} requests, {args.tokens} tokens, "
         device = detect_hardware().device
         figures = [
             Figure(
-                engine="minisgl", workload=workload + name, model=model_name(args.model), device=device,
-                metric="decode_tok_s", values=values,
+                engine="minisgl",
+                workload=workload + name,
+                model=model_name(args.model),
+                device=device,
+                metric="decode_tok_s",
+                values=values,
             )
             for name, values in speeds.items()
-        ]  # fmt: skip
+        ]
         append_figures(args.out, figures)
 
 

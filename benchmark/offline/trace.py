@@ -1,10 +1,11 @@
-"""Where the time of decode steps goes: the kernels of a profiler's trace, and how long the device had nothing to do.
+"""Where the time of decode steps goes: kernels of a profiler's trace, and the gaps between them.
 
-    python benchmark/offline/trace.py --model qwen3-0.6b [--requests 1 256] [--steps 40] [--out results.jsonl]
+    python benchmark/offline/trace.py --model qwen3-0.6b [--requests 1 256] [--steps 40] \\
+        [--out results.jsonl]
 
-Each run decodes requests like those of w1 (prompts of 100 to 1024 ids); all steps traced have the same number of them.
-The beginning and the end of the profiler's own work are not part of it: the first and last fifth of a trace are
-dropped. A share of idle time counts every gap between kernels, of the host's making or not.
+Each run decodes requests like those of w1 (prompts of 100 to 1024 ids); every traced step has all
+of them. The first and last fifth of a trace are dropped, since the profiler itself works there. The
+idle share counts every gap between kernels, whether the host causes it or not.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Span:
 
 
 def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
-    """Steps of so many requests, one at a time, after some that warm up."""
+    """Yield after each step of so many requests, once the steps that warm up are over."""
     source = random.Random(0)
     prompts = [
         [source.randint(0, 9999) for _ in range(source.randint(100, 1024))]
@@ -58,7 +59,11 @@ def decode(llm: LLM, num_requests: int, num_steps: int) -> Iterator[None]:
 
 
 def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], float]:
-    """What the device did, the middle of it, and seconds of wall time a step without the profiler."""
+    """Run the steps twice: timed, and then under the profiler.
+
+    Returns:
+        The middle of what the device did, and the seconds a step takes without the profiler.
+    """
     steps = decode(llm, num_requests, num_steps)
     next(steps)
     began = time.perf_counter()
@@ -77,18 +82,19 @@ def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], floa
     ]
     spans.sort(key=lambda span: span.begin)
     edge = (spans[-1].end - spans[0].begin) / 5
-    return [
-        span for span in spans if spans[0].begin + edge <= span.begin <= spans[-1].end - edge
-    ], wall
+    begin = spans[0].begin + edge
+    end = spans[-1].end - edge
+    return [span for span in spans if begin <= span.begin <= end], wall
 
 
 def gaps(spans: list[Span]) -> Iterator[tuple[float, Span, Span]]:
-    """When nothing ran: how long, after what and before what."""
+    """Yield each gap in which nothing ran: its length, the span before it and the span after it."""
     last = spans[0]
     for span in spans[1:]:
         if span.begin > last.end:
             yield span.begin - last.end, last, span
-        last = max(last, span, key=lambda it: it.end)
+        if span.end > last.end:
+            last = span
 
 
 def print_table(title: str, times: dict[str, list[float]], whole: float, num_rows: int) -> None:
@@ -118,13 +124,14 @@ def main() -> None:
         for num_requests in args.requests:
             spans, wall = trace(llm, num_requests, args.steps)
             whole = max(span.end for span in spans) - spans[0].begin
-            busy, idle = defaultdict(list), defaultdict(list)
+            busy = defaultdict(list)
+            idle = defaultdict(list)
             for span in spans:
                 busy[span.name].append(span.end - span.begin)
             for length, before, after in gaps(spans):
                 idle[f"{before.name[:34]} → {after.name[:34]}"].append(length)
-            share = sum(map(sum, idle.values())) / whole
-            traced = f"of {whole / 1e3:.2f} ms traced {share:.1%} idle"
+            idle_share = sum(map(sum, idle.values())) / whole
+            traced = f"of {whole / 1e3:.2f} ms traced {idle_share:.1%} idle"
             print(f"{num_requests} requests: {wall * 1e3:.3f} ms a step; {traced}", flush=True)
             print_table("kernel", busy, whole, args.rows)
             print_table("idle between", idle, whole, args.rows // 2)
@@ -134,7 +141,7 @@ def main() -> None:
                 "model": args.model,
                 "device": "cuda",
             }
-            figures.append(Figure(metric="idle_share", values=[round(share, 5)], **about))
+            figures.append(Figure(metric="idle_share", values=[round(idle_share, 5)], **about))
             figures.append(Figure(metric="ms_per_step", values=[round(wall * 1e3, 4)], **about))
     if args.out:
         append_figures(args.out, figures)

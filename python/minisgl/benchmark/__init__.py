@@ -1,3 +1,6 @@
-"""Measuring: `client` loads an OpenAI-compatible server (it needs `minisgl[bench]`), `perf` writes figures down."""
+"""Measuring: `client` puts load on an OpenAI-compatible server, `perf` writes figures down.
+
+`client` needs `minisgl[bench]`.
+"""
 
 __all__: list[str] = []

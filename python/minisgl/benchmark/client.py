@@ -1,4 +1,4 @@
-"""Load for any OpenAI-compatible server: streaming completions at given times, and when each piece of text came."""
+"""Load for any OpenAI-compatible server: streams completions and keeps when their text came."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -13,7 +14,13 @@ from openai import AsyncOpenAI
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One request of a load: token ids, tokens to generate, and when to send it, in seconds from the start."""
+    """One request of a load.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: how many to generate.
+        start_s: when to send it, in seconds from the start of the load.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -36,20 +43,24 @@ class RequestTrace:
 
     @property
     def ttft_s(self) -> float:
+        """The time to the first token, or rather to its text."""
         return self.pieces_s[0] - self.sent_s
 
     @property
     def inter_token_s(self) -> list[float]:
-        return [b - a for a, b in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.pieces_s)]
 
 
 async def run_load(
     base_url: str, model: str, load: Sequence[Load], concurrency: int
 ) -> list[RequestTrace]:
-    """Send all requests, at most `concurrency` at a time; greedy, past end-of-sequence tokens.
+    """Send all requests, at most `concurrency` at a time; greedy, and past end-of-sequence tokens.
 
     Args:
         base_url: up to and with /v1.
+
+    Returns:
+        A trace for each item of the load, in its order.
     """
     async with AsyncOpenAI(
         base_url=base_url, api_key="unused", max_retries=0, timeout=None
@@ -81,6 +92,6 @@ async def _send(
                     trace.pieces_s.append(time.perf_counter() - began)
                 if chunk.usage:
                     trace.num_output = chunk.usage.completion_tokens
-        except Exception as error:  # whatever fails belongs to this request's trace
+        except Exception as error:  # whatever fails is recorded in this request's trace
             trace.error = f"{type(error).__name__}: {error}"
     return trace

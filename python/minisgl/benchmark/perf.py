@@ -1,4 +1,4 @@
-"""Figures: what was measured, how, where and on what; one JSON line each."""
+"""Figures: what was measured, how, where and with what versions; one JSON line each."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ _PACKAGES = ("minisgl", "torch", "transformers", "triton", "flashinfer-python", 
 
 
 def machine() -> str:
-    """The processor or GPU and how many of it."""
+    """Name the GPU and count the GPUs, or else the processor and its cores."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    name = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor()
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
 def versions() -> dict[str, str]:
-    """Python and those of the compared packages that are installed."""
+    """The versions of Python and of the compared packages that are installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -43,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working folder, marked if files differ from it."""
+    """The commit of the working folder, marked "dirty" if files differ from it."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
@@ -56,7 +54,7 @@ def median_of(values: list[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure and every repetition behind it."""
+    """One figure: `value` is the median of `values`, the repetitions."""
 
     engine: str
     workload: str
