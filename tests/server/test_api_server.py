@@ -26,7 +26,7 @@ from minisgl.message import (
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.reasoning import PARSERS
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.version import __version__
 from tests.server.harness import Call, FakeWorker, office, run, spell, until
 
@@ -686,7 +686,11 @@ def test_a_grammar_that_is_too_long_is_said_of_its_field(
         await call.done
         assert "at most 131072" in assert_is_error(call, 400, param=param)["message"]
 
-    scene(play, model=replace(MODEL, dialect=Dialect(thoughts=PARSERS["qwen3"])), max_body=2**20)
+    scene(
+        play,
+        model=replace(MODEL, dialect=Dialect(reasoning_format=REASONING_FORMATS["qwen3"])),
+        max_body=2**20,
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.server import ServerConfig
 from minisgl.server.args import REASONING_PARSERS, TOOL_CALL_PARSERS
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.reasoning import PARSERS, Thinking
-from minisgl.server.parsing.tool_formats import FORMATS, Hermes, Mistral
+from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
 from minisgl.server.serve import served_model
 from minisgl.utils.supervisor import Report, Vocabulary
 
@@ -25,8 +25,8 @@ def model(checkpoint: Callable[[str], Path]) -> ModelConfig:
 
 
 def test_the_names_that_are_offered_are_those_that_there_are() -> None:
-    assert tuple(FORMATS) == TOOL_CALL_PARSERS
-    assert tuple(PARSERS) == REASONING_PARSERS
+    assert tuple(TOOL_FORMATS) == TOOL_CALL_PARSERS
+    assert tuple(REASONING_FORMATS) == REASONING_PARSERS
 
 
 def test_a_prompt_may_be_as_long_as_its_ranks_can_hold(model: ModelConfig) -> None:
@@ -44,7 +44,14 @@ def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_
         return served_model("m", model, reports, ServerConfig(**options)).dialect
 
     said = dialect("<tool_call>", {"<tool_call>": 7})
-    assert (type(said.calls), said.thoughts, said.markers) == (Hermes, None, {"<tool_call>": 7})
+    assert (type(said.tool_format), said.reasoning_format, said.markers) == (
+        Hermes,
+        None,
+        {"<tool_call>": 7},
+    )
     said = dialect("<tool_call>", {}, tool_call_parser="mistral", reasoning_parser="deepseek_r1")
-    assert (type(said.calls), said.thoughts) == (Mistral, Thinking(is_open=True))
+    assert (type(said.tool_format), said.reasoning_format) == (
+        Mistral,
+        ReasoningFormat(is_open=True),
+    )
     assert dialect(None, {}) == Dialect()

@@ -22,7 +22,7 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(SchedulerConfig):
-    """What the server needs to know, besides what its schedulers do."""
+    """The options of the server, in addition to those of its schedulers."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
@@ -74,7 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minisgl",
         allow_abbrev=False,
-        description="Serve a large language model behind an OpenAI-compatible API, or chat with it (--shell).",
+        description="Serve a large language model behind an OpenAI-compatible API, "
+        "or chat with it (--shell).",
     )
     parser.add_argument("--version", action="version", version=__version__)
     hints = typing.get_type_hints(ServerConfig)
@@ -89,29 +90,31 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerConfig:
         ConfigError: a value is outside its bounds.
         SystemExit: an unknown flag, or --help.
     """
-    given = vars(make_parser().parse_args(argv))
-    given["api_key"] += _several(text) if (text := env.api_keys()) is not None else ()
-    values: dict[str, Any] = {
-        name: tuple(it) if isinstance(it, list) else it for name, it in given.items()
-    }
-    return ServerConfig(**values)
+    given: dict[str, Any] = vars(make_parser().parse_args(argv))
+    env_keys = env.api_keys()
+    if env_keys is not None:
+        given["api_key"] += _split_at_commas(env_keys)
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    return ServerConfig(**given)
 
 
 def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: object) -> None:
-    plain = _without_none(hint)
+    value_type = _without_none(hint)
     words: dict[object, object] = {None: "auto", (): "none"}
     help_text = f"{entry.metadata['help']} (default: {words.get(entry.default, entry.default)})"
-    if plain is tuple:
+    if value_type is tuple:
         parser.add_argument(
             flag(entry.name),
             action="extend",
-            type=_several,
+            type=_split_at_commas,
             default=[],
             help=help_text,
             metavar="A,B",
         )
         return
-    if plain is bool:
+    if value_type is bool:
         parser.add_argument(
             flag(entry.name),
             action=argparse.BooleanOptionalAction,
@@ -121,23 +124,22 @@ def _add_flag(parser: argparse.ArgumentParser, entry: Field[object], hint: objec
         return
     parser.add_argument(
         flag(entry.name),
-        type=plain,
+        type=value_type,
         default=entry.default,
         choices=entry.metadata["choices"],
         help=help_text,
-        metavar=None if entry.metadata["choices"] else plain.__name__.upper(),
+        metavar=None if entry.metadata["choices"] else value_type.__name__.upper(),
     )
 
 
-def _several(text: str) -> tuple[str, ...]:
-    """What stands between the commas."""
-    return tuple(part.strip() for part in text.split(","))
+def _split_at_commas(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(","))
 
 
 def _without_none(hint: object) -> type:
     """The type of a field that may also be None for "auto"; tuple for a tuple of anything."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
     hint = typing.get_origin(hint) or hint
     assert isinstance(hint, type)
     return hint

@@ -1,7 +1,8 @@
 """Open requests: from a prompt to a stream of replies.
 
-Owns the table of open uids on the API server's side. A request leaves it with its last reply, or when its reader goes
-away, which aborts it. Everything runs in one event loop. Next to read: `tokenizer/server.py`.
+Owns the table of open uids in the API process. A request leaves it with its last reply, or when its
+generation is closed, which aborts it. Everything runs in one event loop. Next to read:
+`tokenizer/server.py`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """The replies of one API request, which may have several prompts, each with a uid of its own.
+    """The replies to one API request. Each of its answers to each prompt has a uid.
 
-    Who holds it must `close` it; if it has not ended by then, that aborts it.
+    Whoever holds it must `close` it. What has not ended by then is aborted.
     """
 
     def __init__(self, frontend: Frontend, uids: list[int]) -> None:
@@ -60,7 +61,7 @@ class Generation:
         self._replies.put_nowait(reply)
 
     async def next(self) -> tuple[int, UserReply]:
-        """Wait for the next reply and its index: prompt by prompt, each with all its answers.
+        """Wait for the next reply. Its index counts prompt by prompt, each with all its answers.
 
         Raises:
             RequestError: a prompt is refused.
@@ -84,8 +85,8 @@ class Generation:
             yield await self.next()
 
     async def collect(self) -> list[tuple[int, UserReply]]:
-        """All replies that are left, with their indexes; raises as `next` does."""
-        return [news async for news in self]
+        """All remaining replies with their indexes. Raises as `next` does."""
+        return [indexed_reply async for indexed_reply in self]
 
     def close(self) -> None:
         """Abort what has not ended. May be called more than once."""
@@ -95,7 +96,7 @@ class Generation:
 
 
 class Frontend:
-    """Sends prompts to the tokenizers and hands the replies to those who wait for them."""
+    """Sends prompts to the tokenizers and delivers replies to the generations that wait."""
 
     def __init__(
         self,
@@ -107,46 +108,50 @@ class Frontend:
         self._incoming = replies
         self._max_open = max_open_requests
         self._open: dict[int, tuple[Generation, Stopwatch]] = {}
-        self._questions: dict[int, asyncio.Future[CodecReply]] = {}
+        self._codec_replies: dict[int, asyncio.Future[CodecReply]] = {}
         self._uids = itertools.count()
         self._failure: EngineFailed | None = None
         self.metrics = Metrics()
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Why no request is accepted any more, if that is so."""
+        """Why no request is accepted any more, or None."""
         return self._failure
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + len(self._questions)
+        return len(self._open) + len(self._codec_replies)
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
-        """Send a request on its way.
+        """Send prompts to the tokenizers.
 
         Args:
-            n: answers to each prompt, side by side; if there is a seed, the next ones have the seeds after it.
+            n: answers to each prompt, side by side. If there is a seed, answer i has the i-th seed
+                after it.
 
         Raises:
-            QueueFull: too many are open.
+            InvalidRequest: the request alone has more answers than may be open.
+            QueueFull: too many requests are open.
             EngineFailed: the engine is gone.
         """
-        if n * len(prompts) > self._max_open:
+        num_answers = n * len(prompts)
+        if num_answers > self._max_open:
             raise InvalidRequest(
-                f"{n * len(prompts)} answers in one request; this server takes at most {self._max_open}",
+                f"{num_answers} answers in one request; this server takes at most {self._max_open}",
                 param=None if n == 1 else "n",
             )
-        self._make_sure_of_room(n * len(prompts))
-        seeds = [_seed_after(sampling.seed, i) for i in range(n)]
-        each = [(prompt, replace(sampling, seed=seed)) for prompt in prompts for seed in seeds]
-        uids = [next(self._uids) for _ in each]
+        self._check_capacity(num_answers)
+        samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
+        uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self, uids)
-        for uid, (prompt, own) in zip(uids, each, strict=True):
-            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, own))
+        for uid, (prompt, uid_sampling) in zip(
+            uids, itertools.product(prompts, samplings), strict=True
+        ):
+            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, uid_sampling))
             self._open[uid] = (generation, Stopwatch(self.metrics))
         return generation
 
-    def _make_sure_of_room(self, num_requests: int) -> None:
+    def _check_capacity(self, num_requests: int) -> None:
         if self._failure:
             raise self._failure
         if self.num_open + num_requests > self._max_open:
@@ -161,7 +166,7 @@ class Frontend:
             RequestError: the template refuses the conversation, or too many requests are open.
             EngineFailed: the engine is gone.
         """
-        reply = await self._ask(lambda uid: EncodeMsg(uid, prompt, add_special_tokens))
+        reply = await self._query_tokenizer(lambda uid: EncodeMsg(uid, prompt, add_special_tokens))
         ids: list[int] = unpack_ids(reply.ids).tolist()
         return ids
 
@@ -172,80 +177,84 @@ class Frontend:
             RequestError: an id is not of the vocabulary, or too many requests are open.
             EngineFailed: the engine is gone.
         """
-        return (await self._ask(lambda uid: DecodeMsg(uid, pack_ids(ids)))).text
+        reply = await self._query_tokenizer(lambda uid: DecodeMsg(uid, pack_ids(ids)))
+        return reply.text
 
-    async def texts(self, prompts: list[Prompt]) -> list[str]:
-        """What prompts of texts or ids say; raises as `decode` does."""
-        ids = {
-            i: unpack_ids(prompt.raw).tolist()
-            for i, prompt in enumerate(prompts)
-            if isinstance(prompt, TokenIds)
-        }
-        return [
-            await self.decode(ids[i]) if i in ids else str(prompt)
-            for i, prompt in enumerate(prompts)
-        ]
+    async def prompt_texts(self, prompts: list[Prompt]) -> list[str]:
+        """The texts of prompts that are texts or ids. Raises as `decode` does."""
+        texts = []
+        for prompt in prompts:
+            if isinstance(prompt, TokenIds):
+                texts.append(await self.decode(unpack_ids(prompt.raw).tolist()))
+            else:
+                texts.append(str(prompt))
+        return texts
 
-    async def _ask(self, question: Callable[[int], EncodeMsg | DecodeMsg]) -> CodecReply:
-        """Ask a tokenizer. Who stops waiting leaves nothing behind."""
-        self._make_sure_of_room(1)
+    async def _query_tokenizer(
+        self, make_msg: Callable[[int], EncodeMsg | DecodeMsg]
+    ) -> CodecReply:
+        """Send a message to a tokenizer and wait for its reply.
+
+        Nothing remains if the caller is cancelled.
+        """
+        self._check_capacity(1)
         uid = next(self._uids)
-        self._tokenizer_of(uid).put(question(uid))
-        self._questions[uid] = asyncio.get_running_loop().create_future()
+        self._tokenizer_of(uid).put(make_msg(uid))
+        self._codec_replies[uid] = asyncio.get_running_loop().create_future()
         try:
-            reply = await self._questions[uid]
+            reply = await self._codec_replies[uid]
         finally:
-            self._questions.pop(uid, None)
+            self._codec_replies.pop(uid, None)
         if reply.error is not None:
             raise _request_error(reply.error)
         return reply
 
     def abort(self, uid: int) -> None:
-        """Give a request up; its remaining replies are dropped."""
+        """Abort a request. Its remaining replies are dropped."""
         if self._open.pop(uid, None) and not self._failure:
             self.metrics.aborts.inc()
             self._tokenizer_of(uid).put(AbortMsg(uid))
 
     async def run(self) -> None:
-        """Hand out replies, for ever."""
+        """Deliver replies, for ever."""
         while True:
             match await self._incoming.get():
                 case BatchFrontendMsg(replies, stats):
                     if stats:
-                        self.metrics.take(stats)
+                        self.metrics.update(stats)
                     for reply in replies:
-                        self._hand_out(reply)
+                        self._deliver(reply)
                 case UserReply() as refusal:
-                    self._hand_out(refusal)
-                case CodecReply() as answer:
-                    self._answer(answer)
+                    self._deliver(refusal)
+                case CodecReply() as codec_reply:
+                    self._deliver_codec_reply(codec_reply)
 
-    def _answer(self, reply: CodecReply) -> None:
-        question = self._questions.get(reply.uid)
-        if question and not question.done():
-            question.set_result(reply)
+    def _deliver_codec_reply(self, reply: CodecReply) -> None:
+        future = self._codec_replies.get(reply.uid)
+        if future and not future.done():
+            future.set_result(reply)
 
-    def _hand_out(self, reply: UserReply) -> None:
-        if reply.uid not in self._open:  # given up by its reader
+    def _deliver(self, reply: UserReply) -> None:
+        if reply.uid not in self._open:  # its generation was closed
             return
-        generation, watch = self._open[reply.uid]
-        watch.see(reply)
+        generation, stopwatch = self._open[reply.uid]
+        stopwatch.observe(reply)
         if reply.is_final:
             del self._open[reply.uid]
         generation.put(reply)
 
     def fail(self, reason: str) -> None:
-        """Tell every open request that there will be no answer, and refuse new ones."""
+        """End every open request with an error, and refuse new ones."""
         self._failure = EngineFailed(reason)
         for generation in {generation for generation, _ in self._open.values()}:
             generation.put(self._failure)
         self._open.clear()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(self._failure)
+        for future in self._codec_replies.values():
+            if not future.done():
+                future.set_exception(self._failure)
 
     def shut_down(self) -> None:
-        """Ask the workers to end."""
+        """Let the workers end, and close the queues."""
         for i, queue in enumerate(self._tokenizers):
             queue.put(ShutdownMsg(pass_on=i == 0))
             queue.close()
@@ -256,8 +265,10 @@ class Frontend:
 
 
 def _seed_after(seed: int | None, i: int) -> int | None:
-    """The i-th after a seed; the smallest follows the largest."""
-    return None if seed is None else (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
+    """The i-th seed after a seed. The smallest follows the largest."""
+    if seed is None:
+        return None
+    return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
 
 
 def _request_error(error: ReplyError) -> RequestError:

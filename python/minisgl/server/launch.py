@@ -1,14 +1,17 @@
-"""From options to a running server, and back to nothing.
+"""From options to a running server, and its end.
 
-    read the options, fetch the model ─▶ start the children ─▶ all ready ─▶ listen, serve
-                                                                               │ signal, dead child, shell's end
-    folder removed, exit code ◀─ children ended ◀─ told to end ◀─ open requests told ◀─┘
+    read the options, fetch the model ─▶ start the workers ─▶ all ready ─▶ listen, serve
+                                                                                │
+                                             a signal, a dead worker, or the end of the shell
+                                                                                │
+    folder removed, exit code ◀─ workers ended ◀─ open requests ended with an error ◀─┘
 
-The parent process is the API server. Its exit code is 0 after the shell's end or a signal while it serves, 130
-after a signal before that, 1 if anything failed.
+The parent process is the API server. Its exit code is 0 after the shell's end or a signal while it
+serves, 130 after a signal before that, 1 if anything failed.
 
-A scheduler takes longest to start, for torch alone takes seconds to import. So it is started first, by a process that
-has imported little: not torch, which it never needs, nor yet what `serve.py` does.
+A scheduler takes longest to start, because torch alone takes seconds to import. So it is started
+first, by a process that has imported little: not torch, which the parent never needs, and not yet
+what `serve.py` imports.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
         set_up_logging("server", config.log_level)
         return _run(config)
     except MiniSGLError as error:
-        print(f"minisgl: error: {error}", file=sys.stderr)  # noqa: T201 - the program's last word
+        print(f"minisgl: error: {error}", file=sys.stderr)  # noqa: T201 - how the program ends
         return 1
     except KeyboardInterrupt:
         return 130
@@ -54,7 +57,7 @@ def _run(config: ServerConfig) -> int:
             _start_workers(
                 supervisor, config, addresses, config.max_seq_len or model_config.max_position
             )
-            from minisgl.server.serve import serve, served_model  # here: while the workers start
+            from minisgl.server.serve import serve, served_model  # here, while the workers start
 
             reports = supervisor.wait_ready(config.start_timeout_s)
             _accept_connections(listener)
@@ -64,8 +67,12 @@ def _run(config: ServerConfig) -> int:
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Take the port now, so that a clash is said at once; connections are accepted only when all is ready."""
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    """Bind the port now, so that a clash is reported at once.
+
+    Connections are accepted when all is ready.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
@@ -88,7 +95,7 @@ def _accept_connections(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Until the event loop takes the signals, SIGTERM ends the program as Ctrl-C does."""
+    """Let SIGTERM end the program as Ctrl-C does, until the event loop handles the signals."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,6 +1,7 @@
-"""The server while it serves: the event loop, from ready workers to the reason to end.
+"""The event loop of the running server, from ready workers to the end.
 
-Everything that HTTP and the terminal need is imported here, and here only: `launch.py` starts the workers first.
+What HTTP and the terminal need is imported here only, because `launch.py` starts the workers
+before.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
-from minisgl.server.api_server import ServedModel, create_app
+from minisgl.server.api_server import create_app
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
+from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.supervisor import Report, Supervisor
@@ -37,7 +39,10 @@ _DRAIN_S = 5
 def served_model(
     name: str, model: ModelConfig, reports: Sequence[Report], config: ServerConfig
 ) -> ServedModel:
-    """What the API says of a model, as its workers report. All tokenizers say the same."""
+    """What the API says of a model, from the reports of its workers.
+
+    Those of all tokenizers are equal.
+    """
     limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
     vocabulary = next(report.vocabulary for report in reports if report.vocabulary)
     dialect = Dialect.of(
@@ -56,10 +61,10 @@ def serve(
     supervisor: Supervisor,
     listener: socket.socket,
 ) -> None:
-    """Serve until told to stop.
+    """Serve until a signal, the end of the shell, or a failure.
 
     Raises:
-        EngineFailed: a worker died; every open request was told.
+        EngineFailed: a worker died; every open request has ended with this error.
     """
     asyncio.run(_serve(config, model, addresses, supervisor, listener))
 
@@ -78,33 +83,31 @@ async def _serve(
     server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S)
     )
-    reading = asyncio.create_task(frontend.run())
-    serving = asyncio.create_task(server.serve([listener]))
-    dying = asyncio.create_task(supervisor.watch())
     stop = asyncio.Event()
-    _on_signals(stop)
-    reasons_to_end: list[asyncio.Task[Any]] = [
+    _set_on_signals(stop)
+
+    # The server ends when one of these tasks ends.
+    http_task = asyncio.create_task(server.serve([listener]))
+    watch_task = asyncio.create_task(supervisor.watch())
+    tasks: list[asyncio.Task[Any]] = [
         asyncio.create_task(stop.wait()),
-        dying,
-        serving,
-        reading,
+        asyncio.create_task(frontend.run()),
+        http_task,
+        watch_task,
     ]
     if config.shell:
         sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
-        reasons_to_end.append(
-            asyncio.create_task(run_shell(frontend, model.name, sampling, stop.set))
-        )
-    host, port = listener.getsockname()[:2]
-    logger.info(
-        "%s is served at http://%s:%d/v1", model.name, f"[{host}]" if ":" in host else host, port
-    )
+        shell = run_shell(frontend, model.name, sampling, stop.set)
+        tasks.append(asyncio.create_task(shell))
+    logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
-    done, pending = await asyncio.wait(reasons_to_end, return_when=asyncio.FIRST_COMPLETED)
-    failure = dying.result() if dying in done else None
+    # Open requests end with an error, then connections, then the workers.
+    failure = watch_task.result() if watch_task in done else None
     frontend.fail(failure or "the server is shutting down")
     server.should_exit = True
-    await asyncio.wait([serving])
-    for task in pending - {serving}:
+    await asyncio.wait([http_task])
+    for task in pending - {http_task}:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     frontend.shut_down()
@@ -115,15 +118,20 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to `_serve`."""
+    """uvicorn without its signal handlers; `_serve` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def _on_signals(stop: asyncio.Event) -> None:
-    """Have SIGINT and SIGTERM set the event. A second one ends the program at once."""
+def _host_and_port(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _set_on_signals(stop: asyncio.Event) -> None:
+    """Let SIGINT and SIGTERM set the event. A second signal ends the program at once."""
 
     def on_signal() -> None:
         if stop.is_set():

@@ -1,7 +1,8 @@
 """A chat in the terminal, over the same frontend as the HTTP routes.
 
-Owns the conversation. What is typed goes through prompt_toolkit in a terminal and is read line by line from a pipe.
-Ctrl-C stops the answer, not the shell. When the conversation outgrows the context its oldest turns are dropped.
+Owns the conversation. In a terminal, prompt_toolkit reads what is typed; from a pipe, lines are
+read. Ctrl-C stops the answer, not the shell. When the conversation is longer than the context, its
+oldest turns are dropped.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
 
 _PROMPT = "you> "
-_CONTROLS = dict.fromkeys(
-    {*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\n\t")}, "\ufffd"
-)  # they command a terminal
+# Control characters would be commands to the terminal. They are shown as replacement characters.
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
+_VISIBLE = dict.fromkeys(_CONTROLS, "\ufffd")
 _HELP = """Type a message and press Enter; Ctrl-C stops the answer.
   /reset   begin a new conversation
   /help    this text
@@ -84,11 +85,14 @@ class Shell:
             self._write(f"Unknown command {line.split()[0]}; /help lists the commands.\n")
 
     async def _answer(self, line: str) -> None:
-        """Stream an answer. It joins the conversation as far as it came; a refused message does not."""
+        """Stream an answer.
+
+        The conversation keeps it as far as it came, and drops a refused message.
+        """
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
         answering = asyncio.create_task(self._stream(pieces))
-        is_cancelled = _own_task().cancelling
+        is_cancelled = _current_task().cancelling
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, answering.cancel)
         try:
@@ -126,7 +130,7 @@ class Shell:
 
     def _show(self, reply: UserReply, pieces: list[str]) -> None:
         pieces.append(reply.text)
-        self._write(reply.text.translate(_CONTROLS))
+        self._write(reply.text.translate(_VISIBLE))
 
 
 async def run_shell(
@@ -142,17 +146,17 @@ async def run_shell(
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    read = _terminal() if sys.stdin.isatty() else _pipe()
+    read = _read_terminal() if sys.stdin.isatty() else _read_pipe()
     await Shell(frontend, model_name, sampling, read, write, on_interrupt).run()
 
 
-def _own_task() -> asyncio.Task[Any]:
+def _current_task() -> asyncio.Task[Any]:
     task = asyncio.current_task()
     assert task is not None
     return task
 
 
-def _terminal() -> Callable[[], Awaitable[str]]:
+def _read_terminal() -> Callable[[], Awaitable[str]]:
     session: PromptSession[str] = PromptSession()
 
     async def read() -> str:
@@ -162,18 +166,18 @@ def _terminal() -> Callable[[], Awaitable[str]]:
     return read
 
 
-def _pipe() -> Callable[[], Awaitable[str]]:
-    """Lines of standard input, read by a thread that does not keep the program alive."""
+def _read_pipe() -> Callable[[], Awaitable[str]]:
+    """Lines of standard input. The thread that reads them does not keep the program alive."""
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[str] = asyncio.Queue()
 
-    def pump() -> None:
+    def read_lines() -> None:
         line = "start"
         while line:
             line = sys.stdin.readline()
             loop.call_soon_threadsafe(lines.put_nowait, line)
 
-    threading.Thread(target=pump, daemon=True).start()
+    threading.Thread(target=read_lines, daemon=True).start()
 
     async def read() -> str:
         line = await lines.get()

@@ -64,10 +64,10 @@ def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl.server.http.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     watch = Stopwatch(metrics)
-    watch.see(UserReply(0, num_output=1))
-    watch.see(UserReply(0, num_output=2))
-    watch.see(UserReply(0, num_output=6))  # four at once
-    watch.see(UserReply(0, num_output=6, finish="abort"))
+    watch.observe(UserReply(0, num_output=1))
+    watch.observe(UserReply(0, num_output=2))
+    watch.observe(UserReply(0, num_output=6))  # four at once
+    watch.observe(UserReply(0, num_output=6, finish="abort"))
     seen = parse(metrics.expose().decode())
     assert seen["time_to_first_token_seconds_sum"] == 0.5
     assert (seen["inter_token_latency_seconds_sum"], seen["inter_token_latency_seconds_count"]) == (
@@ -81,8 +81,8 @@ def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_without_an_answer_is_counted_once() -> None:
     metrics = Metrics()
     watch = Stopwatch(metrics)
-    watch.see(UserReply(0))
-    watch.see(UserReply(0, finish="length", num_prompt=5, num_cached=4))
+    watch.observe(UserReply(0))
+    watch.observe(UserReply(0, finish="length", num_prompt=5, num_cached=4))
     seen = parse(metrics.expose().decode())
     assert (
         seen["prompt_tokens_total"],

@@ -12,8 +12,8 @@ import pytest
 
 from minisgl.message import CodecReply, ReplyError, TextLogprobs, TokenizeMsg, UserReply, pack_ids
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.reasoning import PARSERS
-from minisgl.server.parsing.tool_formats import FORMATS
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import Call, Script
 from tests.server.openai.test_responses import events_of
 from tests.server.test_api_server import CHAT, MODEL, RESPONSES, TEXT, App, scene
@@ -22,7 +22,8 @@ GENERATE, EMBED = "/generate", "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE}
 ONLY_IF_ANY = {"AssistantMessage": {"reasoning_content", "tool_calls"}}
 SPEAKER = replace(
-    MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7})
+    MODEL,
+    dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"], {"<tool_call>": 7}),
 )
 FUNCTION = {"name": "get", "description": "d", "parameters": {"type": "object"}}
 SAID = [

@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from minisgl.server.native.generate import GenerateRequest
 
 from minisgl.core import SamplingParams
 from minisgl.message import ReplyError, TextLogprobs, TokenIds, TokenizeMsg, UserReply, unpack_ids
+from minisgl.server.native.generate import GenerateRequest
 from tests.server.harness import spell, until
 from tests.server.test_api_server import App, assert_is_error, events_of, scene
 

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI, LengthFinishReasonError
 
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.reasoning import PARSERS
-from minisgl.server.parsing.tool_formats import FORMATS
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import Script, run
 from tests.server.test_api_server import CHAT, MODEL, App, assert_is_error, events_of, running
 
@@ -27,7 +27,8 @@ CALLS = (
 )
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 SPEAKER = replace(
-    MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"], {"<tool_call>": 7})
+    MODEL,
+    dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"], {"<tool_call>": 7}),
 )
 
 

@@ -14,8 +14,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from minisgl.message import UserReply
+from minisgl.server.openai.chat import ChatRequest
+from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
-from minisgl.server.openai.generation_request import ChatRequest, CompletionRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
 from tests.server.harness import spell
 from tests.server.http.test_openapi import document_of
@@ -167,7 +168,7 @@ def test_null_is_the_same_as_absent(route: str, name: str) -> None:
 
 def test_a_text_completion_without_a_limit_has_sixteen_tokens() -> None:
     for fields in ({}, {"max_tokens": None}):
-        assert CompletionRequest.model_validate({**NEEDED[TEXT], **fields}).limit == 16
+        assert CompletionRequest.model_validate({**NEEDED[TEXT], **fields}).token_limit == 16
 
 
 @pytest.mark.parametrize("route", KINDS)

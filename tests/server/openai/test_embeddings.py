@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from minisgl.message import AbortMsg, ReplyError, TokenIds, UserReply, unpack_ids
-from minisgl.server.openai.embeddings import ONLY_EMBED
+from minisgl.server.openai.embeddings import EMBEDDING_SAMPLING
 from tests.server.test_api_server import App, assert_is_error, scene
 
 ROUTE = "/v1/embeddings"
@@ -29,8 +29,8 @@ def test_vectors_come_in_the_order_of_their_inputs(encoding_format: str | None) 
         )
         msgs = [await app.worker.take() for _ in range(2)]
         assert [(msg.prompt, msg.sampling) for msg in msgs] == [
-            ("a", ONLY_EMBED),
-            ("b", ONLY_EMBED),
+            ("a", EMBEDDING_SAMPLING),
+            ("b", EMBEDDING_SAMPLING),
         ]
         for msg, vector in reversed(list(zip(msgs, VECTORS, strict=True))):
             app.worker.say(UserReply(msg.uid, finish="length", num_prompt=3, embedding=raw(vector)))

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import TokenIds, pack_ids
-from minisgl.server.openai.generation_request import ChatRequest, CompletionRequest
+from minisgl.server.openai.chat import ChatRequest
+from minisgl.server.openai.completions import CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}
@@ -427,14 +428,14 @@ def test_without_advice_of_the_model_sampling_is_plain(kind: Any) -> None:
 
 
 def test_max_completion_tokens_wins() -> None:
-    assert read(ChatRequest, max_tokens=5, max_completion_tokens=3).limit == 3
-    assert read(ChatRequest, max_tokens=5).limit == 5
-    assert read(ChatRequest).limit is None
+    assert read(ChatRequest, max_tokens=5, max_completion_tokens=3).token_limit == 3
+    assert read(ChatRequest, max_tokens=5).token_limit == 5
+    assert read(ChatRequest).token_limit is None
 
 
 def test_a_text_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None:
-    assert read(CompletionRequest).limit == 16
-    assert read(CompletionRequest, max_tokens=2).limit == 2
+    assert read(CompletionRequest).token_limit == 16
+    assert read(CompletionRequest, max_tokens=2).token_limit == 2
 
 
 @pytest.mark.parametrize(
@@ -601,7 +602,7 @@ def test_what_an_answer_may_call(
 ) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     use = read(ChatRequest, tools=tools, **fields).tool_use
-    assert (use.choice, [tool.name for tool in use.callable], use.allows_several) == (
+    assert (use.choice, [tool.name for tool in use.callable_tools], use.allows_several_calls) == (
         choice,
         callable,
         several,
@@ -658,7 +659,9 @@ def test_tools_have_bounds() -> None:
     with pytest.raises(ValidationError, match="tools"):
         offer([str(i) for i in range(129)])
     function = {"name": "f-._1" + "x" * 59, "parameters": nested(64)}
-    assert read(ChatRequest, tools=[{"type": "function", "function": function}]).tool_use.callable
+    assert read(
+        ChatRequest, tools=[{"type": "function", "function": function}]
+    ).tool_use.callable_tools
 
 
 @pytest.mark.parametrize(
@@ -680,7 +683,7 @@ def test_a_choice_that_does_not_suit_the_tools_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("fields", "thinks"),
+    ("fields", "allowed"),
     [
         ({}, True),
         ({"chat_template_kwargs": {"enable_thinking": True}}, True),
@@ -688,8 +691,8 @@ def test_a_choice_that_does_not_suit_the_tools_is_refused(
         ({"continue_final_message": True}, False),
     ],
 )
-def test_whether_the_model_may_think(fields: Any, thinks: bool) -> None:
-    assert read(ChatRequest, **fields).thinks == thinks
+def test_whether_the_model_may_think(fields: Any, allowed: bool) -> None:
+    assert read(ChatRequest, **fields).allows_reasoning == allowed
 
 
 @pytest.mark.parametrize(
@@ -750,7 +753,10 @@ def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
     ],
 )
 def test_texts_that_are_none_are_refused_by_name(kind: Any, make: Any, bad: str, said: str) -> None:
-    """JSON can spell them. No message between processes carries half a pair, and no one means a null character."""
+    """JSON can spell them.
+
+    No message between processes carries half a pair, and no one means a null character.
+    """
     with pytest.raises(ValidationError) as error:
         read(kind, **make(bad))
     faults = error.value.errors()

@@ -1,4 +1,7 @@
-"""/v1/responses over a real frontend. OpenAI's types and client know its shape, `replay` what its events come to."""
+"""/v1/responses over a real frontend.
+
+OpenAI's types and client know its shape, `replay` what its events come to.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from minisgl.core import Grammar, SamplingParams
 from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.frontend import Generation
-from minisgl.server.openai.generation_request import ChatRequest
-from minisgl.server.openai.responses import ResponsesAnswer
+from minisgl.server.openai.chat import ChatRequest
+from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
-    CallArguments,
-    CallBegin,
-    Content,
+    ContentDelta,
     Delta,
-    Reader,
-    Reasoning,
+    OutputParser,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from minisgl.server.parsing.reasoning import PARSERS
-from minisgl.server.parsing.tool_formats import FORMATS
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import Call, run, spell, until
 from tests.server.test_api_server import MODEL, RESPONSES, App, assert_is_error, scene
 
@@ -114,13 +117,13 @@ def types_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-class Scripted(Reader):
+class Scripted(OutputParser):
     """Reads of the i-th reply what it was told to."""
 
     def __init__(self, said: list[list[Delta]]) -> None:
         self._said = iter(said)
 
-    def feed(self, text: str, *, ends: bool) -> list[Delta]:
+    def feed(self, text: str, *, is_last: bool) -> list[Delta]:
         return next(self._said)
 
 
@@ -129,8 +132,8 @@ def answer_to(
 ) -> Any:
     """An answer that reads these deltas, and its generation, which has been fed a token for each list of them."""
     request = read(**fields)
-    dialect = SimpleNamespace(make_reader=lambda *_, **__: Scripted(said))
-    answer = ResponsesAnswer(
+    dialect = SimpleNamespace(make_parser=lambda *_, **__: Scripted(said))
+    answer = ResponsesBuilder(
         "m", request, request.prompts(), request.sampling({}), cast(Any, dialect)
     )
     generation = Generation(cast(Any, None), [0])
@@ -144,9 +147,9 @@ def answer_to(
 def whole_of(said: list[list[Delta]], **options: Any) -> dict[str, Any]:
     async def collect() -> Any:
         answer, generation = answer_to(said, **options)
-        await answer.begin(generation)
-        await answer.finish(generation)
-        return answer.whole()
+        await answer.wait_for_first_replies(generation)
+        await answer.read_to_end(generation)
+        return answer.build()
 
     response = run(collect())
     Response.model_validate(response, strict=True)
@@ -156,8 +159,8 @@ def whole_of(said: list[list[Delta]], **options: Any) -> dict[str, Any]:
 def stream_of(said: list[list[Delta]], **options: Any) -> list[dict[str, Any]]:
     async def collect() -> str:
         answer, generation = answer_to(said, **options)
-        await answer.begin(generation)
-        return "".join([event async for event in answer.events(generation)])
+        await answer.wait_for_first_replies(generation)
+        return "".join([event async for event in answer.stream_events(generation)])
 
     return events_of(run(collect()))
 
@@ -256,10 +259,10 @@ def test_a_response_says_what_was_asked() -> None:
         "tool_choice": "none",
         "top_logprobs": 2,
     }
-    response = whole_of([[Content("x")]], include=["message.output_text.logprobs"], **asked)
+    response = whole_of([[ContentDelta("x")]], include=["message.output_text.logprobs"], **asked)
     assert {name: response[name] for name in asked} == asked
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
-    response = whole_of([[Content("{}")]], text={"format": schema})
+    response = whole_of([[ContentDelta("{}")]], text={"format": schema})
     assert response["text"]["format"] == {**schema, "description": None}
 
 
@@ -299,7 +302,7 @@ def test_a_first_piece_is_sent_before_the_second_is_made() -> None:
 SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
     "nothing": ([[]], [*MESSAGE[0], "output_text.delta", *MESSAGE[1]]),
     "reasoning, then text": (
-        [[Reasoning("hm")], [Reasoning("m"), Content("a")], [Content("b")]],
+        [[ReasoningDelta("hm")], [ReasoningDelta("m"), ContentDelta("a")], [ContentDelta("b")]],
         [
             *REASONING[0],
             *["reasoning_text.delta"] * 2,
@@ -311,9 +314,9 @@ SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
     ),
     "text, then two calls": (
         [
-            [Content("so:")],
-            [CallBegin(0, "c0", "f"), CallArguments(0, '{"a"')],
-            [CallArguments(0, ":1}"), CallBegin(1, "c1", "g"), CallArguments(1, "{}")],
+            [ContentDelta("so:")],
+            [ToolCallStart(0, "c0", "f"), ToolCallArguments(0, '{"a"')],
+            [ToolCallArguments(0, ":1}"), ToolCallStart(1, "c1", "g"), ToolCallArguments(1, "{}")],
             [],
         ],
         [
@@ -322,7 +325,7 @@ SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
             *[*CALL[0], "function_call_arguments.delta", *CALL[1]],
         ],
     ),
-    "only a call, without arguments": ([[CallBegin(0, "c0", "f")]], [*CALL[0], *CALL[1]]),
+    "only a call, without arguments": ([[ToolCallStart(0, "c0", "f")]], [*CALL[0], *CALL[1]]),
 }
 
 
@@ -336,7 +339,7 @@ def test_items_follow_each_other_as_they_were_said(name: str) -> None:
 
 def test_calls_and_reasoning_have_openais_shape() -> None:
     reasoning, message, first, second = whole_of(
-        [[Reasoning("hm")], *SAID["text, then two calls"][0]]
+        [[ReasoningDelta("hm")], *SAID["text, then two calls"][0]]
     )["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"][0]["text"] == "so:"
@@ -368,10 +371,10 @@ def _said(pieces: list[list[str]]) -> list[list[Delta]]:
                 continue
             last = piece
             kinds: dict[str, Callable[[], Delta]] = {
-                "text": lambda i=i: Content(f"<{i}>"),
-                "reasoning": lambda i=i: Reasoning(f"({i})"),
-                "call": lambda i=i: CallBegin(0, f"call{i}", "f"),
-                "arguments": lambda i=i: CallArguments(0, f"[{i}]"),
+                "text": lambda i=i: ContentDelta(f"<{i}>"),
+                "reasoning": lambda i=i: ReasoningDelta(f"({i})"),
+                "call": lambda i=i: ToolCallStart(0, f"call{i}", "f"),
+                "arguments": lambda i=i: ToolCallArguments(0, f"[{i}]"),
             }
             said[-1].append(kinds[piece]())
     return said
@@ -392,14 +395,16 @@ def test_a_stream_comes_to_the_whole_answer(
     assert anonymous(last) == anonymous(whole)
     told = "".join(part["text"] for item in last["output"] for part in item.get("content", []))
     told += "".join(item["arguments"] for item in last["output"] if item["type"] == "function_call")
-    said = [delta for step in _said(pieces) for delta in step if not isinstance(delta, CallBegin)]
+    said = [
+        delta for step in _said(pieces) for delta in step if not isinstance(delta, ToolCallStart)
+    ]
     assert sorted(told) == sorted("".join(delta.text for delta in said))
 
 
 def test_usage_counts_what_was_reasoning() -> None:
-    usage = whole_of([[Reasoning("a")], [], [Reasoning("b")], [Content("c")], [Content("d")]])[
-        "usage"
-    ]
+    usage = whole_of(
+        [[ReasoningDelta("a")], [], [ReasoningDelta("b")], [ContentDelta("c")], [ContentDelta("d")]]
+    )["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 5, 8)
 
@@ -415,11 +420,11 @@ def test_usage_counts_what_was_reasoning() -> None:
 def test_an_end_is_told_of_the_response_and_of_its_last_item(
     finish: str, status: str, details: Any
 ) -> None:
-    response = whole_of([[Reasoning("a")], [Content("b")]], finish=finish)
+    response = whole_of([[ReasoningDelta("a")], [ContentDelta("b")]], finish=finish)
     assert (response["status"], response["incomplete_details"]) == (status, details)
     assert [item["status"] for item in response["output"]] == ["completed", status]
     assert (response["completed_at"] is None) == (status == "incomplete")
-    assert stream_of([[Content("b")]], finish=finish)[-1]["type"] == f"response.{status}"
+    assert stream_of([[ContentDelta("b")]], finish=finish)[-1]["type"] == f"response.{status}"
 
 
 def fail_after(part: str, fail: Callable[[App, int], None]) -> list[dict[str, Any]]:
@@ -469,7 +474,11 @@ def test_a_refusal_in_mid_stream_fails_the_response() -> None:
 
 
 def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
-    said: list[list[Delta]] = [[CallBegin(0, "c", "f")], [CallArguments(0, "{}")], [Content("x")]]
+    said: list[list[Delta]] = [
+        [ToolCallStart(0, "c", "f")],
+        [ToolCallArguments(0, "{}")],
+        [ContentDelta("x")],
+    ]
     response = whole_of(said, logprobs=True, include=["message.output_text.logprobs"])
     assert [token["token"] for token in response["output"][1]["content"][0]["logprobs"]] == ["t3"]
 
@@ -517,11 +526,11 @@ def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
 
 def test_only_messages_have_log_probabilities() -> None:
     said: list[list[Delta]] = [
-        [Reasoning("a")],
+        [ReasoningDelta("a")],
         [],
-        [Content("b")],
-        [CallBegin(0, "c", "f")],
-        [CallArguments(0, "{}")],
+        [ContentDelta("b")],
+        [ToolCallStart(0, "c", "f")],
+        [ToolCallArguments(0, "{}")],
     ]
     _, message, _ = whole_of(said, logprobs=True)["output"]
     assert [token["token"] for token in message["content"][0]["logprobs"]] == ["t2", "t3"]
@@ -582,8 +591,8 @@ def test_openais_client_parses_into_its_own_classes() -> None:
 
 def test_the_items_of_an_answer_are_input_of_the_next_request() -> None:
     said: list[list[Delta]] = [
-        [Reasoning("hm"), Content("so:")],
-        [CallBegin(0, "c0", "f"), CallArguments(0, "{}")],
+        [ReasoningDelta("hm"), ContentDelta("so:")],
+        [ToolCallStart(0, "c0", "f"), ToolCallArguments(0, "{}")],
     ]
     output = Response.model_validate(whole_of(said)).output
     items = [
@@ -846,7 +855,7 @@ def test_flat_tools_are_used_as_chats_are(choice: Any, chats: Any, parallel: boo
     common = {"model": "m", "messages": [USER], "parallel_tool_calls": parallel}
     chat = ChatRequest.model_validate({**common, "tools": [NESTED], "tool_choice": chats})
     uses = [
-        (use.choice, use.named, use.is_parallel, use.for_template())
+        (use.choice, use.named_tool, use.is_parallel, use.for_template())
         for use in (flat.tool_use, chat.tool_use)
     ]
     assert uses[0] == uses[1]
@@ -881,7 +890,12 @@ def test_an_answer_with_tools_through_openais_client() -> None:
         )
         assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
 
-    scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""), PARSERS["qwen3"])))
+    scene(
+        play,
+        model=replace(
+            MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
+        ),
+    )
 
 
 def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
@@ -900,7 +914,7 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
             assert (item["type"], item["status"]) == ("function_call", "incomplete")
             assert (item["name"], item["arguments"]) == ("f", '{"x')
 
-    scene(play, model=replace(MODEL, dialect=Dialect(FORMATS["hermes"](""))))
+    scene(play, model=replace(MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""))))
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])

@@ -17,13 +17,13 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.openai.tools import NO_TOOLS, Function, ToolUse
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.deltas import PlainReader
-from minisgl.server.parsing.reasoning import PARSERS, Thinking
-from minisgl.server.parsing.tool_formats import FORMATS
+from minisgl.server.parsing.deltas import PlainTextParser
+from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.checkpoints import tiny_tokenizer
 from tests.server.parsing.test_tool_formats import listen
 
-QWEN, DEEPSEEK = PARSERS["qwen3"], PARSERS["deepseek_r1"]
+QWEN, DEEPSEEK = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
 USE = ToolUse([Function(name="get")], "required")
 CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
 GRAMMARS = {
@@ -36,16 +36,20 @@ GRAMMARS = {
 }
 
 
-def read(text: str, thinking: Thinking, *, thinks: bool = True) -> tuple[str, str]:
-    """Reasoning and content, the same in one piece, in two, and character by character."""
-    whole = listen(thinking.make_reader(PlainReader(), thinks=thinks), text)
+def parse(
+    text: str, reasoning_format: ReasoningFormat, *, allows_reasoning: bool = True
+) -> tuple[str, str]:
+    """Reasoning and content, which do not depend on the pieces in which the text comes."""
+
+    def parse_pieces(*pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
+        parser = reasoning_format.make_parser(PlainTextParser(), allows_reasoning=allows_reasoning)
+        return listen(parser, *pieces)
+
+    content, reasoning, calls = parse_pieces(text)
     for at in range(len(text)):
-        assert (
-            listen(thinking.make_reader(PlainReader(), thinks=thinks), text[:at], text[at:])
-            == whole
-        )
-    assert listen(thinking.make_reader(PlainReader(), thinks=thinks), *text, "") == whole
-    return whole[1], whole[0]
+        assert parse_pieces(text[:at], text[at:]) == (content, reasoning, calls)
+    assert parse_pieces(*text, "") == (content, reasoning, calls)
+    return reasoning, content
 
 
 @pytest.mark.parametrize(
@@ -60,19 +64,19 @@ def read(text: str, thinking: Thinking, *, thinks: bool = True) -> tuple[str, st
     ],
 )
 def test_a_thought_is_told_from_the_answer(text: str, reasoning: str, content: str) -> None:
-    assert read(text, QWEN) == read(text, DEEPSEEK) == (reasoning, content)
+    assert parse(text, QWEN) == parse(text, DEEPSEEK) == (reasoning, content)
 
 
 def test_whether_a_thought_is_open_at_the_beginning_is_the_parsers_and_the_requests() -> None:
     text = "Hm.\n</think>\n\nYes."
-    assert read(text, DEEPSEEK) == ("Hm.", "Yes.")
-    assert read(text, QWEN) == ("", text)
-    assert read("Yes.", DEEPSEEK, thinks=False) == ("", "Yes.")
+    assert parse(text, DEEPSEEK) == ("Hm.", "Yes.")
+    assert parse(text, QWEN) == ("", text)
+    assert parse("Yes.", DEEPSEEK, allows_reasoning=False) == ("", "Yes.")
 
 
 @pytest.mark.parametrize("text", ["No <think>thought</think>", " \n", "<thi", " <thin"])
 def test_without_a_thought_all_is_content(text: str) -> None:
-    assert read(text, QWEN) == ("", text)
+    assert parse(text, QWEN) == ("", text)
 
 
 @given(
@@ -82,26 +86,26 @@ def test_without_a_thought_all_is_content(text: str) -> None:
     is_open=st.booleans(),
 )
 def test_only_blanks_and_markers_are_lost(text: str, is_open: bool) -> None:
-    reasoning, content = map(re.escape, read(text, Thinking(is_open)))
+    reasoning, content = map(re.escape, parse(text, ReasoningFormat(is_open)))
     assert re.fullmatch(
         rf"\s*(<think>)?\s*{reasoning}\s*(</think>)?\s*{content}", text
     ) or content == re.escape(text)
 
 
 def test_calls_are_read_behind_a_thought_and_not_in_it() -> None:
-    dialect = Dialect(FORMATS["hermes"](""), QWEN)
+    dialect = Dialect(TOOL_FORMATS["hermes"](""), QWEN)
     text = f"<think>I could say {CALL}.</think>\n{CALL}"
     for eager in (False, True):
-        said = listen(dialect.make_reader(USE, thinks=True, eager=eager), *text)
+        said = listen(dialect.make_parser(USE, allows_reasoning=True, eager=eager), *text)
         assert said == ("", f"I could say {CALL}.", [("get", "{}")])
 
 
 def test_a_forced_answer_is_a_thought_and_calls_wherever_it_is_cut() -> None:
-    dialect = Dialect(FORMATS["hermes"](""), QWEN)
+    dialect = Dialect(TOOL_FORMATS["hermes"](""), QWEN)
     text = f"<think>\nHm.\n</think>\n\n{CALL}"
     for at in range(len(text) + 1):
         whole, streamed = (
-            listen(dialect.make_reader(USE, thinks=True, eager=eager), *text[:at], "")
+            listen(dialect.make_parser(USE, allows_reasoning=True, eager=eager), *text[:at], "")
             for eager in (False, True)
         )
         assert whole == streamed and whole[0] == ""
@@ -136,7 +140,10 @@ def tokens(text: str, *, spelled: bool = False) -> list[int]:
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_a_grammar_lets_the_model_think_first(kind: str, spelled: bool) -> None:
     markers = {} if spelled else MARKERS
-    may, must = QWEN.before(GRAMMARS[kind], markers), DEEPSEEK.before(GRAMMARS[kind], markers)
+    may, must = (
+        QWEN.allow_before(GRAMMARS[kind], markers),
+        DEEPSEEK.allow_before(GRAMMARS[kind], markers),
+    )
 
     def each(text: str) -> tuple[bool, bool]:
         return matches(may, tokens(text, spelled=spelled)), matches(
@@ -161,7 +168,7 @@ def test_a_grammar_lets_the_model_think_first(kind: str, spelled: bool) -> None:
 
 
 def test_a_thought_that_seems_to_be_closed_would_be_read_as_closed_and_is_not_written() -> None:
-    grammar = QWEN.before(GRAMMARS["json"], MARKERS)
+    grammar = QWEN.allow_before(GRAMMARS["json"], MARKERS)
     end = tokens('</think>{"a": 1}')
     assert matches(grammar, [*tokens("<think>"), *tokens("Hm</think", spelled=True), *end])
     assert not matches(grammar, [*tokens("<think>"), *tokens("Hm</think>Hm", spelled=True), *end])
@@ -169,16 +176,16 @@ def test_a_thought_that_seems_to_be_closed_would_be_read_as_closed_and_is_not_wr
 
 @pytest.mark.parametrize("text", ["x/y", "x/z", "\n"])
 def test_a_regular_expression_keeps_its_slashes_and_ends_of_lines(text: str) -> None:
-    grammar = QWEN.before(GRAMMARS["regex"], MARKERS)
+    grammar = QWEN.allow_before(GRAMMARS["regex"], MARKERS)
     assert matches(grammar, tokens(f"<think>Hm</think>{text}"))
     assert not matches(grammar, tokens("<think>Hm</think>x"))
 
 
 def test_a_dialect_makes_parameters_of_tools_and_thoughts() -> None:
-    dialect = Dialect(FORMATS["hermes"](""), QWEN, MARKERS)
+    dialect = Dialect(TOOL_FORMATS["hermes"](""), QWEN, MARKERS)
     plain = SamplingParams(seed=1)
     with_thought, without = (
-        dialect.constrain(plain, USE, thinks=thinks) for thinks in (True, False)
+        dialect.constrain(plain, USE, allows_reasoning=thinks) for thinks in (True, False)
     )
     assert with_thought.grammar and without.grammar and with_thought.seed == 1
     assert matches(with_thought.grammar, tokens(f"<think>Hm</think>\n{CALL}"))
@@ -186,26 +193,30 @@ def test_a_dialect_makes_parameters_of_tools_and_thoughts() -> None:
     assert not matches(without.grammar, tokens(f"<think>Hm</think>{CALL}"))
     assert not with_thought.skip_special_tokens, "the markers are to be read"
     given = SamplingParams(grammar=GRAMMARS["json"])
-    wrapped = dialect.constrain(given, NO_TOOLS, thinks=True).grammar
+    wrapped = dialect.constrain(given, NO_TOOLS, allows_reasoning=True).grammar
     assert wrapped and matches(wrapped, tokens('<think>Hm</think>{"a": 1}'))
-    assert dialect.constrain(given, NO_TOOLS, thinks=False).grammar == given.grammar
-    assert dialect.constrain(plain, ToolUse(USE.tools), thinks=True).grammar is None
+    assert dialect.constrain(given, NO_TOOLS, allows_reasoning=False).grammar == given.grammar
+    assert dialect.constrain(plain, ToolUse(USE.tools), allows_reasoning=True).grammar is None
 
 
 def test_without_tools_and_thoughts_nothing_changes() -> None:
     sampling = SamplingParams(seed=1)
-    assert Dialect().constrain(sampling, NO_TOOLS, thinks=True) is sampling
-    assert Dialect().constrain(sampling, ToolUse(USE.tools, "none"), thinks=True) is sampling
-    assert isinstance(Dialect().make_reader(NO_TOOLS, thinks=True, eager=True), PlainReader)
+    assert Dialect().constrain(sampling, NO_TOOLS, allows_reasoning=True) is sampling
+    assert (
+        Dialect().constrain(sampling, ToolUse(USE.tools, "none"), allows_reasoning=True) is sampling
+    )
+    assert isinstance(
+        Dialect().make_parser(NO_TOOLS, allows_reasoning=True, eager=True), PlainTextParser
+    )
 
 
 def test_tools_that_cannot_be_offered_are_refused() -> None:
     big = ToolUse([Function(name="f", parameters={"enum": ["x" * MAX_GRAMMAR]})], "required")
     for dialect, use, message in (
         (Dialect(), USE, "--tool-call-parser"),
-        (Dialect(FORMATS["hermes"]("")), big, f"more than {MAX_GRAMMAR} characters"),
+        (Dialect(TOOL_FORMATS["hermes"]("")), big, f"more than {MAX_GRAMMAR} characters"),
     ):
         with pytest.raises(InvalidRequest, match=message) as refusal:
-            dialect.constrain(SamplingParams(), use, thinks=True)
-            dialect.make_reader(use, thinks=True, eager=True)
+            dialect.constrain(SamplingParams(), use, allows_reasoning=True)
+            dialect.make_parser(use, allows_reasoning=True, eager=True)
         assert refusal.value.param == "tools"

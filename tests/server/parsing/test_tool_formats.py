@@ -17,8 +17,13 @@ from tokenizers import AddedToken
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.server.openai.tools import Function, ToolUse
-from minisgl.server.parsing.deltas import CallArguments, CallBegin, Reader, Transcript
-from minisgl.server.parsing.tool_formats import FORMATS, ToolFormat, choose_format
+from minisgl.server.parsing.deltas import (
+    OutputParser,
+    ParsedOutput,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat, choose_format
 from tests.checkpoints import tiny_tokenizer
 
 CITY = {
@@ -32,8 +37,12 @@ TOOLS = [
     Function(name="a.b-c_1"),
 ]
 USE = ToolUse(TOOLS)
-HERMES, LLAMA, MISTRAL = FORMATS["hermes"](""), FORMATS["llama3_json"](""), FORMATS["mistral"]("")
-NEW_MISTRAL = FORMATS["mistral"]("[TOOL_CALLS] [ARGS]")
+HERMES, LLAMA, MISTRAL = (
+    TOOL_FORMATS["hermes"](""),
+    TOOL_FORMATS["llama3_json"](""),
+    TOOL_FORMATS["mistral"](""),
+)
+NEW_MISTRAL = TOOL_FORMATS["mistral"]("[TOOL_CALLS] [ARGS]")
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{{ tools }}</tools> <tool_call>{{ call.arguments }}</tool_call>{% endif %}",
     "llama3_json": '{{- \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}',
@@ -52,13 +61,16 @@ def calls(*said: tuple[str, str], style: ToolFormat) -> str:
     return f"[TOOL_CALLS] [{', '.join(objects)}]" if style is MISTRAL else "; ".join(objects)
 
 
-def listen(reader: Reader, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning, and calls. Every delta says something, and arguments come after their call has begun."""
-    transcript = Transcript()
+def listen(reader: OutputParser, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and calls.
+
+    Every delta says something, and arguments come after their call has begun.
+    """
+    transcript = ParsedOutput()
     for number, piece in enumerate(pieces, start=1):
-        for delta in reader.feed(piece, ends=number == len(pieces)):
-            assert isinstance(delta, CallBegin) or delta.text
-            assert not isinstance(delta, CallBegin | CallArguments) or delta.index <= len(
+        for delta in reader.feed(piece, is_last=number == len(pieces)):
+            assert isinstance(delta, ToolCallStart) or delta.text
+            assert not isinstance(delta, ToolCallStart | ToolCallArguments) or delta.index <= len(
                 transcript.calls
             )
             transcript.add(delta)
@@ -74,10 +86,10 @@ def read(
     text: str, style: ToolFormat, use: ToolUse = USE, *, eager: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, the same in one piece, in two, and character by character."""
-    content, _, said = whole = listen(style.make_reader(use, eager=eager), text)
+    content, _, said = whole = listen(style.make_parser(use, eager=eager), text)
     for at in range(len(text)):
-        assert listen(style.make_reader(use, eager=eager), text[:at], text[at:]) == whole
-    assert listen(style.make_reader(use, eager=eager), *text, "") == whole
+        assert listen(style.make_parser(use, eager=eager), text[:at], text[at:]) == whole
+    assert listen(style.make_parser(use, eager=eager), *text, "") == whole
     return content, said
 
 
@@ -198,17 +210,17 @@ def test_behind_a_broken_call_a_good_one_is_read(style: ToolFormat) -> None:
 @styles
 def test_a_stream_has_the_name_first_and_then_the_arguments_as_they_come(style: ToolFormat) -> None:
     text = calls(("get_weather", '{"city": "Ulm"}'), style=style)
-    reader = style.make_reader(USE, eager=True)
-    said = [delta for char in text for delta in reader.feed(char, ends=False)]
-    assert isinstance(said[0], CallBegin) and said[0].name == "get_weather"
+    reader = style.make_parser(USE, eager=True)
+    said = [delta for char in text for delta in reader.feed(char, is_last=False)]
+    assert isinstance(said[0], ToolCallStart) and said[0].name == "get_weather"
     assert [delta.text for delta in said[1:]] == list('{"city": "Ulm"}')  # type: ignore[union-attr]
 
 
 @styles
 def test_content_is_not_held_back_once_it_cannot_be_a_marker(style: ToolFormat) -> None:
-    reader = style.make_reader(USE, eager=True)
+    reader = style.make_parser(USE, eager=True)
     for text in ("Hello", " world,", " <toast>", " [TOOTHS]", "."):
-        assert "".join(delta.text for delta in reader.feed(text, ends=False)) == text  # type: ignore[union-attr]
+        assert "".join(delta.text for delta in reader.feed(text, is_last=False)) == text  # type: ignore[union-attr]
 
 
 @styles
@@ -246,12 +258,12 @@ def test_a_forced_answer_is_calls_wherever_it_is_cut(style: ToolFormat, named: s
     text, use = calls(*said, style=style), ToolUse(TOOLS, "required", named)
     for at in range(len(text) + 1):
         for eager in (False, True):
-            assert listen(style.make_reader(use, eager=eager), text[:at]) == (
+            assert listen(style.make_parser(use, eager=eager), text[:at]) == (
                 "",
                 "",
                 told(text[:at], said),
             )
-            assert listen(style.make_reader(use, eager=eager), *text[:at], "") == (
+            assert listen(style.make_parser(use, eager=eager), *text[:at], "") == (
                 "",
                 "",
                 told(text[:at], said),
@@ -337,9 +349,9 @@ def test_how_the_text_is_cut_changes_nothing(
     use = ToolUse(TOOLS, choice)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(places)]
-    whole = listen(style.make_reader(use, eager=eager), text)
-    assert listen(style.make_reader(use, eager=eager), *pieces) == whole
-    assert listen(style.make_reader(use, eager=eager), *text, "") == whole
+    whole = listen(style.make_parser(use, eager=eager), text)
+    assert listen(style.make_parser(use, eager=eager), *pieces) == whole
+    assert listen(style.make_parser(use, eager=eager), *text, "") == whole
 
 
 @styles
@@ -347,7 +359,7 @@ def test_how_the_text_is_cut_changes_nothing(
 def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(
     style: ToolFormat, text: str
 ) -> None:
-    content, _, said = listen(style.make_reader(USE, eager=False), text)
+    content, _, said = listen(style.make_parser(USE, eager=False), text)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in said)
     if not said:
         assert content == text
@@ -356,9 +368,9 @@ def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_shows_the_format(name: str) -> None:
     style = choose_format(TEMPLATES[name], None)
-    assert type(style) is FORMATS[name]
+    assert type(style) is TOOL_FORMATS[name]
     assert all(
-        type(choose_format(TEMPLATES[name], other)) is FORMATS[other] for other in FORMATS
+        type(choose_format(TEMPLATES[name], other)) is TOOL_FORMATS[other] for other in TOOL_FORMATS
     ), "named is named"
 
 

@@ -1,1 +1,11 @@
-"""HTTP: routes, middleware, errors, metrics and the OpenAPI document."""
+"""HTTP around the endpoints.
+
+    routes.py       from a request to an answer, a function a route
+    streaming.py    server-sent events, and clients that go away
+    errors.py       from an error to a response
+    middleware.py   what sees a request before the routes: keys, limits, counts
+    metrics.py      the numbers at /metrics
+    openapi.py      the OpenAPI document
+
+The application is made in `api_server.py`.
+"""

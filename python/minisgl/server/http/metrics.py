@@ -1,7 +1,7 @@
-"""What the server says of itself at /metrics, in the text format of Prometheus.
+"""The numbers at /metrics, in the text format of Prometheus.
 
-Numbers only: no text of any request, and labels whose values are few. Counted in the API process as replies are handed
-out, but for what only the scheduler knows, which comes with its news (`EngineStats`).
+There is no text of any request, and labels have few values. Replies are counted in the API process
+as they are delivered. What only the scheduler knows comes with its outputs (`EngineStats`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from minisgl.message import EngineStats, UserReply
 
-_TO_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_BETWEEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
-_WHOLE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_INTER_TOKEN_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
+_DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
@@ -36,18 +36,20 @@ class Metrics:
             "cached_prompt_tokens_total", "Those of them that came from the prefix cache"
         )
         self.output_tokens = counter("output_tokens_total", "Tokens of answers")
-        self.to_first = histogram(
+        self.time_to_first_token = histogram(
             "time_to_first_token_seconds",
             "From a prompt's arrival to its first token",
-            buckets=_TO_FIRST_S,
+            buckets=_FIRST_TOKEN_BUCKETS_S,
         )
-        self.between = histogram(
-            "inter_token_latency_seconds", "From a token to the next", buckets=_BETWEEN_S
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds",
+            "From a token to the next",
+            buckets=_INTER_TOKEN_BUCKETS_S,
         )
-        self.whole = histogram(
+        self.request_duration = histogram(
             "request_duration_seconds",
             "From a prompt's arrival to the end of its answer",
-            buckets=_WHOLE_S,
+            buckets=_DURATION_BUCKETS_S,
         )
         self._running = gauge("requests_running", "Prompts that hold pages of the KV cache")
         self._waiting = gauge("requests_waiting", "Prompts that wait for pages")
@@ -65,8 +67,8 @@ class Metrics:
     def count_error(self, code: str) -> None:
         self._errors.labels(code).inc()
 
-    def take(self, stats: EngineStats) -> None:
-        """The state of the scheduler after its latest step."""
+    def update(self, stats: EngineStats) -> None:
+        """Set the state of the scheduler after its latest step."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._used.set(stats.num_pages_used / stats.num_pages)
@@ -74,32 +76,36 @@ class Metrics:
         self._num_retractions = stats.num_retractions
 
     def expose(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All metrics, in the text format."""
         return generate_latest(self._registry)
 
 
 class Stopwatch:
-    """Takes the times of one prompt, from now on."""
+    """Measures the times of one prompt, from now on."""
 
-    __slots__ = ("_began", "_last", "_metrics", "_num_output")
+    __slots__ = ("_last_token_at", "_metrics", "_num_output", "_started_at")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._began = self._last = time.perf_counter()
+        self._started_at = time.perf_counter()
+        self._last_token_at = self._started_at
         self._num_output = 0
 
-    def see(self, reply: UserReply) -> None:
-        """Account for a reply as it is handed out."""
-        now, num_new = time.perf_counter(), reply.num_output - self._num_output
-        if not self._num_output and (num_new or reply.finish):
+    def observe(self, reply: UserReply) -> None:
+        """Account for a reply as it is delivered."""
+        now = time.perf_counter()
+        num_new = reply.num_output - self._num_output
+        is_first = self._num_output == 0
+        if is_first and (num_new or reply.finish):
             self._metrics.prompt_tokens.inc(reply.num_prompt)
             self._metrics.cached_tokens.inc(reply.num_cached)
         if num_new > 0:
-            if self._num_output:
-                self._metrics.between.observe((now - self._last) / num_new)
+            if is_first:
+                self._metrics.time_to_first_token.observe(now - self._started_at)
             else:
-                self._metrics.to_first.observe(now - self._began)
+                self._metrics.inter_token_latency.observe((now - self._last_token_at) / num_new)
             self._metrics.output_tokens.inc(num_new)
-            self._last, self._num_output = now, reply.num_output
+            self._last_token_at = now
+            self._num_output = reply.num_output
         if reply.finish is not None:
-            self._metrics.whole.observe(now - self._began)
+            self._metrics.request_duration.observe(now - self._started_at)

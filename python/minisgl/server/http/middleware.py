@@ -1,4 +1,4 @@
-"""What stands before the routes: ASGI middleware, which sees a request before its body is read."""
+"""ASGI middleware, which sees a request before its body is read: counts, keys, the body limit."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey
 from minisgl.server.http.metrics import Metrics
-from minisgl.server.openai.builder import error_response
+from minisgl.server.openai.common import error_response
 
 _OPEN_PATHS = {"/health"}
 
 
 class RequestCount:
-    """Counts every response by the route that gave it, as the routes are written; the rest is one more route."""
+    """Counts every response by the path of its route; paths without a route count as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
+        has_started = False
 
         def count(status: int) -> None:
             self._metrics.count_request(getattr(scope.get("route"), "path", "other"), status)
 
-        async def counted(message: Message) -> None:
-            nonlocal has_begun
+        async def count_and_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                has_begun = True
+                has_started = True
                 count(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
-        except Exception:  # what answers it stands before this
-            if not has_begun:
+            await self._app(scope, receive, count_and_send)
+        except Exception:  # the handler that answers it runs outside of this middleware
+            if not has_started:
                 count(500)
             raise
 
 
 class ApiKey:
-    """Every request but those for the server's health brings one of the keys: `Authorization: Bearer KEY`.
+    """Requires one of the keys in every request but those for /health: `Authorization: Bearer KEY`.
 
-    Keeps digests, which are all of one length, and compares with every one of them: the time it takes tells nothing.
+    Keeps digests of one length and compares with all of them, so that the time it takes says
+    nothing about the keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics) -> None:
@@ -58,11 +59,7 @@ class ApiKey:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "lifespan"
-            or scope["path"] in _OPEN_PATHS
-            or self._is_allowed(Headers(scope=scope))
-        ):
+        if self._is_allowed(scope):
             await self._app(scope, receive, send)
             return
         error = InvalidApiKey()
@@ -72,8 +69,11 @@ class ApiKey:
         )
         await response(scope, receive, send)
 
-    def _is_allowed(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+    def _is_allowed(self, scope: Scope) -> bool:
+        if scope["type"] == "lifespan" or scope["path"] in _OPEN_PATHS:
+            return True
+        authorization = Headers(scope=scope).get("authorization", "")
+        scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
@@ -84,7 +84,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """A body larger than max_bytes is a 413, whatever its header says."""
+    """Answers a body larger than `max_bytes` with 413, whatever its Content-Length says."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -93,7 +93,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_bytes = 0
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
@@ -103,4 +103,5 @@ class BodyLimit:
                 )
             return message
 
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)
+        is_http = scope["type"] == "http"
+        await self._app(scope, receive_limited if is_http else receive, send)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes, where FastAPI does not know better: errors, streams and keys."""
+"""The OpenAPI document, where FastAPI does not know better: errors, streams and keys."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
 from minisgl.server.openai.common import ErrorResponse
+from minisgl.server.openai.responses import ResponseObject
 
-_UNSENT = 422  # FastAPI declares it where it is not declared; here a bad request is a 400
+_UNSENT = 422  # FastAPI declares it unless a route does; this server answers a bad request with 400
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 404, 413, _UNSENT, 429, 500, 503)
 }
-STREAMS = {**ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-WITH_KEY: dict[str, Any] = {
-    "dependencies": [
-        Depends(HTTPBearer(auto_error=False))
-    ],  # only said here: `ApiKey` has looked before
+_EVENTS = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+STREAMS = {**ERRORS, 200: _EVENTS}
+RESPONSE_OBJECT = {"model": ResponseObject, **_EVENTS}
+REQUIRES_KEY: dict[str, Any] = {
+    # Only for the document: the middleware `ApiKey` has checked the key before.
+    "dependencies": [Depends(HTTPBearer(auto_error=False))],
     "responses": {401: {"model": ErrorResponse}},
 }
 

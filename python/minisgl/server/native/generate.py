@@ -1,4 +1,4 @@
-"""POST /generate, which is not OpenAI's: one prompt, our own names of parameters, and one text in return."""
+"""POST /generate, which is not OpenAI's: one prompt with the names of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.openai.builder import Answer, told
-from minisgl.server.openai.common import Answered, FinishReason, Usage
-from minisgl.server.openai.generation_request import GenerationRequest, to_prompts
+from minisgl.message import Prompt, TextLogprobs
+from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
+from minisgl.server.openai.common import FinishReason, ResponseModel, Usage, reply_logprobs
+from minisgl.server.openai.generation_request import GenerationRequest, parse_prompts
 from minisgl.server.openai.validation import TokenId, ValidText
-from minisgl.server.parsing.deltas import Delta
 
 
 class GenerateRequest(GenerationRequest):
@@ -23,10 +22,10 @@ class GenerateRequest(GenerationRequest):
     prompt_logprobs: int | None = None
 
     def prompts(self) -> list[Prompt]:
-        return to_prompts(self.prompt)
+        return parse_prompts(self.prompt)
 
     @property
-    def limit(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens
 
     @property
@@ -34,7 +33,7 @@ class GenerateRequest(GenerationRequest):
         return self.logprobs
 
 
-class TokenLogprob(Answered):
+class TokenLogprob(ResponseModel):
     """A token and the likeliest in its place; null for the first of a prompt."""
 
     token: str
@@ -46,11 +45,7 @@ class TokenLogprob(Answered):
         return cls(token=token.text, logprob=token.logprob, top=token.top)
 
 
-def _shape(logprobs: list[TextLogprobs]) -> list[TokenLogprob]:
-    return [TokenLogprob.of(token) for token in logprobs]
-
-
-class Generated(Answered):
+class Generated(ResponseModel):
     text: str
     finish_reason: FinishReason
     prompt_logprobs: list[TokenLogprob] | None = None
@@ -58,38 +53,44 @@ class Generated(Answered):
     usage: Usage
 
 
-class GenerateAnswer(Answer):
-    """An event of its stream has the new text; the last one has the reason and the usage too."""
+class GenerateBuilder(AnswerBuilder):
+    """Each event has the new text. The last one has the finish reason and the usage too."""
 
     id_prefix = "gen-"
 
-    def head(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[str]:
         return []
 
-    def news(self, _index: int, _deltas: list[Delta], reply: UserReply) -> Iterable[str]:
-        if not (reply.text or reply.finish or told(reply)):
+    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+        reply = parsed.reply
+        if not (reply.text or reply.finish or reply_logprobs(reply)):
             return []
-        piece: dict[str, Any] = {"text": reply.text, "finish_reason": reply.finish}
+        event: dict[str, Any] = {"text": reply.text, "finish_reason": reply.finish}
         if reply.prompt_logprobs:
-            piece["prompt_logprobs"] = [
-                token.model_dump() for token in _shape(reply.prompt_logprobs)
-            ]
+            event["prompt_logprobs"] = _logprob_objects(reply.prompt_logprobs)
         if reply.logprobs:
-            piece["logprobs"] = [token.model_dump() for token in _shape(reply.logprobs)]
+            event["logprobs"] = _logprob_objects(reply.logprobs)
         if reply.finish:
-            piece["usage"] = self.usage().model_dump()
-        return [f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"]
+            event["usage"] = self.usage().model_dump()
+        return [f"data: {json.dumps(event, ensure_ascii=False)}\n\n"]
 
-    def tail(self) -> Iterable[str]:
+    def last_events(self) -> Iterable[str]:
         return ["data: [DONE]\n\n"]
 
-    def whole(self) -> Generated:
-        tokens, usage = _shape(self._logprobs[0]), self.usage()
-        num_prompt = usage.prompt_tokens if tokens and tokens[0].logprob is None else 0
+    def build(self) -> Generated:
+        usage = self.usage()
+        tokens = [TokenLogprob.of(token) for token in self._logprobs[0]]
+        # Only the first token of a prompt has no log probability.
+        has_prompt = bool(tokens) and tokens[0].logprob is None
+        num_prompt = usage.prompt_tokens if has_prompt else 0
         return Generated(
-            text=self._said[0].content,
+            text=self._outputs[0].content,
             finish_reason=self.finish_reason(0),
             prompt_logprobs=tokens[:num_prompt] or None,
             logprobs=tokens[num_prompt:] if self._has_logprobs else None,
             usage=usage,
         )
+
+
+def _logprob_objects(tokens: list[TextLogprobs]) -> list[dict[str, Any]]:
+    return [TokenLogprob.of(token).model_dump() for token in tokens]

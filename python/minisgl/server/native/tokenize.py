@@ -1,4 +1,4 @@
-"""The objects of /tokenize and /detokenize, which are not OpenAI's."""
+"""POST /tokenize and /detokenize, which are not OpenAI's: requests and objects of answers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
-from minisgl.server.openai.common import Answered
+from minisgl.server.openai.common import ResponseModel
 from minisgl.server.openai.messages import Message
-from minisgl.server.openai.validation import Strict, TokenId, ValidText
+from minisgl.server.openai.validation import RequestModel, TokenId, ValidText
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(RequestModel):
     """POST /tokenize: a text or a conversation."""
 
     model: str | None = None
@@ -22,7 +22,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
-    def _is_one_of_two(self) -> Self:
+    def _check_one_of_two(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         return self
@@ -30,21 +30,21 @@ class TokenizeRequest(Strict):
     def content(self) -> str | Conversation:
         if self.prompt is not None:
             return self.prompt
-        return Conversation([message.plain() for message in self.messages or ()])
+        return Conversation([message.for_template() for message in self.messages or ()])
 
 
-class Tokenized(Answered):
+class Tokenized(ResponseModel):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
 
 
-class Detokenized(Answered):
+class Detokenized(ResponseModel):
     prompt: str

@@ -1,4 +1,4 @@
-"""OpenAI's API, a file an endpoint: its request, the objects of its answer, and the builder that makes them.
+"""OpenAI's API, a file an endpoint: its request, the objects of its answer, and their builder.
 
     chat.py                 /v1/chat/completions
     completions.py          /v1/completions

@@ -1,6 +1,7 @@
-"""Answers as they grow, and two of their shapes: chat and text completions, whole and in chunks.
+"""Builders: from the replies to one request to a whole answer, or to the events of a stream.
 
-Next to read: `responses.py`, which has the third.
+A builder reads the replies of a `Generation`, parses their text, and keeps what came so far. Each
+endpoint has a subclass that gives this its shape. Next to read: `chat.py`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,46 +18,32 @@ from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.frontend import Generation
 from minisgl.server.openai.common import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprob,
-    ChatLogprobs,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    ErrorBody,
-    ErrorResponse,
     FinishReason,
-    FunctionCall,
-    Likely,
     PromptTokensDetails,
-    ToolCall,
     Usage,
+    error_response,
     new_id,
     now,
+    reply_logprobs,
 )
-from minisgl.server.openai.generation_request import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
-from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.deltas import (
-    CallArguments,
-    CallBegin,
-    Content,
-    Delta,
-    PlainReader,
-    Reader,
-    Reasoning,
-    Transcript,
-)
-from minisgl.server.parsing.tool_calls import is_object
+from minisgl.server.openai.generation_request import GenerationRequest
+from minisgl.server.parsing.deltas import Delta, OutputParser, ParsedOutput, PlainTextParser
 
 
-class Answer(ABC):
-    """The answers to one request, fed reply by reply. A subclass gives them OpenAI's shape."""
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """A reply, the index of its answer, and what was parsed from its text."""
+
+    index: int
+    deltas: list[Delta]
+    reply: UserReply
+
+
+class AnswerBuilder(ABC):
+    """Builds the answers to one request, reply by reply.
+
+    Answers are numbered prompt by prompt, each prompt with all its answers.
+    """
 
     id_prefix: str
 
@@ -66,72 +52,79 @@ class Answer(ABC):
         model: str,
         request: GenerationRequest,
         prompts: list[Prompt],
-        make_reader: Callable[[], Reader] = PlainReader,
+        make_parser: Callable[[], OutputParser] = PlainTextParser,
     ) -> None:
         self.id = new_id(self.id_prefix)
         self.created = now()
         self.model = model
-        self._field_of = request.field_of
-        self._n = request.num_answers
-        self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
+        self._request = request
+        self._num_prompts = len(prompts)
+        self._num_answers = request.num_answers
         self._has_logprobs = request.num_logprobs is not None
-        self._readers = [make_reader() for _ in range(self._n * len(prompts))]
-        self._said = [Transcript() for _ in self._readers]
-        self._logprobs: list[list[TextLogprobs]] = [[] for _ in self._readers]
-        self._last: dict[int, UserReply] = {}
-        self._early: list[tuple[int, list[Delta], UserReply]] = []
+        indexes = range(self._num_prompts * self._num_answers)
+        self._parsers = [make_parser() for _ in indexes]
+        self._outputs = [ParsedOutput() for _ in indexes]
+        self._logprobs: list[list[TextLogprobs]] = [[] for _ in indexes]
+        self._last_replies: dict[int, UserReply] = {}
+        self._early_replies: list[ParsedReply] = []
 
-    async def begin(self, generation: Generation) -> None:
-        """Wait until there is something to say to every prompt; from then on none of its answers will be refused."""
-        while len({index // self._n for index in self._last}) < len(self._readers) // self._n:
-            self._early.append(await self._read(generation))
+    async def wait_for_first_replies(self, generation: Generation) -> None:
+        """Wait until every prompt has a reply. From then on no answer is refused."""
+        while self._num_prompts_with_reply() < self._num_prompts:
+            self._early_replies.append(await self._read_reply(generation))
 
-    async def finish(self, generation: Generation) -> None:
-        """Read all that is left."""
+    def _num_prompts_with_reply(self) -> int:
+        return len({index // self._num_answers for index in self._last_replies})
+
+    async def read_to_end(self, generation: Generation) -> None:
         while not generation.has_ended:
-            await self._read(generation)
+            await self._read_reply(generation)
 
-    async def _read(self, generation: Generation) -> tuple[int, list[Delta], UserReply]:
+    async def _read_reply(self, generation: Generation) -> ParsedReply:
         index, reply = await generation.next()
-        deltas = self._readers[index].feed(reply.text, ends=reply.is_final)
+        deltas = self._parsers[index].feed(reply.text, is_last=reply.is_final)
         for delta in deltas:
-            self._said[index].add(delta)
-        self._logprobs[index] += told(reply)
-        self._last[index] = reply
-        return index, deltas, reply
+            self._outputs[index].add(delta)
+        self._logprobs[index] += reply_logprobs(reply)
+        self._last_replies[index] = reply
+        return ParsedReply(index, deltas, reply)
 
-    async def events(self, generation: Generation) -> AsyncIterator[str]:
-        """The answer as server-sent events, after `begin`. An engine that dies meanwhile is the end of it."""
+    async def stream_events(self, generation: Generation) -> AsyncIterator[str]:
+        """The answers as server-sent events, after `wait_for_first_replies`.
+
+        An error of the engine ends the stream with `error_events`.
+        """
         try:
-            for event in self.head():
+            for event in self.first_events():
                 yield event
-            for early in self._early:
-                for event in self.news(*early):
+            for parsed in self._early_replies:
+                for event in self.reply_events(parsed):
                     yield event
             while not generation.has_ended:
-                for event in self.news(*await self._read(generation)):
+                parsed = await self._read_reply(generation)
+                for event in self.reply_events(parsed):
                     yield event
         except (EngineFailed, RequestError) as error:
             if isinstance(error, RequestError):
-                error.param = self._field_of(error.param)
-            for event in self.failure(error):
+                error.param = self._request.field_of(error.param)
+            for event in self.error_events(error):
                 yield event
             return
-        for event in self.tail():
+        for event in self.last_events():
             yield event
 
     def finish_reason(self, index: int) -> FinishReason:
-        reason = self._last[index].finish
+        reason = self._last_replies[index].finish
         assert reason is not None
         return reason
 
     def usage(self) -> Usage:
-        firsts = [
-            reply for index, reply in self._last.items() if index % self._n == 0
-        ]  # a prompt counts once
+        replies = self._last_replies.items()
+        # Answers to one prompt share it, so it is counted with the first of them only.
+        firsts = [reply for index, reply in replies if index % self._num_answers == 0]
         num_prompt = sum(reply.num_prompt for reply in firsts)
-        num_output = sum(reply.num_output for reply in self._last.values())
         num_cached = sum(reply.num_cached for reply in firsts)
+        num_output = sum(reply.num_output for _, reply in replies)
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_output,
@@ -140,240 +133,60 @@ class Answer(ABC):
         )
 
     @abstractmethod
-    def head(self) -> Iterable[str]:
-        """The events before any text."""
+    def first_events(self) -> Iterable[str]:
+        """The events before any reply."""
 
     @abstractmethod
-    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
-        """The events of a reply and what was read in it."""
+    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+        """The events of one reply."""
 
     @abstractmethod
-    def tail(self) -> Iterable[str]:
+    def last_events(self) -> Iterable[str]:
         """The events after the last reply."""
 
-    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
-        """The events instead of the rest."""
+    def error_events(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        """The events that end a stream with an error."""
         return [f"data: {error_response(error).model_dump_json()}\n\n"]
 
     @abstractmethod
-    def whole(self) -> BaseModel | dict[str, Any]:
-        """The finished answer as one object."""
+    def build(self) -> BaseModel | dict[str, Any]:
+        """The whole answer, after `read_to_end`."""
 
 
-class _ChoicesAnswer(Answer):
-    """Choices side by side, in events that are chunks of them."""
+class ChoicesBuilder(AnswerBuilder):
+    """Builds choices side by side. Each event is a chunk, with one choice or with usage."""
 
     chunk_object: str
 
-    def head(self) -> Iterable[str]:
-        return [
-            self._event(choice)
-            for index in range(len(self._said))
-            for choice in self.opening(index)
-        ]
+    def first_events(self) -> Iterable[str]:
+        for index in range(len(self._outputs)):
+            for choice in self.first_choices(index):
+                yield self._chunk_event([choice])
 
-    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
-        return [self._event(choice) for choice in self.pieces(index, deltas, reply)]
+    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+        return [self._chunk_event([choice]) for choice in self.reply_choices(parsed)]
 
-    def tail(self) -> Iterable[str]:
-        if self._usage:
-            self._usage = {"usage": self.usage().model_dump()}
-            yield self._event()
+    def last_events(self) -> Iterable[str]:
+        if self._request.include_usage:
+            yield self._chunk_event([], self.usage())
         yield "data: [DONE]\n\n"
 
-    def _event(self, *choices: dict[str, Any]) -> str:
-        head = {
+    def _chunk_event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> str:
+        chunk: dict[str, Any] = {
             "id": self.id,
             "object": self.chunk_object,
             "created": self.created,
             "model": self.model,
+            "choices": choices,
         }
-        return f"data: {json.dumps({**head, 'choices': choices, **self._usage}, ensure_ascii=False)}\n\n"
+        if self._request.include_usage:
+            chunk["usage"] = usage.model_dump() if usage else None
+        return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
     @abstractmethod
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """What a stream says of a choice before its text."""
+    def first_choices(self, index: int) -> list[dict[str, Any]]:
+        """The choices of chunks that come before the text of an answer."""
 
     @abstractmethod
-    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        """What a stream says of a reply and what was read in it: text, an end, both or nothing."""
-
-
-class ChatAnswer(_ChoicesAnswer):
-    id_prefix = "chatcmpl-"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(
-        self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect
-    ) -> None:
-        self._tools = request.tool_use
-        make_reader = partial(
-            dialect.make_reader, self._tools, thinks=request.thinks, eager=bool(request.stream)
-        )
-        super().__init__(model, request, prompts, make_reader)
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        return [
-            _delta(
-                index, {"role": "assistant", "content": None if self._tools.offered else ""}, None
-            )
-        ]
-
-    def pieces(self, index: int, deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        logprobs = self._shape(reply.logprobs).model_dump() if reply.logprobs else None
-        said = [_shape_delta(delta) for delta in deltas]
-        if logprobs and not said:
-            said = [{"content": ""}]
-        news = [_delta(index, it, None, None if i else logprobs) for i, it in enumerate(said)]
-        return news + ([_delta(index, {}, self.finish_reason(index))] if reply.finish else [])
-
-    def finish_reason(self, index: int) -> FinishReason:
-        """An answer that had to call one tool, or stopped in a call, ends as any other; OpenAI has the first so."""
-        reason = super().finish_reason(index)
-        calls = self._said[index].calls
-        is_call = calls and is_object(calls[-1].arguments) and self._tools.named is None
-        return "tool_calls" if is_call and reason == "stop" else reason
-
-    def _shape(self, logprobs: list[TextLogprobs]) -> ChatLogprobs:
-        return ChatLogprobs(
-            content=[
-                ChatLogprob(
-                    **Likely.of(token.text, token.logprob).model_dump(),
-                    top_logprobs=[Likely.of(text, logprob) for text, logprob in token.top],
-                )
-                for token in logprobs
-            ]
-        )
-
-    def whole(self) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=index,
-                message=_message(self._said[index]),
-                logprobs=self._shape(self._logprobs[index]) if self._has_logprobs else None,
-                finish_reason=self.finish_reason(index),
-            )
-            for index in range(len(self._said))
-        ]
-        return ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
-        )
-
-
-class CompletionAnswer(_ChoicesAnswer):
-    id_prefix = "cmpl-"
-    chunk_object = "text_completion"
-
-    def __init__(
-        self,
-        model: str,
-        request: CompletionRequest,
-        prompts: list[Prompt],
-        echoes: list[str] | None = None,
-    ) -> None:
-        super().__init__(model, request, prompts)
-        self._echoes = echoes or [""] * len(prompts)
-        tells_prompt = request.prompt_logprobs is not None
-        self._offsets = [
-            0 if tells_prompt else len(self._echo(index)) for index in range(len(self._said))
-        ]
-
-    def _echo(self, index: int) -> str:
-        return self._echoes[index // self._n]
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        echo = self._echo(index)
-        return (
-            [{"index": index, "text": echo, "logprobs": None, "finish_reason": None}]
-            if echo
-            else []
-        )
-
-    def pieces(self, index: int, _deltas: list[Delta], reply: UserReply) -> list[dict[str, Any]]:
-        tokens = told(reply)
-        if not (reply.text or reply.finish or tokens):
-            return []
-        logprobs = self._shape(index, tokens).model_dump() if tokens else None
-        return [
-            {
-                "index": index,
-                "text": reply.text,
-                "logprobs": logprobs,
-                "finish_reason": reply.finish,
-            }
-        ]
-
-    def _shape(self, index: int, logprobs: list[TextLogprobs]) -> CompletionLogprobs:
-        """Of the next tokens of a choice."""
-        begin = self._offsets[index]
-        ends = list(accumulate((len(token.text) for token in logprobs), initial=begin))
-        self._offsets[index] = ends[-1]
-        return CompletionLogprobs(
-            tokens=[token.text for token in logprobs],
-            token_logprobs=[token.logprob for token in logprobs],
-            top_logprobs=[None if token.logprob is None else dict(token.top) for token in logprobs],
-            text_offset=ends[:-1],
-        )
-
-    def whole(self) -> Completion:
-        choices = [
-            CompletionChoice(
-                index=index,
-                text=self._echo(index) + self._said[index].content,
-                logprobs=self._shape(index, self._logprobs[index]) if self._has_logprobs else None,
-                finish_reason=self.finish_reason(index),
-            )
-            for index in range(len(self._said))
-        ]
-        return Completion(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
-        )
-
-
-def told(reply: UserReply) -> list[TextLogprobs]:
-    """The log probabilities that come with a reply: the prompt's, if they were asked for, and the new tokens'."""
-    return [*(reply.prompt_logprobs or ()), *reply.logprobs]
-
-
-def _message(said: Transcript) -> AssistantMessage:
-    calls = [
-        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
-        for call in said.calls
-    ]
-    content = None if calls and not said.content else said.content
-    return AssistantMessage(
-        content=content, reasoning_content=said.reasoning or None, tool_calls=calls or None
-    )
-
-
-def _shape_delta(delta: Delta) -> dict[str, Any]:
-    match delta:
-        case Content(text):
-            return {"content": text}
-        case Reasoning(text):
-            return {"reasoning_content": text}
-        case CallBegin(index, id, name):
-            function = {"name": name, "arguments": ""}
-            return {
-                "tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]
-            }
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def _delta(
-    index: int, delta: dict[str, Any], finish: str | None, logprobs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def error_response(error: RequestError | EngineFailed) -> ErrorResponse:
-    """OpenAI's error object for an error of ours."""
-    if isinstance(error, EngineFailed):
-        return ErrorResponse(
-            error=ErrorBody(message=str(error), type="server_error", code="engine_failed")
-        )
-    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    return ErrorResponse(
-        error=ErrorBody(message=str(error), type=kind, param=error.param, code=error.code)
-    )
+    def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
+        """The choices of chunks with the text or the finish reason of a reply; may be empty."""

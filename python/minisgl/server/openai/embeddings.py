@@ -1,4 +1,8 @@
-"""OpenAI's embeddings: the last hidden state of each input, from the same engine as the answers."""
+"""POST /v1/embeddings: the request, the objects of an answer, and how they are made.
+
+An embedding is the last hidden state of an input, from the engine that also generates text.
+Reference: https://platform.openai.com/docs/api-reference/embeddings
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ import numpy as np
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
-from minisgl.server.openai.common import Answered
-from minisgl.server.openai.generation_request import Prompts, to_prompts
-from minisgl.server.openai.validation import Strict, ValidText
+from minisgl.server.openai.common import ResponseModel
+from minisgl.server.openai.generation_request import Prompts, parse_prompts
+from minisgl.server.openai.validation import RequestModel, ValidText
 
-ONLY_EMBED = SamplingParams(max_tokens=0, embeds=True)
+EMBEDDING_SAMPLING = SamplingParams(max_tokens=0, embeds=True)
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(RequestModel):
     """POST /v1/embeddings."""
 
     model: str
@@ -27,49 +31,53 @@ class EmbeddingRequest(Strict):
     user: ValidText | None = None
 
     def prompts(self) -> list[Prompt]:
-        return to_prompts(self.input, "input")
+        return parse_prompts(self.input, "input")
 
     def check_dimensions(self, width: int) -> None:
         """
         Raises:
-            InvalidRequest: another number than the model's width is asked for.
+            InvalidRequest: `dimensions` is not the model's width.
         """
         if self.dimensions not in (None, width):
             message = f"dimensions must be {width}, got {self.dimensions}"
             raise InvalidRequest(message, param="dimensions", code="unsupported_parameter")
 
-    def shape(self, raw: bytes) -> list[float] | str:
-        """A vector as it was asked for; base64 is of float32, little-endian, which `raw` is."""
-        if self.encoding_format == "base64":
-            return base64.b64encode(raw).decode()
-        vector: list[float] = np.frombuffer(raw, "<f4").tolist()
-        return vector
 
-
-class Embedding(Answered):
+class Embedding(ResponseModel):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Answered):
+class EmbeddingUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(Answered):
+class EmbeddingList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
-    @classmethod
-    def of(cls, request: EmbeddingRequest, replies: list[tuple[int, UserReply]]) -> EmbeddingList:
-        """From the final replies, in any order."""
-        data = [
-            Embedding(index=index, embedding=request.shape(reply.embedding or b""))
-            for index, reply in sorted(replies, key=lambda it: it[0])
-        ]
-        num_tokens = sum(reply.num_prompt for _, reply in replies)
-        usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        return cls(data=data, model=request.model, usage=usage)
+
+def build_embeddings(
+    request: EmbeddingRequest, replies: list[tuple[int, UserReply]]
+) -> EmbeddingList:
+    """The answer, from the final replies in any order."""
+    vectors = {index: reply.embedding or b"" for index, reply in replies}
+    data = [
+        Embedding(index=index, embedding=_encode(vectors[index], request.encoding_format))
+        for index in sorted(vectors)
+    ]
+    num_tokens = sum(reply.num_prompt for _, reply in replies)
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return EmbeddingList(data=data, model=request.model, usage=usage)
+
+
+def _encode(vector: bytes, encoding_format: str | None) -> list[float] | str:
+    """A vector of float32, little-endian, as numbers or as base64."""
+    if encoding_format == "base64":
+        return base64.b64encode(vector).decode()
+    numbers: list[float] = np.frombuffer(vector, "<f4").tolist()
+    return numbers

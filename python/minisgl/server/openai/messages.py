@@ -1,4 +1,4 @@
-"""The turns of a conversation as requests have them, and as chat templates read them."""
+"""The turns of a conversation, as requests have them and as chat templates expect them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from pydantic import Field, model_validator
 
 from minisgl.message import ChatMessage
 from minisgl.server.openai.tools import ToolCall
-from minisgl.server.openai.validation import Strict, ValidText
+from minisgl.server.openai.validation import RequestModel, ValidText
 
 
-class TextPart(Strict):
+class TextPart(RequestModel):
     type: Literal["text"]
     text: ValidText
 
 
-class Message(Strict):
-    """One turn. Content may come in text parts, which are joined; an assistant that called tools needs none.
+class Message(RequestModel):
+    """One turn. Content may come in text parts, which are joined.
 
-    An answer may come back as a client has it, with nulls for what it did not say.
+    An assistant's turn with tool calls needs no content.
+
+    A client may send an answer back as it got it, with null in fields that are absent.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -32,14 +34,12 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, turn: Any) -> Any:
-        return (
-            {name: value for name, value in turn.items() if value is not None}
-            if isinstance(turn, dict)
-            else turn
-        )
+        if not isinstance(turn, dict):
+            return turn
+        return {name: value for name, value in turn.items() if value is not None}
 
     @model_validator(mode="after")
-    def _suits_its_role(self) -> Self:
+    def _check_role(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("there is no content")
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
@@ -50,19 +50,22 @@ class Message(Strict):
             raise ValueError("a tool, and nobody else, has a tool_call_id")
         return self
 
-    def plain(self) -> ChatMessage:
-        """For the template; null fields are absent, but content is always text."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        others = {
-            "name": self.name,
-            "reasoning_content": self.reasoning_content,
-            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
-            "tool_call_id": self.tool_call_id,
-        }
-        return {
-            "role": role,
-            "content": text,
-            **{key: it for key, it in others.items() if it is not None},
-        }
+    def for_template(self) -> ChatMessage:
+        """As chat templates expect it: null fields are absent, but content is always text."""
+        message: ChatMessage = {"role": self.role, "content": self._text()}
+        if self.role == "developer":
+            message["role"] = "system"
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+    def _text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""

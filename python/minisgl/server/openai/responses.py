@@ -1,7 +1,8 @@
-"""Answers of /v1/responses: items that grow, the events that tell of it, and the response that has them all.
+"""POST /v1/responses: the Response object, and the builder that makes it or its stream events.
 
-A whole answer is what a stream ends with; both are made in the same way. All objects are plain dicts here, which the
-tests hold against OpenAI's types.
+A whole response is what a stream ends with; both are made in one way, from plain dicts.
+`ResponseObject` describes them in the OpenAPI document, and a test compares the two. Reference:
+https://platform.openai.com/docs/api-reference/responses. The request is in `responses_request.py`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
-from copy import deepcopy
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.message import Prompt, TextLogprobs, UserReply
+from minisgl.message import Prompt, UserReply
 from minisgl.server.frontend import Generation
-from minisgl.server.openai.builder import Answer, error_response
-from minisgl.server.openai.common import Likely, now
-from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
+from minisgl.server.openai.common import ChatLogprob, ResponseModel, error_response, now
+from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
+from minisgl.server.openai.responses_request import (
+    FunctionTool,
+    ReasoningPart,
+    ResponsesRequest,
+    TextOptions,
+    ToolChoice,
+)
 from minisgl.server.parsing import Dialect
-from minisgl.server.parsing.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 
-Object: TypeAlias = dict[str, Any]
-End: TypeAlias = Literal["completed", "incomplete"]
-
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_FIXED = {
+_FIXED_FIELDS: Object = {
     "background": False,
     "max_tool_calls": None,
     "previous_response_id": None,
@@ -36,7 +38,7 @@ _FIXED = {
     "store": False,
     "truncation": "disabled",
 }
-_ECHOED: dict[str, Any] = {  # what a response says of its request, and what stands for null there
+_ECHOED_FIELDS: Object = {  # fields of the request that the response has too, and their defaults
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -51,110 +53,81 @@ _ECHOED: dict[str, Any] = {  # what a response says of its request, and what sta
 }
 
 
-class Output:
-    """The items of an answer. At most the last one still grows: what an answer says, it says in order.
-
-    Every change is also told as events.
-    """
-
-    def __init__(self, suffix: str) -> None:
-        self.items: list[Object] = []
-        self._suffix = suffix  # of the items' ids
-        self._logprobs: list[Object] = []  # of tokens whose text has not come yet
-
-    def note(self, token: TextLogprobs) -> None:
-        """Keep a token's log probabilities for the text that comes next. Only messages have them."""
-        top = [_likely(text, logprob) for text, logprob in token.top]
-        self._logprobs.append({**_likely(token.text, token.logprob), "top_logprobs": top})
-
-    def take(self, delta: Delta) -> list[Object]:
-        match delta:
-            case Content(text):
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                return self._write(text, "message", part, role="assistant")
-            case Reasoning(text):
-                return self._write(
-                    text, "reasoning", {"type": "reasoning_text", "text": ""}, summary=[]
-                )
-            case CallBegin(_, id, name):
-                return self._add("function_call", call_id=id, name=name, arguments="")
-            case CallArguments(_, text):
-                self._logprobs = []
-                self.items[-1]["arguments"] += text
-                return [self._event("function_call_arguments.delta", delta=text)]
-
-    def _write(self, text: str, kind: str, empty_part: Object, **fields: Any) -> list[Object]:
-        opened = [] if self.is_growing(kind) else self._add(kind, **fields, content=[])
-        content = self.items[-1]["content"]
-        if opened:
-            opened.append(self._event("content_part.added", content_index=0, part=empty_part))
-            content.append(deepcopy(empty_part))
-        news: Object = {"delta": text}
-        content[0]["text"] += text
-        if "logprobs" in empty_part:
-            news["logprobs"] = self._logprobs
-            content[0]["logprobs"] += self._logprobs
-        self._logprobs = []
-        return [*opened, self._event(f"{empty_part['type']}.delta", content_index=0, **news)]
-
-    def finish(self, end: End) -> list[Object]:
-        """Nothing more will come. There is a message or a call, even if there was nothing to say."""
-        has_answer = any(item["type"] != "reasoning" for item in self.items)
-        late = self._logprobs and self.is_growing("message")
-        return [*(self.take(Content("")) if late or not has_answer else []), *self.close(end)]
-
-    def close(self, end: End) -> list[Object]:
-        """End the item that grows, if there is one."""
-        if not self.is_growing(*_PREFIXES):
-            return []
-        item = self.items[-1]
-        item["status"] = end
-        return [*self._complete(item), self._item_event("done")]
-
-    def is_growing(self, *kinds: str) -> bool:
-        return (
-            bool(self.items)
-            and self.items[-1]["status"] == "in_progress"
-            and self.items[-1]["type"] in kinds
-        )
-
-    def _complete(self, item: Object) -> list[Object]:
-        if item["type"] == "function_call":
-            return [
-                self._event(
-                    "function_call_arguments.done", name=item["name"], arguments=item["arguments"]
-                )
-            ]
-        part = item["content"][0]
-        texts = {name: part[name] for name in ("text", "logprobs") if name in part}
-        done = self._event(f"{part['type']}.done", content_index=0, **texts)
-        return [done, self._event("content_part.done", content_index=0, part=part)]
-
-    def _add(self, kind: str, **fields: Any) -> list[Object]:
-        closed = self.close("completed")
-        item_id = f"{_PREFIXES[kind]}_{self._suffix}{len(self.items)}"
-        self.items.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
-        return [*closed, deepcopy(self._item_event("added"))]
-
-    def _item_event(self, what: str) -> Object:
-        return {
-            "type": f"response.output_item.{what}",
-            "output_index": len(self.items) - 1,
-            "item": self.items[-1],
-        }
-
-    def _event(self, kind: str, **fields: Any) -> Object:
-        """Of the last item."""
-        place = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
-        return {"type": f"response.{kind}", **place, **fields}
+class OutputText(ResponseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[ChatLogprob]
 
 
-def _likely(text: str, logprob: float | None) -> Object:
-    """As in chat, but for `bytes`, which the types want: empty where a token is part of a character."""
-    return {"token": text, "logprob": logprob, "bytes": Likely.of(text, logprob).bytes or []}
+class _OutputItem(ResponseModel):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
 
 
-class ResponsesAnswer(Answer):
+class OutputMessage(_OutputItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(_OutputItem):
+    type: Literal["reasoning"]
+    summary: list[None]
+    content: list[ReasoningPart]
+
+
+class OutputCall(_OutputItem):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseUsage(ResponseModel):
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class ResponseObject(ResponseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    error: dict[Literal["code", "message"], str] | None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: dict[Literal["effort", "summary"], None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    background: Literal[False]
+    store: Literal[False]
+    temperature: float
+    text: TextOptions
+    tool_choice: ToolChoice
+    tools: list[FunctionTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class ResponsesBuilder(AnswerBuilder):
+    """Builds the response to one prompt: its output items grow with every reply."""
+
     id_prefix = "resp_"
 
     def __init__(
@@ -165,48 +138,53 @@ class ResponsesAnswer(Answer):
         sampling: SamplingParams,
         dialect: Dialect,
     ) -> None:
-        eager = bool(request.stream)
-        make_reader = partial(
-            dialect.make_reader, request.tool_use, thinks=request.thinks, eager=eager
+        make_parser = partial(
+            dialect.make_parser,
+            request.tool_use,
+            allows_reasoning=request.allows_reasoning,
+            eager=bool(request.stream),
         )
-        super().__init__(model, request, prompts, make_reader)
-        self._asked = _asked(request, sampling)
-        self._output = Output(self.id.removeprefix(self.id_prefix))
-        self._num_output = self._num_reasoning = 0
-        self._numbers = itertools.count()
+        super().__init__(model, request, prompts, make_parser)
+        self._request_fields = _request_fields(request, sampling)
+        self._output = OutputItems(self.id.removeprefix(self.id_prefix))
+        self._num_output_tokens = 0
+        self._num_reasoning_tokens = 0
+        self._sequence_numbers = itertools.count()
 
-    async def finish(self, generation: Generation) -> None:
-        for early in self._early:
-            self._grow(*early)
+    async def read_to_end(self, generation: Generation) -> None:
+        for parsed in self._early_replies:
+            self._add_to_output(parsed)
         while not generation.has_ended:
-            self._grow(*await self._read(generation))
+            self._add_to_output(await self._read_reply(generation))
 
-    def _grow(self, _index: int, deltas: list[Delta], reply: UserReply) -> list[Object]:
+    def _add_to_output(self, parsed: ParsedReply) -> list[Object]:
+        """Let the items grow; returns the events about it."""
+        reply = parsed.reply
         for token in reply.logprobs:
-            self._output.note(token)
-        events = [event for delta in deltas for event in self._output.take(delta)]
+            self._output.add_logprobs(token)
+        events = [event for delta in parsed.deltas for event in self._output.add_delta(delta)]
         if self._output.is_growing("reasoning"):
-            self._num_reasoning += reply.num_output - self._num_output
-        self._num_output = reply.num_output
-        return events + (self._output.finish(_end_of(reply)) if reply.finish else [])
+            self._num_reasoning_tokens += reply.num_output - self._num_output_tokens
+        self._num_output_tokens = reply.num_output
+        if reply.finish:
+            events += self._output.finish(_end_status(reply))
+        return events
 
-    def head(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[str]:
         response = self._response("in_progress")
-        return [
-            self._event({"type": f"response.{kind}", "response": response})
-            for kind in ("created", "in_progress")
-        ]
+        for event_type in ("response.created", "response.in_progress"):
+            yield self._event({"type": event_type, "response": response})
 
-    def news(self, index: int, deltas: list[Delta], reply: UserReply) -> Iterable[str]:
-        return map(self._event, self._grow(index, deltas, reply))
+    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+        return [self._event(event) for event in self._add_to_output(parsed)]
 
-    def tail(self) -> Iterable[str]:
-        return [self._end_event(self.whole())]
+    def last_events(self) -> Iterable[str]:
+        return [self._end_event(self.build())]
 
-    def failure(self, error: RequestError | EngineFailed) -> Iterable[str]:
+    def error_events(self, error: RequestError | EngineFailed) -> Iterable[str]:
         body = error_response(error).error.model_dump(include={"code", "message", "param"})
         yield self._event({"type": "error", **body})
-        self._output.close("incomplete")
+        self._output.end_item("incomplete")
         code = "server_error" if isinstance(error, EngineFailed) else "invalid_prompt"
         yield self._end_event(self._response("failed", error={"code": code, "message": str(error)}))
 
@@ -214,55 +192,56 @@ class ResponsesAnswer(Answer):
         return self._event({"type": f"response.{response['status']}", "response": response})
 
     def _event(self, event: Object) -> str:
-        data = json.dumps({**event, "sequence_number": next(self._numbers)}, ensure_ascii=False)
-        return f"event: {event['type']}\ndata: {data}\n\n"
+        numbered = {**event, "sequence_number": next(self._sequence_numbers)}
+        return f"event: {event['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n"
 
-    def whole(self) -> Object:
-        reply = self._last[0]
-        if _end_of(reply) == "completed":
-            return self._response("completed", completed_at=now(), usage=self._spent())
+    def build(self) -> Object:
+        reply = self._last_replies[0]
+        usage = self._response_usage()
+        if _end_status(reply) == "completed":
+            return self._response("completed", completed_at=now(), usage=usage)
         details = {"reason": "max_output_tokens"} if reply.finish == "length" else None
-        return self._response("incomplete", incomplete_details=details, usage=self._spent())
+        return self._response("incomplete", incomplete_details=details, usage=usage)
 
-    def _response(self, status: str, **more: Any) -> Object:
-        head = {
+    def _response(self, status: str, **fields: Any) -> Object:
+        """A response with this status; `fields` replace those that are null here."""
+        return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
             "model": self.model,
-        }
-        unless_told = {
+            "output": self._output.items,
+            **self._request_fields,
             "completed_at": None,
             "error": None,
             "incomplete_details": None,
             "usage": None,
+            **fields,
         }
-        return {**head, "output": self._output.items, **self._asked, **unless_told, **more}
 
-    def _spent(self) -> Object:
+    def _response_usage(self) -> Object:
         usage = self.usage()
+        num_cached = usage.prompt_tokens_details.cached_tokens
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
 
 
-def _end_of(reply: UserReply) -> End:
+def _end_status(reply: UserReply) -> EndStatus:
     return "completed" if reply.finish == "stop" else "incomplete"
 
 
-def _asked(request: ResponsesRequest, sampling: SamplingParams) -> Object:
-    given = request.model_dump(by_alias=True, include=set(_ECHOED))
-    return {
-        **_FIXED,
-        **{name: _ECHOED[name] if value is None else value for name, value in given.items()},
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-    }
+def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> Object:
+    """The fields of a response that say how the request was answered."""
+    fields: Object = {**_FIXED_FIELDS}
+    given = request.model_dump(by_alias=True, include=set(_ECHOED_FIELDS))
+    for name, value in given.items():
+        fields[name] = _ECHOED_FIELDS[name] if value is None else value
+    fields["temperature"] = sampling.temperature
+    fields["top_p"] = sampling.top_p
+    return fields

@@ -1,7 +1,9 @@
-"""POST /v1/responses as it comes in, and the conversation that it is. Nothing is kept from one request to the next.
+"""POST /v1/responses: the request, and the conversation that it becomes.
 
-Items of the input become messages of a chat, flat tools become chat's, so that all routes ask the template and the
-engine alike. Reference: https://platform.openai.com/docs/api-reference/responses. Next to read: `responses_answer.py`.
+The server keeps nothing between requests.
+
+Items of the input become messages of a chat, and flat tools become those of a chat. Reference:
+https://platform.openai.com/docs/api-reference/responses. Next to read: `responses_items.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +19,30 @@ from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.openai.generation_request import ConversationRequest
 from minisgl.server.openai.structured_output import PlainFormat, TextFormat
 from minisgl.server.openai.tools import CalledFunction, Function, ToolCall, ToolName
-from minisgl.server.openai.validation import Limit, OfStream, Only, Strict, TopLogprobs, ValidText
+from minisgl.server.openai.validation import (
+    NeutralOnly,
+    NumTopLogprobs,
+    RequestModel,
+    StreamingOnly,
+    TokenLimit,
+    ValidText,
+)
 
 
-def _turn(messages: list[ChatMessage], *taken: str) -> ChatMessage:
-    """The assistant's turn to go on with: the last message, unless it is another's or has one of these already."""
+def _assistant_turn(messages: list[ChatMessage], *absent: str) -> ChatMessage:
+    """The turn of the assistant that an item belongs to.
+
+    It is the last message, or a new one if that is not the assistant's or has one of these fields
+    already.
+    """
     last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or any(last.get(name) for name in taken):
+    if last.get("role") != "assistant" or any(last.get(name) for name in absent):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-class Part(Strict):
-    """Text. What an answer has beside it may come back, and is not looked at."""
+class Part(RequestModel):
+    """Text. A client may send back what an answer has beside it, which is ignored."""
 
     type: Literal["input_text", "output_text"]
     text: ValidText
@@ -37,31 +50,31 @@ class Part(Strict):
     logprobs: list[Any] | None = None
 
 
-class ReasoningPart(Strict):
+class ReasoningPart(RequestModel):
     type: Literal["reasoning_text"]
     text: ValidText
 
 
+def _text_to_parts(text: Any) -> Any:
+    return [{"type": "input_text", "text": text}] if isinstance(text, str) else text
+
+
 Text = Annotated[
-    list[Part],
-    BeforeValidator(
-        lambda text: [{"type": "input_text", "text": text}] if isinstance(text, str) else text,
-        json_schema_input_type=str | list[Part],
-    ),
+    list[Part], BeforeValidator(_text_to_parts, json_schema_input_type=str | list[Part])
 ]
 
 
-def _joined(parts: list[Part] | list[ReasoningPart]) -> str:
+def _join(parts: list[Part] | list[ReasoningPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-class _Item(Strict):
+class _Item(RequestModel):
     id: str | None = None
     status: str | None = None
 
     @abstractmethod
     def add_to(self, messages: list[ChatMessage]) -> None:
-        """Say it in a chat. What an answer consists of is one turn there: reasoning, text and calls."""
+        """Add the item to a chat. Reasoning, text and calls of one answer are one turn there."""
 
 
 class MessageItem(_Item):
@@ -72,14 +85,18 @@ class MessageItem(_Item):
 
     def add_to(self, messages: list[ChatMessage]) -> None:
         if self.role == "assistant":
-            _turn(messages, "content", "tool_calls")["content"] = _joined(self.content)
+            turn = _assistant_turn(messages, "content", "tool_calls")
+            turn["content"] = _join(self.content)
         else:
             role = "system" if self.role == "developer" else self.role
-            messages.append({"role": role, "content": _joined(self.content)})
+            messages.append({"role": role, "content": _join(self.content)})
 
 
 class ReasoningItem(_Item):
-    """It goes to the template as `reasoning_content`; many leave it out of what was said before the last question."""
+    """It goes to the chat template as `reasoning_content`.
+
+    Many templates drop it before the last question.
+    """
 
     type: Literal["reasoning"]
     content: list[ReasoningPart]
@@ -87,8 +104,8 @@ class ReasoningItem(_Item):
     encrypted_content: None = None
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        turn = _turn(messages, "reasoning_content", "content", "tool_calls")
-        turn["reasoning_content"] = _joined(self.content)
+        turn = _assistant_turn(messages, "reasoning_content", "content", "tool_calls")
+        turn["reasoning_content"] = _join(self.content)
 
 
 class CallItem(_Item):
@@ -98,12 +115,10 @@ class CallItem(_Item):
     arguments: ValidText
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        call = ToolCall(
-            id=self.call_id,
-            type="function",
-            function=CalledFunction(name=self.name, arguments=self.arguments),
-        )
-        _turn(messages).setdefault("tool_calls", []).append(call.for_template())
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        call = ToolCall(id=self.call_id, type="function", function=function)
+        turn = _assistant_turn(messages)
+        turn.setdefault("tool_calls", []).append(call.for_template())
 
 
 class CallOutputItem(_Item):
@@ -113,13 +128,17 @@ class CallOutputItem(_Item):
 
     def add_to(self, messages: list[ChatMessage]) -> None:
         messages.append(
-            {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
+            {"role": "tool", "tool_call_id": self.call_id, "content": _join(self.output)}
         )
 
 
-def _type_of(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    return kind if isinstance(kind, str) else None
+def _item_type(item: Any) -> str | None:
+    item_type = item.get("type", "message") if isinstance(item, dict) else None
+    return item_type if isinstance(item_type, str) else None
+
+
+def _text_to_items(text: Any) -> Any:
+    return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
 Item = Annotated[
@@ -127,32 +146,35 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")],
-    Discriminator(_type_of),
+    Discriminator(_item_type),
 ]
 Input = Annotated[
     list[Item],
     Field(min_length=1),
     BeforeValidator(
-        lambda text: [{"role": "user", "content": text}] if isinstance(text, str) else text,
+        _text_to_items,
         json_schema_input_type=str | Annotated[list[Item], Field(min_length=1)],
     ),
 ]
 
 
-class TextOptions(Strict):
+class TextOptions(RequestModel):
     format: TextFormat = PlainFormat()
-    verbosity: Annotated[Any, Only("medium")] = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
 
 
-class _OfFunction(Strict):
+class _FunctionType(RequestModel):
     type: Literal["function"]
 
 
-class FunctionTool(Function, _OfFunction):
-    """A tool in its flat form; of another, the type is refused before all else."""
+class FunctionTool(Function, _FunctionType):
+    """A tool in its flat form.
+
+    `type` is checked first, so a tool of another type is refused by its type.
+    """
 
 
-class ChosenFunction(_OfFunction):
+class ChosenFunction(_FunctionType):
     name: ToolName
 
 
@@ -163,69 +185,66 @@ ToolChoice = Annotated[
 ]
 
 
-class ReasoningOptions(Strict):
-    """How much to think is the model's own affair."""
+class ReasoningOptions(RequestModel):
+    """Not supported: how much a model reasons cannot be chosen."""
 
-    effort: Annotated[Any, Only()] = None
-    summary: Annotated[Any, Only()] = None
-    generate_summary: Annotated[Any, Only()] = None
+    effort: Annotated[Any, NeutralOnly()] = None
+    summary: Annotated[Any, NeutralOnly()] = None
+    generate_summary: Annotated[Any, NeutralOnly()] = None
 
 
-class ResponsesStreamOptions(Strict):
+class ResponsesStreamOptions(RequestModel):
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(ConversationRequest):
-    """POST /v1/responses. There is one answer, whose items may stand in the input of the next request."""
+    """POST /v1/responses. The items of the answer may be part of the input of the next request."""
 
     prompt_field: ClassVar[str] = "input"
 
     model: str
     input: Input
     instructions: ValidText | None = None
-    max_output_tokens: Limit | None = None
+    max_output_tokens: TokenLimit | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: NumTopLogprobs | None = None
     reasoning: ReasoningOptions | None = None
-    stream_options: OfStream[ResponsesStreamOptions] | None = None
-    access_programs: Annotated[Any, Only()] = None
-    background: Annotated[Any, Only(False)] = None
-    background_options: Annotated[Any, Only()] = None
-    context_management: Annotated[Any, Only([])] = None
-    conversation: Annotated[Any, Only()] = None
-    image: Annotated[Any, Only()] = None
-    max_tool_calls: Annotated[Any, Only()] = None
-    moderation: Annotated[Any, Only()] = None
-    previous_response_id: Annotated[Any, Only()] = None
-    prompt: Annotated[Any, Only()] = None
-    prompt_cache_options: Annotated[Any, Only({})] = None
-    truncation: Annotated[Any, Only("disabled")] = None
+    stream_options: StreamingOnly[ResponsesStreamOptions] | None = None
+    access_programs: Annotated[Any, NeutralOnly()] = None
+    background: Annotated[Any, NeutralOnly(False)] = None
+    background_options: Annotated[Any, NeutralOnly()] = None
+    context_management: Annotated[Any, NeutralOnly([])] = None
+    conversation: Annotated[Any, NeutralOnly()] = None
+    image: Annotated[Any, NeutralOnly()] = None
+    max_tool_calls: Annotated[Any, NeutralOnly()] = None
+    moderation: Annotated[Any, NeutralOnly()] = None
+    previous_response_id: Annotated[Any, NeutralOnly()] = None
+    prompt: Annotated[Any, NeutralOnly()] = None
+    prompt_cache_options: Annotated[Any, NeutralOnly({})] = None
+    truncation: Annotated[Any, NeutralOnly("disabled")] = None
 
     def prompts(self) -> list[Prompt]:
-        return [
-            Conversation(
-                self.messages(), {}, self.chat_template_kwargs or {}, self.tool_use.for_template()
-            )
-        ]
+        variables = self.chat_template_kwargs or {}
+        return [Conversation(self.messages(), {}, variables, self.tool_use.for_template())]
 
     def messages(self) -> list[ChatMessage]:
         """Instructions and input as a chat."""
-        messages = (
-            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        )
+        messages: list[ChatMessage] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
             item.add_to(messages)
         return messages
 
     @property
-    def offered(self) -> list[FunctionTool]:
+    def functions_of_tools(self) -> list[FunctionTool]:
         return self.tools or []
 
     @property
-    def limit(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_output_tokens
 
     @property
@@ -235,8 +254,8 @@ class ResponsesRequest(ConversationRequest):
             raise InvalidRequest(message, param="top_logprobs")
         return (self.top_logprobs or 0) if self.include else None
 
-    def _grammars(self) -> dict[str, Grammar | None]:
-        return {
-            "text": None if self.text is None else self.text.format.grammar(),
-            **super()._grammars(),
-        }
+    def grammar_of_field(self) -> dict[str, Grammar]:
+        format_grammar = self.text.format.grammar() if self.text else None
+        if format_grammar is None:
+            return super().grammar_of_field()
+        return {"text": format_grammar, **super().grammar_of_field()}

@@ -1,4 +1,4 @@
-"""Formats that an answer can be held to, and the grammars they become."""
+"""What an answer has to match: the formats of a request, and the grammars that they become."""
 
 from __future__ import annotations
 
@@ -9,42 +9,47 @@ from pydantic import BeforeValidator, Field
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.server.openai.validation import Schema, ShortText, Strict, ValidText
+from minisgl.server.openai.validation import RequestModel, Schema, ShortText, ValidText
 
 
-def _spelled(schema: Any) -> Any:
+def _decode_schema(schema: Any) -> Any:
     """
     Raises:
-        ValueError: it is a text and spells nothing.
+        ValueError: it is a text and not JSON.
     """
+    if not isinstance(schema, str):
+        return schema
     try:
-        return json.loads(schema) if isinstance(schema, str) else schema
+        return json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the text is not JSON: {error}") from None
 
 
 SchemaOrText = Annotated[
-    Schema, BeforeValidator(_spelled, json_schema_input_type=str | dict[str, Any])
+    Schema, BeforeValidator(_decode_schema, json_schema_input_type=str | dict[str, Any])
 ]
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
 
 
-class PlainFormat(Strict):
+class PlainFormat(RequestModel):
     type: Literal["text"] = "text"
 
     def grammar(self) -> None:
         return None
 
 
-class ObjectFormat(Strict):
+class ObjectFormat(RequestModel):
     type: Literal["json_object"]
 
     def grammar(self) -> Grammar:
         return schema_grammar({"type": "object"})
 
 
-class JsonSchema(Strict):
-    """`strict` makes no difference: a schema is followed, or refused if it says something that cannot be."""
+class JsonSchema(RequestModel):
+    """`strict` makes no difference: the answer always follows the schema.
+
+    A schema with a keyword that cannot be followed is refused.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: ValidText | None = None
@@ -55,7 +60,7 @@ class JsonSchema(Strict):
         return schema_grammar(self.schema_)
 
 
-class SchemaFormat(Strict):
+class SchemaFormat(RequestModel):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -76,46 +81,42 @@ def schema_grammar(schema: dict[str, Any]) -> Grammar:
 
 
 def choice_grammar(choices: list[str]) -> Grammar:
-    """Of one of several texts."""
-    return Grammar(
-        "lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    )
+    """Matches one of several texts."""
+    literals = [json.dumps(choice, ensure_ascii=False) for choice in choices]
+    return Grammar("lark", "start: " + " | ".join(literals))
 
 
-class Guided(Strict):
-    """The fields, not OpenAI's, that hold an answer to a grammar."""
+class StructuredOutputFields(RequestModel):
+    """The fields, not OpenAI's, that make an answer match a grammar."""
 
     guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
-    guided_grammar: ShortText | None = (
-        None  # more of Lark may take seconds to compile, and others would wait
-    )
+    # Short, because a longer Lark grammar may take seconds to compile, and other requests would wait.
+    guided_grammar: ShortText | None = None
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match.
 
         Raises:
-            InvalidRequest: more than one thing is asked for.
+            InvalidRequest: two fields have a grammar.
         """
-        asked = {name: grammar for name, grammar in self._grammars().items() if grammar}
-        if len(asked) > 1:
+        grammars = self.grammar_of_field()
+        if len(grammars) > 1:
             raise InvalidRequest(
-                "an answer cannot follow both {} and {}".format(*asked), param=list(asked)[1]
+                "an answer cannot follow both {} and {}".format(*grammars), param=list(grammars)[1]
             )
-        return next(iter(asked.values()), None)
+        return next(iter(grammars.values()), None)
 
-    def _grammars(self) -> dict[str, Grammar | None]:
-        """By the field that may ask for one."""
-        return {
-            "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
-            "guided_regex": None
-            if self.guided_regex is None
-            else Grammar("regex", self.guided_regex),
-            "guided_choice": None
-            if self.guided_choice is None
-            else choice_grammar(self.guided_choice),
-            "guided_grammar": None
-            if self.guided_grammar is None
-            else Grammar("lark", self.guided_grammar),
-        }
+    def grammar_of_field(self) -> dict[str, Grammar]:
+        """The grammar of each field that has one."""
+        grammars = {}
+        if self.guided_json is not None:
+            grammars["guided_json"] = schema_grammar(self.guided_json)
+        if self.guided_regex is not None:
+            grammars["guided_regex"] = Grammar("regex", self.guided_regex)
+        if self.guided_choice is not None:
+            grammars["guided_choice"] = choice_grammar(self.guided_choice)
+        if self.guided_grammar is not None:
+            grammars["guided_grammar"] = Grammar("lark", self.guided_grammar)
+        return grammars

@@ -1,6 +1,6 @@
 """Tools as requests offer them, and which of them an answer may or must call.
 
-Knows nothing of how a model spells a call; that is `tool_formats.py`.
+Does not know how a model writes a call; that is in `parsing/tool_formats.py`.
 Reference: https://platform.openai.com/docs/guides/function-calling
 """
 
@@ -14,22 +14,28 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from minisgl.errors import InvalidRequest
-from minisgl.server.openai.validation import Schema, Strict, ValidText, packable, shallow
+from minisgl.server.openai.validation import (
+    RequestModel,
+    Schema,
+    ValidText,
+    check_depth,
+    check_packable,
+)
 
 MAX_TOOLS = 128
 
 
-def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+def _check_is_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise ValueError('arguments are an object: leave the type out or send "object"')
     return schema
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-Parameters = Annotated[Schema, AfterValidator(_of_an_object)]
+Parameters = Annotated[Schema, AfterValidator(_check_is_object)]
 
 
-class Function(Strict):
+class Function(RequestModel):
     """What a tool is called, does and takes."""
 
     name: ToolName
@@ -42,25 +48,24 @@ class Function(Strict):
         return {"type": "object", **(self.parameters or {})}
 
     def for_template(self) -> dict[str, Any]:
-        """As templates expect it: what it takes is always said."""
-        description = {} if self.description is None else {"description": self.description}
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        return {
-            "type": "function",
-            "function": {"name": self.name, **description, "parameters": parameters},
-        }
+        """As chat templates expect it: parameters are always there."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
 
 
-class Tool(Strict):
+class Tool(RequestModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Strict):
+class NamedFunction(RequestModel):
     name: ToolName
 
 
-class NamedTool(Strict):
+class NamedTool(RequestModel):
     """The choice of one tool."""
 
     type: Literal["function"]
@@ -71,12 +76,12 @@ class NamedTool(Strict):
         return self.function.name
 
 
-class CalledFunction(Strict):
+class CalledFunction(RequestModel):
     name: ValidText
     arguments: ValidText
 
 
-class ToolCall(Strict):
+class ToolCall(RequestModel):
     """A call of an earlier answer."""
 
     id: ValidText
@@ -84,14 +89,15 @@ class ToolCall(Strict):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        called = {"name": self.function.name, "arguments": _read_arguments(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": called}
+        arguments = _decode_arguments(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
-def _read_arguments(text: str) -> dict[str, Any] | str:
-    """The object that templates expect, or the text if it spells none."""
+def _decode_arguments(text: str) -> dict[str, Any] | str:
+    """The object that templates expect, or the text if it is not one."""
     try:
-        value = packable(shallow(json.loads(text)))
+        value = check_packable(check_depth(json.loads(text)))
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
@@ -102,17 +108,17 @@ class ToolUse:
     """The tools of one request and what an answer may do with them.
 
     Attributes:
-        choice: "required": at least one call, and nothing else.
-        named: the one tool that has to be called, once.
+        choice: "required" means at least one call, and nothing else.
+        named_tool: the one tool that has to be called, once.
         is_parallel: whether there may be several calls in one answer.
 
     Raises:
-        InvalidRequest: two tools have one name, or one that is not offered has to be called.
+        InvalidRequest: two tools have one name, or a tool that is not offered has to be called.
     """
 
     tools: Sequence[Function] = ()
     choice: Literal["none", "auto", "required"] = "auto"
-    named: str | None = None
+    named_tool: str | None = None
     is_parallel: bool = True
 
     def __post_init__(self) -> None:
@@ -122,9 +128,9 @@ class ToolUse:
             raise InvalidRequest(f"two tools are named {min(twice)!r}", param="tools")
         if len(names) > MAX_TOOLS:
             raise InvalidRequest(f"there may be {MAX_TOOLS} tools, got {len(names)}", param="tools")
-        if self.named is not None and self.named not in names:
+        if self.named_tool is not None and self.named_tool not in names:
             raise InvalidRequest(
-                f"tool_choice names {self.named!r}, which is not among the tools",
+                f"tool_choice names {self.named_tool!r}, which is not among the tools",
                 param="tool_choice",
             )
         if self.choice == "required" and not names:
@@ -133,30 +139,30 @@ class ToolUse:
             )
 
     @property
-    def offered(self) -> Sequence[Function]:
-        """What the model is shown."""
+    def offered_tools(self) -> Sequence[Function]:
+        """The tools that the chat template shows to the model."""
         return () if self.choice == "none" else self.tools
 
     @property
-    def callable(self) -> list[Function]:
-        """What an answer may call."""
-        return [tool for tool in self.offered if self.named in (None, tool.name)]
+    def callable_tools(self) -> list[Function]:
+        """The tools that an answer may call."""
+        return [tool for tool in self.offered_tools if self.named_tool in (None, tool.name)]
 
     @property
     def is_enforced(self) -> bool:
-        """Whether a grammar holds the model to the tools' schemas."""
-        return self.must_call or any(tool.strict for tool in self.offered)
+        """Whether a grammar makes calls follow the tools' schemas."""
+        return self.must_call or any(tool.strict for tool in self.offered_tools)
 
     @property
     def must_call(self) -> bool:
-        return self.named is not None or self.choice == "required"
+        return self.named_tool is not None or self.choice == "required"
 
     @property
-    def allows_several(self) -> bool:
-        return self.is_parallel and self.named is None
+    def allows_several_calls(self) -> bool:
+        return self.is_parallel and self.named_tool is None
 
     def for_template(self) -> list[dict[str, Any]]:
-        return [tool.for_template() for tool in self.offered]
+        return [tool.for_template() for tool in self.offered_tools]
 
 
 NO_TOOLS = ToolUse()

@@ -1,14 +1,15 @@
-"""How the served model spells what is not content: calls of tools, and thoughts.
+"""What the text of a model means: content, reasoning, tool calls; and the grammars that enforce it.
 
-    dialect.py        `Dialect`: what a request's tools and thoughts mean for its parameters, and who reads the answer
-    tools.py          tools as requests offer them, and which an answer may or must call
-    tool_formats.py   the spellings of calls: how to recognise, hold to and read each
-    calls.py          the reader of calls, of any spelling
-    reasoning.py      thoughts: their reader, and what lets a model think before it follows a grammar
-    readers.py        what these readers have in common
-    grammars.py       pieces of which the grammars are made
+    deltas.py         what a parser finds in an answer: the one stream behind all answers
+    dialect.py        `Dialect`: how the served model writes tool calls and reasoning
+    tool_formats.py   the formats of tool calls: how to recognise, enforce and parse each
+    tool_calls.py     the parser of tool calls in any format
+    reasoning.py      reasoning: its parser, and how a grammar lets a model reason first
+    incremental.py    what these parsers have in common
+    grammar_rules.py  pieces of which the grammars are made
 
-Read `tool_formats.py` first.
+Which tools a request offers is in `openai/tools.py`. Read `deltas.py` first, then
+`tool_formats.py`.
 """
 
 from minisgl.server.parsing.dialect import Dialect

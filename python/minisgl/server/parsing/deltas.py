@@ -1,6 +1,6 @@
-"""What an answer says, piece by piece: content, reasoning, calls of tools. One stream for every shape of answer.
+"""What an answer consists of, piece by piece: content, reasoning, tool calls.
 
-A `Reader` makes it of the text as it comes; each answer has its own.
+An `OutputParser` makes the deltas from the text of a model. Each answer has a parser of its own.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """More of what the user is to read."""
+class ContentDelta:
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
-    """More of what the model thinks before it answers."""
+class ReasoningDelta:
+    """More text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegin:
+class ToolCallStart:
     """A tool is called; its arguments follow."""
 
     index: int
@@ -34,34 +34,38 @@ class CallBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """More of a call's arguments, which are JSON when they are complete."""
 
     index: int
     text: str
 
 
-Delta: TypeAlias = Content | Reasoning | CallBegin | CallArguments
+Delta: TypeAlias = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
-class Reader(ABC):
-    """Finds in the text of one answer what it says."""
+class OutputParser(ABC):
+    """Parses the text of one answer as it comes."""
 
     @abstractmethod
-    def feed(self, text: str, *, ends: bool) -> list[Delta]:
-        """What is certain now. With `ends` no more text will come, and nothing may be held back. No delta is empty."""
+    def feed(self, text: str, *, is_last: bool) -> list[Delta]:
+        """The deltas that are certain now; none is empty.
+
+        Args:
+            is_last: no more text will come, so nothing may be held back.
+        """
 
 
-class PlainReader(Reader):
+class PlainTextParser(OutputParser):
     """All text is content."""
 
-    def feed(self, text: str, *, ends: bool) -> list[Delta]:  # noqa: ARG002
-        return [Content(text)] if text else []
+    def feed(self, text: str, *, is_last: bool) -> list[Delta]:  # noqa: ARG002 - nothing is held back
+        return [ContentDelta(text)] if text else []
 
 
 @dataclass
-class Call:
-    """A call of a tool."""
+class ParsedCall:
+    """A tool call."""
 
     id: str
     name: str
@@ -69,20 +73,20 @@ class Call:
 
 
 @dataclass
-class Transcript:
-    """All that an answer has said so far."""
+class ParsedOutput:
+    """All that was parsed from an answer so far."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         match delta:
-            case Content(text):
+            case ContentDelta(text):
                 self.content += text
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 self.reasoning += text
-            case CallBegin(_, id, name):
-                self.calls.append(Call(id, name))
-            case CallArguments(index, text):
+            case ToolCallStart(_, id, name):
+                self.calls.append(ParsedCall(id, name))
+            case ToolCallArguments(index, text):
                 self.calls[index].arguments += text

@@ -1,4 +1,4 @@
-"""How the served model spells what is not content, calls and thoughts: from requests to grammars and readers."""
+"""How the served model writes tool calls and reasoning: from requests to grammars and parsers."""
 
 from __future__ import annotations
 
@@ -9,72 +9,82 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.openai.tools import ToolUse
-from minisgl.server.parsing.deltas import PlainReader, Reader
+from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import Markers
-from minisgl.server.parsing.reasoning import PARSERS, Thinking
+from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import ToolFormat, choose_format
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Chosen once, when the model is loaded.
+    """How the served model writes tool calls and reasoning. Chosen once, when the model is loaded.
 
     Attributes:
-        calls: None if there is no spelling of calls that we know.
-        thoughts: None if thoughts are not to be told from content.
+        tool_format: None if the format of tool calls is not known.
+        reasoning_format: None if reasoning is not told apart from content.
         markers: the tokens that the tokenizer never splits.
     """
 
-    calls: ToolFormat | None = None
-    thoughts: Thinking | None = None
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
     markers: Markers = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, template: str | None, markers: Markers, calls: str | None, thoughts: str | None
+        cls,
+        template: str | None,
+        markers: Markers,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
     ) -> Self:
         """
         Args:
-            calls: name of a format; None: what the chat template has.
-            thoughts: name of a parser; None: none.
+            tool_parser: name of a tool format; None means what the chat template has.
+            reasoning_parser: name of a reasoning format; None means none.
         """
-        return cls(choose_format(template, calls), PARSERS[thoughts] if thoughts else None, markers)
+        reasoning_format = REASONING_FORMATS[reasoning_parser] if reasoning_parser else None
+        return cls(choose_format(template, tool_parser), reasoning_format, markers)
 
-    def constrain(self, sampling: SamplingParams, use: ToolUse, *, thinks: bool) -> SamplingParams:
-        """The parameters, with markers shown and the grammar of calls and thoughts.
+    def constrain(
+        self, sampling: SamplingParams, use: ToolUse, *, allows_reasoning: bool
+    ) -> SamplingParams:
+        """Show special tokens, and set a grammar that allows tool calls and reasoning.
 
         Raises:
-            InvalidRequest: the tools cannot be offered, or not so.
+            InvalidRequest: the tools cannot be offered, or not with these options.
         """
-        if not use.offered and not self.thoughts:
+        if not use.offered_tools and not self.reasoning_format:
             return sampling
         grammar = sampling.grammar
-        if use.offered and (use.is_enforced or grammar):
-            grammar = self._format.grammar(use, self.markers, grammar)
+        if use.offered_tools and (use.is_enforced or grammar):
+            grammar = self._required_tool_format.grammar(use, self.markers, grammar)
             if len(grammar.text) > MAX_GRAMMAR:
                 raise InvalidRequest(
                     f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools"
                 )
-        return replace(
-            sampling, grammar=self.with_thoughts(grammar, thinks=thinks), skip_special_tokens=False
-        )
+        if allows_reasoning:
+            grammar = self._allow_reasoning_before(grammar)
+        return replace(sampling, grammar=grammar, skip_special_tokens=False)
 
-    def with_thoughts(self, grammar: Grammar | None, *, thinks: bool) -> Grammar | None:
-        """A grammar that lets the model think first, if it does."""
-        if grammar and self.thoughts and thinks:
-            return self.thoughts.before(grammar, self.markers)
-        return grammar
+    def _allow_reasoning_before(self, grammar: Grammar | None) -> Grammar | None:
+        if grammar is None or self.reasoning_format is None:
+            return grammar
+        return self.reasoning_format.allow_before(grammar, self.markers)
 
-    def make_reader(self, use: ToolUse, *, thinks: bool, eager: bool) -> Reader:
-        """Of one answer. `eager` is for streams; see `CallReader`."""
-        reader = self._format.make_reader(use, eager=eager) if use.offered else PlainReader()
-        return self.thoughts.make_reader(reader, thinks=thinks) if self.thoughts else reader
+    def make_parser(self, use: ToolUse, *, allows_reasoning: bool, eager: bool) -> OutputParser:
+        """A parser of one answer. Streams are parsed with `eager`; see `ToolCallParser`."""
+        parser: OutputParser = PlainTextParser()
+        if use.offered_tools:
+            parser = self._required_tool_format.make_parser(use, eager=eager)
+        if self.reasoning_format is None:
+            return parser
+        return self.reasoning_format.make_parser(parser, allows_reasoning=allows_reasoning)
 
     @property
-    def _format(self) -> ToolFormat:
-        if self.calls is None:
+    def _required_tool_format(self) -> ToolFormat:
+        if self.tool_format is None:
             message = (
                 "the model's chat template does not say how it calls tools; --tool-call-parser does"
             )
             raise InvalidRequest(message, param="tools")
-        return self.calls
+        return self.tool_format

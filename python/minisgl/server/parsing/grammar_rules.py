@@ -1,4 +1,4 @@
-"""Pieces of llguidance's variant of Lark, of which the grammars of calls and thoughts are made.
+"""Pieces of grammars of tool calls and reasoning, in llguidance's variant of Lark.
 
 Reference: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
@@ -16,45 +16,48 @@ from minisgl.sampling_params import JSON_OPTIONS
 Markers: TypeAlias = Mapping[str, int]  # the tokens that a tokenizer never splits, and their ids
 
 
-def marker(text: str, markers: Markers) -> str:
-    """A marker as its own token; else, or where llguidance takes that for plain text, spelled out."""
-    spelled = json.dumps(text)
-    return f"(<[{markers[text]}]> | {spelled})" if text in markers else spelled
+def marker_rule(text: str, markers: Markers) -> str:
+    """A marker as its own token or as text.
+
+    Text is for markers without a token, and for where llguidance takes the token for plain text.
+    """
+    literal = json.dumps(text)
+    return f"(<[{markers[text]}]> | {literal})" if text in markers else literal
 
 
 def text_without(text: str) -> str:
-    """The body of a terminal: whatever does not have a text in it."""
-    return rf"/(?s:.*)/ & ~/(?s:.*){_slashed(re.escape(text))}(?s:.*)/"
+    """The body of a terminal that matches whatever does not contain a text."""
+    return rf"/(?s:.*)/ & ~/(?s:.*){_escape_slashes(re.escape(text))}(?s:.*)/"
 
 
-def text_to(end: str, markers: Markers) -> list[str]:
+def text_rules(end: str, markers: Markers) -> list[str]:
     """A rule `text`: whatever comes before a marker, and the marker."""
     if end in markers:
         return [f"text: TEXT <[{markers[end]}]>", f"TEXT: {text_without(end)}"]
-    return [f"text[lazy]: /(?s:.*){_slashed(re.escape(end))}/"]
+    return [f"text[lazy]: /(?s:.*){_escape_slashes(re.escape(end))}/"]
 
 
-def nested(grammar: Grammar) -> str:
+def nested_grammar(grammar: Grammar) -> str:
     """A whole grammar as the body of a rule."""
     match grammar.kind:
         case "json_schema":
             return f"%json {_with_options(grammar.text)}"
         case "regex":
-            return f"/{_slashed(grammar.text)}/"
+            return f"/{_escape_slashes(grammar.text)}/"
         case "lark":
             return f"%lark {{\n{grammar.text}\n}}"
 
 
 def _with_options(schema: str) -> str:
-    """A schema that says how its JSON is to be written, which no option says where it is nested."""
+    """A schema with the options of its JSON, which a nested grammar does not get otherwise."""
     try:
         value = json.loads(schema)
-    except (ValueError, RecursionError):  # the engine will say what is wrong with it
+    except (ValueError, RecursionError):  # the engine reports what is wrong with it
         return schema
     return json.dumps({"x-guidance": JSON_OPTIONS, **value}) if isinstance(value, dict) else schema
 
 
-def _slashed(pattern: str) -> str:
+def _escape_slashes(pattern: str) -> str:
     """A pattern as it may stand between slashes on one line."""
-    written = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
-    return re.sub(r"\\[^\n\r]|[/\n\r]", lambda found: written.get(found[0], found[0]), pattern)
+    escapes = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    return re.sub(r"\\[^\n\r]|[/\n\r]", lambda found: escapes.get(found[0], found[0]), pattern)

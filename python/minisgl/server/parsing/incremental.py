@@ -1,4 +1,4 @@
-"""What readers of marked-up answers have in common: text that is held back until it is certain what it is."""
+"""A parser of marked-up text, which holds text back until it is certain what it is."""
 
 from __future__ import annotations
 
@@ -6,42 +6,46 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeAlias
 
-from minisgl.server.parsing.deltas import CallArguments, CallBegin, Delta, Reader
+from minisgl.server.parsing.deltas import Delta, OutputParser, ToolCallArguments, ToolCallStart
 
-Step: TypeAlias = Callable[[bool], bool]
+State: TypeAlias = Callable[[bool], bool]
 
 
-class StepReader(Reader):
-    """A machine whose state is a method: it takes what it understands off the held text.
+class IncrementalParser(OutputParser):
+    """A state machine whose states are methods.
 
-    A step returns whether there may be more to do; it is told whether more text will come. What it makes of a text does
-    not depend on the pieces in which the text comes.
+    A state takes the text that it understands off the held text.
+
+    A state gets `is_last`: whether no more text will come. It returns whether the state after it
+    has to run now. The deltas do not depend on the pieces in which the text comes.
     """
 
     def __init__(self) -> None:
         self._held = ""
-        self._said: list[Delta] = []
-        self._step: Step = self._begin
+        self._deltas: list[Delta] = []
+        self._state: State = self._begin
 
     @abstractmethod
-    def _begin(self, ends: bool) -> bool:
+    def _begin(self, is_last: bool) -> bool:
         """The first state."""
 
-    def feed(self, text: str, *, ends: bool) -> list[Delta]:
+    def feed(self, text: str, *, is_last: bool) -> list[Delta]:
         self._held += text
-        while self._step(ends):
+        while self._state(is_last):
             pass
-        said, self._said = self._said, []
-        return said
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
-    def _go_to(self, step: Step) -> bool:
-        self._step = step
+    def _go_to(self, state: State) -> bool:
+        self._state = state
         return True
 
     def _take(self, size: int) -> str:
-        text, self._held = self._held[:size], self._held[size:]
-        return text
+        """Remove and return the first characters of the held text."""
+        taken = self._held[:size]
+        self._held = self._held[size:]
+        return taken
 
-    def _say(self, delta: Delta) -> None:
-        if isinstance(delta, CallBegin | CallArguments) or delta.text:
-            self._said.append(delta)
+    def _emit(self, delta: Delta) -> None:
+        if isinstance(delta, ToolCallStart | ToolCallArguments) or delta.text:
+            self._deltas.append(delta)

@@ -1,4 +1,4 @@
-"""Reads calls of tools out of an answer, whatever their spelling; `tool_formats.py` has the spellings."""
+"""Parses tool calls in any format; `tool_formats.py` has the formats."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 import regex
 
 from minisgl.server.openai.tools import ToolUse
-from minisgl.server.parsing.deltas import CallArguments, CallBegin, Content, Delta
-from minisgl.server.parsing.incremental import StepReader
+from minisgl.server.parsing.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
+from minisgl.server.parsing.incremental import IncrementalParser
 
 _NO_TAIL = regex.compile("(?P<name>)")
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class CallSyntax:
     """How calls stand in text, as regular expressions.
 
     Attributes:
-        opening: what begins a call anywhere, up to its arguments; its group `name` may be empty.
-        again: the same where a call has just ended, and at the beginning if `opens_answer`.
-        tail: what ends a call behind its arguments, if an opening brace came before them; it may bring the `name`.
-        closing: what may follow the last call.
+        opening: begins a call anywhere, up to its arguments; its group `name` may be empty.
+        tail: ends a call behind its arguments, if an opening brace came before them; it may have
+            the `name`.
+        again: an opening where a call has just ended, and at the beginning if `opens_answer`.
+        closing: may follow the last call.
     """
 
     opening: str
@@ -34,119 +35,132 @@ class Spelling:
     opens_answer: bool = False
 
 
-class CallReader(StepReader):
-    """Hands out calls; everything else is content, but for blanks around calls and markers that are cut behind them.
+class ToolCallParser(IncrementalParser):
+    """Emits tool calls. Other text is content.
 
-    An answer that must call is held to calls by a grammar. What begins one is one, so the answer has no content, and a
-    call that is cut off is handed out as far as it came, once its name is known.
+    Blanks around calls are dropped, and so are markers behind a call that are cut off.
+
+    An answer that must call follows a grammar of calls. It has no content, and a call that is cut
+    off is emitted as far as it came, once its name is known.
 
     Args:
-        eager: begin a call with its name, and hand out its arguments as they come; they may then turn out to be
-            broken. Else a call is handed out when it is whole, and one that is broken stays content, unless the answer
-            must call.
+        eager: start a call when its name is known, and emit its arguments as they come; they may
+            then turn out to be broken. Otherwise a call is emitted when it is whole, and a broken
+            one is content, unless the answer must call.
     """
 
     def __init__(
-        self, spelling: Spelling, use: ToolUse, new_id: Callable[[], str], *, eager: bool
+        self, syntax: CallSyntax, use: ToolUse, new_id: Callable[[], str], *, eager: bool
     ) -> None:
         super().__init__()
-        self._opening, self._again, self._tail, self._closing = (
-            map(  # compiled once, and then found again
-                regex.compile, (spelling.opening, spelling.again, spelling.tail, spelling.closing)
-            )
-        )
-        self._opens_answer = spelling.opens_answer
-        self._names = {tool.name for tool in use.callable}
+        # regex caches compiled patterns, so this compiles each of them once.
+        self._opening = regex.compile(syntax.opening)
+        self._again = regex.compile(syntax.again)
+        self._tail = regex.compile(syntax.tail)
+        self._closing = regex.compile(syntax.closing)
+        self._opens_answer = syntax.opens_answer
+        self._names = {tool.name for tool in use.callable_tools}
         self._new_id = new_id
-        self._allows_several = use.allows_several
+        self._allows_several_calls = use.allows_several_calls
         self._must_call = use.must_call
         self._eager = eager or use.must_call
         self._num_calls = 0
 
-    def _begin(self, ends: bool) -> bool:  # noqa: ARG002
+    def _begin(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
         return self._go_to(self._at_next if self._opens_answer else self._in_text)
 
-    def _in_text(self, ends: bool) -> bool:
-        head = self._opening.search(self._held, partial=not ends or self._must_call)
-        if head and self._is_other(head):
-            self._say(Content(self._take(head.end())))
+    def _in_text(self, is_last: bool) -> bool:
+        opening = self._opening.search(self._held, partial=not is_last or self._must_call)
+        if opening is None:
+            self._emit(ContentDelta(self._take(len(self._held))))
+            return False
+        if self._calls_other_tool(opening):
+            self._emit(ContentDelta(self._take(opening.end())))
             return True
-        self._say(Content(self._take(head.start() if head else len(self._held))))
-        return head is not None and self._is_certain(head, ends) and self._enter(head)
+        self._emit(ContentDelta(self._take(opening.start())))
+        return self._is_certain(opening, is_last) and self._start_call(opening)
 
-    def _enter(self, head: Any) -> bool:
-        self._head = self._take(head.end() - head.start())
-        self._name = head["name"]
+    def _start_call(self, opening: Any) -> bool:
+        self._opening_text = self._take(opening.end() - opening.start())
+        self._name = opening["name"]
         self._arguments = ""
         self._braces = _Braces()
-        self._is_said = self._eager and self._name is not None
-        if self._is_said:
-            self._call(CallBegin(self._num_calls, self._new_id(), self._name))
+        self._is_started = self._eager and self._name is not None
+        if self._is_started:
+            self._emit_call(ToolCallStart(self._num_calls, self._new_id(), self._name))
         return self._go_to(self._in_arguments)
 
-    def _in_arguments(self, ends: bool) -> bool:
+    def _in_arguments(self, is_last: bool) -> bool:
         piece = self._take(self._braces.measure(self._held))
         self._arguments += piece
-        if self._is_said and piece:
-            self._call(CallArguments(self._num_calls, piece))
+        if self._is_started and piece:
+            self._emit_call(ToolCallArguments(self._num_calls, piece))
         if self._braces.are_closed:
             return self._go_to(self._behind_arguments)
-        return ends and self._give_up()
+        return is_last and self._reject_call()
 
-    def _behind_arguments(self, ends: bool) -> bool:
-        pattern = self._tail if "{" in self._head else _NO_TAIL
-        tail = pattern.match(self._held, partial=not ends or self._is_said)
-        if tail and tail.partial and not ends:
+    def _behind_arguments(self, is_last: bool) -> bool:
+        pattern = self._tail if "{" in self._opening_text else _NO_TAIL
+        tail = pattern.match(self._held, partial=not is_last or self._is_started)
+        if tail and tail.partial and not is_last:
             return False
-        name = self._name or (tail and tail["name"])
-        if not self._is_said:
-            if not (tail and name in self._names and is_object(self._arguments)):
-                return self._give_up()
-            self._call(CallBegin(self._num_calls, self._new_id(), name))
-            self._call(CallArguments(self._num_calls, self._arguments))
+        if not self._is_started:
+            name = self._name or (tail and tail["name"])
+            is_call = tail and name in self._names and is_object(self._arguments)
+            if not is_call:
+                return self._reject_call()
+            self._emit_call(ToolCallStart(self._num_calls, self._new_id(), name))
+            self._emit_call(ToolCallArguments(self._num_calls, self._arguments))
         self._take(tail.end() if tail else 0)
         self._num_calls += 1
         return self._go_to(self._at_next)
 
-    def _give_up(self) -> bool:
-        """What was taken for a call is content, if it has not been handed out."""
-        self._say(Content("" if self._is_said else self._head + self._arguments))
+    def _reject_call(self) -> bool:
+        """What looked like a call is content, if it has not been emitted."""
+        if not self._is_started:
+            self._emit(ContentDelta(self._opening_text + self._arguments))
         return self._go_to(self._in_text)
 
-    def _at_next(self, ends: bool) -> bool:
-        head = self._again.match(self._held, partial=not ends or self._must_call)
-        if head and not self._is_certain(head, ends):
+    def _at_next(self, is_last: bool) -> bool:
+        opening = self._again.match(self._held, partial=not is_last or self._must_call)
+        if opening and not self._is_certain(opening, is_last):
             return False
-        if head and not self._is_other(head):
-            return self._enter(head)
+        if opening and not self._calls_other_tool(opening):
+            return self._start_call(opening)
         return self._go_to(self._at_closing if self._num_calls else self._in_text)
 
-    def _is_certain(self, head: Any, ends: bool) -> bool:
-        """Whether a call has begun: where one must be and no more text will come, its name is enough."""
-        return not head.partial or (ends and head["name"] in self._names)
+    def _is_certain(self, opening: Any, is_last: bool) -> bool:
+        """Whether a call has begun.
 
-    def _is_other(self, head: Any) -> bool:
-        """Whether it calls a tool that may not be called; the name may also come behind the arguments."""
-        return not head.partial and head["name"] not in {None, *self._names}
+        Where an answer must call and ends, the name of a tool is enough.
+        """
+        return not opening.partial or (is_last and opening["name"] in self._names)
 
-    def _at_closing(self, ends: bool) -> bool:
+    def _calls_other_tool(self, opening: Any) -> bool:
+        """Whether it names a tool that may not be called.
+
+        The name may also come behind the arguments.
+        """
+        return not opening.partial and opening["name"] not in {None, *self._names}
+
+    def _at_closing(self, is_last: bool) -> bool:
         closing = self._closing.match(self._held, partial=True)
-        if closing and closing.partial and not ends:
+        if closing and closing.partial and not is_last:
             return False
         self._take(closing.end() if closing else 0)
         return self._go_to(self._in_gap)
 
-    def _in_gap(self, ends: bool) -> bool:  # noqa: ARG002
+    def _in_gap(self, is_last: bool) -> bool:  # noqa: ARG002 - a state
         self._held = self._held.lstrip()
         return bool(self._held) and self._go_to(self._in_text)
 
-    def _call(self, delta: CallBegin | CallArguments) -> None:
-        if delta.index == 0 or self._allows_several:
-            self._say(delta)
+    def _emit_call(self, delta: ToolCallStart | ToolCallArguments) -> None:
+        if delta.index == 0 or self._allows_several_calls:
+            self._emit(delta)
 
-    def _say(self, delta: Delta) -> None:
-        if not (self._must_call and isinstance(delta, Content)):
-            super()._say(delta)
+    def _emit(self, delta: Delta) -> None:
+        if not (self._must_call and isinstance(delta, ContentDelta)):
+            super()._emit(delta)
 
 
 class _Braces:
@@ -159,15 +173,15 @@ class _Braces:
         self.are_closed = False
 
     def measure(self, text: str) -> int:
-        """Characters that belong to the object."""
-        for at, char in enumerate(text):
-            self._see(char)
+        """The number of characters that belong to the object."""
+        for index, char in enumerate(text):
+            self._advance(char)
             if self._depth == 0:
                 self.are_closed = True
-                return at + 1
+                return index + 1
         return len(text)
 
-    def _see(self, char: str) -> None:
+    def _advance(self, char: str) -> None:
         if self._is_escaped:
             self._is_escaped = False
         elif self._in_string:
@@ -180,7 +194,7 @@ class _Braces:
 
 
 def is_object(text: str) -> bool:
-    """Whether a call's arguments are whole."""
+    """Whether the arguments of a call are a whole JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

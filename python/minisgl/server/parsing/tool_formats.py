@@ -1,11 +1,11 @@
-r"""How models spell calls of tools: what is read as a call, and the grammar that holds an answer to it.
+r"""The formats of tool calls: what is parsed as a call, and the grammar that enforces it.
 
-    hermes       <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>       Qwen2.5, Qwen3, Hermes
-    llama3_json  {"name": "f", "parameters": {…}}; …                              Llama 3.1 and later
-    mistral      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …], or            Mistral
-                 [TOOL_CALLS]f[ARGS]{…} where the template has it so
+    hermes       <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>       Qwen2.5, Qwen3,
+    Hermes llama3_json  {"name": "f", "parameters": {…}}; …                              Llama 3.1
+    and later mistral      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …], or            Mistral
+    [TOOL_CALLS]f[ARGS]{…} where the template has it so
 
-A model is trained on one of them, which shows in its chat template.
+A model is trained on one of them, which its chat template shows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import ClassVar
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.server.openai.tools import Function, ToolUse
-from minisgl.server.parsing.grammar_rules import Markers, marker, nested, text_without
-from minisgl.server.parsing.tool_calls import CallReader, Spelling
+from minisgl.server.parsing.grammar_rules import Markers, marker_rule, nested_grammar, text_without
+from minisgl.server.parsing.tool_calls import CallSyntax, ToolCallParser
 
 _TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _NAME = r"(?P<name>[\w.-]{1,64})"
@@ -31,9 +31,9 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class ToolFormat(ABC):
-    """One spelling, as the model with this chat template has it."""
+    """One format, as the model with this chat template has it."""
 
-    spelling: ClassVar[Spelling]
+    syntax: ClassVar[CallSyntax]
     id_format: ClassVar[str] = "call_{:.24}"
 
     def __init__(self, template: str) -> None:
@@ -42,68 +42,69 @@ class ToolFormat(ABC):
     @staticmethod
     @abstractmethod
     def suits(template: str) -> bool:
-        """Whether a chat template spells calls so."""
+        """Whether a chat template has calls in this format."""
 
     @abstractmethod
     def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
-        """In Lark: one call, or with `several` any number of them from one up."""
+        """A Lark grammar of one call, or with `several` of one or more."""
 
     @abstractmethod
     def text(self, markers: Markers) -> str:
-        """In Lark, the body of a terminal: what may come before calls or instead of them.
+        """The body of a Lark terminal: text that may come before calls or instead of them.
 
         Raises:
-            InvalidRequest: they cannot be told apart.
+            InvalidRequest: such text cannot be told apart from calls.
         """
 
     def grammar(self, use: ToolUse, markers: Markers, answer: Grammar | None = None) -> Grammar:
-        """What an answer may be if it is held to the tools' schemas.
+        """A grammar of answers whose calls follow the tools' schemas.
 
         Args:
-            answer: what it has to be if it calls nothing; None: any text.
+            answer: what an answer without calls has to match; None means any text.
 
         Raises:
-            InvalidRequest: with a free choice, text cannot be told from calls.
+            InvalidRequest: the answer need not call, and text cannot be told apart from calls.
         """
-        calls = Grammar("lark", self.calls(use.callable, markers, several=use.allows_several))
+        calls = Grammar(
+            "lark", self.calls(use.callable_tools, markers, several=use.allows_several_calls)
+        )
         if use.must_call:
             return calls
         if answer:
-            return Grammar(
-                "lark", f"start: answer | calls\nanswer: {nested(answer)}\ncalls: {nested(calls)}"
-            )
-        return Grammar(
-            "lark", f"start: TEXT calls?\nTEXT: {self.text(markers)}\ncalls: {nested(calls)}"
-        )
+            rules = ["start: answer | calls", f"answer: {nested_grammar(answer)}"]
+        else:
+            rules = ["start: TEXT calls?", f"TEXT: {self.text(markers)}"]
+        rules.append(f"calls: {nested_grammar(calls)}")
+        return Grammar("lark", "\n".join(rules))
 
-    def make_reader(self, use: ToolUse, *, eager: bool) -> CallReader:
-        return CallReader(self.spelling, use, self.new_id, eager=eager)
+    def make_parser(self, use: ToolUse, *, eager: bool) -> ToolCallParser:
+        return ToolCallParser(self.syntax, use, self.new_id, eager=eager)
 
     def new_id(self) -> str:
         return self.id_format.format(uuid.uuid4().hex)
 
 
 class Hermes(ToolFormat):
-    spelling = Spelling(rf"(?<!\s)\s*<tool_call>\s*{_HEAD}", _TAIL, closing=r"\s*</tool_call>")
+    syntax = CallSyntax(rf"(?<!\s)\s*<tool_call>\s*{_HEAD}", _TAIL, closing=r"\s*</tool_call>")
 
     @staticmethod
     def suits(template: str) -> bool:
-        others = ("<function=", "<arg_key>")  # the same marker around another spelling
+        others = ("<function=", "<arg_key>")  # other formats with this marker
         return "<tool_call>" in template and not any(other in template for other in others)
 
     def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
-        begin, end = marker("<tool_call>", markers), marker("</tool_call>", markers)
+        begin = marker_rule("<tool_call>", markers)
+        end = marker_rule("</tool_call>", markers)
         start = f"start: {_one_or('call', several, chr(10))}"
-        return "\n".join(
-            [start, rf'call: {begin} "\n" object "\n" {end}', *_objects(tools, "arguments")]
-        )
+        call = rf'call: {begin} "\n" object "\n" {end}'
+        return "\n".join([start, call, *_objects(tools, "arguments")])
 
     def text(self, markers: Markers) -> str:
         return _text_before("<tool_call>", markers)
 
 
 class Llama3Json(ToolFormat):
-    spelling = Spelling(
+    syntax = CallSyntax(
         rf"(?<!\s)\s*<\|python_tag\|>\s*{_HEAD}",
         _TAIL,
         again=rf"[\s;]*(?:<\|python_tag\|>\s*)?{_HEAD}",
@@ -118,16 +119,15 @@ class Llama3Json(ToolFormat):
         )
 
     def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:  # noqa: ARG002
-        return "\n".join(
-            [f"start: {_one_or('object', several, '; ')}", *_objects(tools, "parameters")]
-        )
+        start = f"start: {_one_or('object', several, '; ')}"
+        return "\n".join([start, *_objects(tools, "parameters")])
 
     def text(self, markers: Markers) -> str:  # noqa: ARG002
         return r"/([^\s{](?s:.*))?/"
 
 
 class Mistral(ToolFormat):
-    spelling = Spelling(
+    syntax = CallSyntax(
         r"(?<!\s)\s*\[TOOL_CALLS\]\s*"
         rf"(?:\[\s*{_HEAD}|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
         _TAIL,
@@ -141,21 +141,22 @@ class Mistral(ToolFormat):
         return "[TOOL_CALLS]" in template
 
     def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
-        begin = marker("[TOOL_CALLS]", markers)
+        begin = marker_rule("[TOOL_CALLS]", markers)
         if "[ARGS]" not in self._template:
-            call = f'start: {begin} " "? "[" {_one_or("object", several, ", ")} "]"'
-            return "\n".join([call, *_objects(tools, "arguments")])
-        arguments = marker("[ARGS]", markers)
+            start = f'start: {begin} " "? "[" {_one_or("object", several, ", ")} "]"'
+            return "\n".join([start, *_objects(tools, "arguments")])
+        arguments = marker_rule("[ARGS]", markers)
         calls = [
             f"{begin} {json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools
         ]
-        return "\n".join([f"start: object{'+' if several else ''}", *_any_of(calls)])
+        start = "start: object+" if several else "start: object"
+        return "\n".join([start, *_any_of(calls)])
 
     def text(self, markers: Markers) -> str:
         return _text_before("[TOOL_CALLS]", markers)
 
 
-FORMATS: dict[str, type[ToolFormat]] = {
+TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "hermes": Hermes,
     "mistral": Mistral,
     "llama3_json": Llama3Json,
@@ -163,13 +164,14 @@ FORMATS: dict[str, type[ToolFormat]] = {
 
 
 def choose_format(template: str | None, name: str | None) -> ToolFormat | None:
-    """The one of that name, else the one that the template has, if it has one."""
-    kinds = (
-        [FORMATS[name]]
-        if name
-        else [kind for kind in FORMATS.values() if kind.suits(template or "")]
-    )
-    return kinds[0](template or "") if kinds else None
+    """The format of that name, else the one that the template has, if it has one."""
+    template = template or ""
+    if name:
+        return TOOL_FORMATS[name](template)
+    for tool_format in TOOL_FORMATS.values():
+        if tool_format.suits(template):
+            return tool_format(template)
+    return None
 
 
 def _one_or(rule: str, several: bool, separator: str) -> str:
@@ -178,14 +180,17 @@ def _one_or(rule: str, several: bool, separator: str) -> str:
 
 def _objects(tools: Sequence[Function], key: str) -> list[str]:
     """A rule `object`: a call as a JSON object."""
-    heads = (json.dumps(f'{{"name": "{tool.name}", "{key}": ') for tool in tools)
-    return _any_of(
-        [f'{head} {_arguments(tool)} "}}"' for head, tool in zip(heads, tools, strict=True)]
-    )
+    return _any_of([_object(tool, key) for tool in tools])
+
+
+def _object(tool: Function, key: str) -> str:
+    head = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
+    return f'{head} {_arguments(tool)} "}}"'
 
 
 def _arguments(tool: Function) -> str:
-    return f"%json {json.dumps({**tool.schema_of_arguments, 'x-guidance': _COMPACT})}"
+    schema = {**tool.schema_of_arguments, "x-guidance": _COMPACT}
+    return f"%json {json.dumps(schema)}"
 
 
 def _any_of(bodies: list[str]) -> list[str]:
@@ -195,6 +200,9 @@ def _any_of(bodies: list[str]) -> list[str]:
 
 def _text_before(text: str, markers: Markers) -> str:
     if text not in markers:
-        message = f"'strict' with tool_choice 'auto' needs a model that has {text} as a token; send 'required'"
-        raise InvalidRequest(message, param="tools")
+        raise InvalidRequest(
+            f"'strict' with tool_choice 'auto' needs a model that has {text} as a token; "
+            "send 'required'",
+            param="tools",
+        )
     return text_without(text)

@@ -1,0 +1,103 @@
+"""From an error to a response: OpenAI's error object, with a status and the field at fault."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from minisgl.errors import EngineFailed, RequestError
+from minisgl.server.http.metrics import Metrics
+from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_response
+from minisgl.server.openai.validation import field_path
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_CLOSED_REQUEST = 499
+_RETRY_AFTER_S = 1
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(RequestError, _on_minisgl_error)
+    app.add_exception_handler(EngineFailed, _on_minisgl_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+@contextmanager
+def errors_name_fields(field_of: Callable[[str | None], str | None]) -> Iterator[None]:
+    """Errors of the engine name its parameters.
+
+    Replace them with the fields that the client sent.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.status == 400:
+            error.param = field_of(error.param)
+        raise
+
+
+def _respond(request: Request, status: int, content: ErrorResponse) -> Response:
+    metrics: Metrics = request.app.state.frontend.metrics
+    metrics.count_error(content.error.code or f"http_{status}")
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 429 else None
+    return JSONResponse(content.model_dump(), status, headers)
+
+
+async def _on_minisgl_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError | EngineFailed)
+    status = 503 if isinstance(error, EngineFailed) else error.status
+    return _respond(request, status, error_response(error))
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    path, fault = _deepest_fault(error)
+    param = ".".join(path) or None
+    reason = str(fault["msg"]).removeprefix("Value error, ")
+    body = ErrorBody(
+        message=f"{param}: {reason}" if param else reason,
+        type="invalid_request_error",
+        param=param,
+        code=str(fault["type"]),
+    )
+    return _respond(request, 400, ErrorResponse(error=body))
+
+
+def _deepest_fault(error: RequestValidationError) -> tuple[list[str], Any]:
+    """The fault to report, and its path.
+
+    There is a fault for each branch of a union. The best one is deepest; then one whose type is
+    right.
+    """
+    paths = [(field_path(fault, error.body), fault) for fault in error.errors()]
+    return max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code in (404, 405):
+        message = f"{error.detail} ({request.method} {request.url.path})"
+    body = ErrorBody(message=message, type="invalid_request_error")
+    return _respond(request, error.status_code, ErrorResponse(error=body))
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("%s %s fails", request.method, request.url.path, exc_info=error)
+    body = ErrorBody(message="internal server error", type="server_error")
+    return _respond(request, 500, ErrorResponse(error=body))

@@ -1,0 +1,210 @@
+"""The routes: a function a route, from a request to an answer.
+
+A request is refused before the first byte of its answer: a route waits for the first reply before
+it begins a stream. Next to read: `openai/chat.py`, then `frontend.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated, Any, TypeAlias
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from minisgl.core import SamplingParams
+from minisgl.errors import ResponseNotFound
+from minisgl.message import Prompt
+from minisgl.server.frontend import Frontend
+from minisgl.server.http.errors import errors_name_fields
+from minisgl.server.http.openapi import ERRORS, RESPONSE_OBJECT, STREAMS
+from minisgl.server.http.streaming import EventStream, run_while_connected
+from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
+from minisgl.server.native.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+)
+from minisgl.server.openai.builder import AnswerBuilder
+from minisgl.server.openai.chat import ChatBuilder, ChatCompletion, ChatRequest
+from minisgl.server.openai.common import ErrorResponse
+from minisgl.server.openai.completions import Completion, CompletionBuilder, CompletionRequest
+from minisgl.server.openai.embeddings import (
+    EMBEDDING_SAMPLING,
+    EmbeddingList,
+    EmbeddingRequest,
+    build_embeddings,
+)
+from minisgl.server.openai.generation_request import GenerationRequest
+from minisgl.server.openai.models import ModelCard, ModelList
+from minisgl.server.openai.responses import ResponsesBuilder
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.served_model import ServedModel
+from minisgl.version import __version__
+
+open_router = APIRouter()  # its routes need no key
+router = APIRouter()
+
+
+def _get_frontend(request: Request) -> Frontend:
+    frontend: Frontend = request.app.state.frontend
+    return frontend
+
+
+def _get_model(request: Request) -> ServedModel:
+    model: ServedModel = request.app.state.model
+    return model
+
+
+FrontendDep: TypeAlias = Annotated[Frontend, Depends(_get_frontend)]
+ModelDep: TypeAlias = Annotated[ServedModel, Depends(_get_model)]
+
+
+@open_router.get("/health", responses={503: ERRORS[503]})
+async def health(frontend: FrontendDep) -> dict[str, str]:
+    """200 while the engine can answer; the server listens only once it can."""
+    if frontend.failure:
+        raise frontend.failure
+    return {"status": "ok"}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(frontend: FrontendDep) -> Response:
+    return Response(frontend.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/v1/models", responses=ERRORS)
+async def list_models(model: ModelDep) -> ModelList:
+    return ModelList(data=[model.card])
+
+
+@router.get("/v1/models/{name:path}", responses=ERRORS)
+async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
+    """Names may contain slashes, as ids of a hub do."""
+    model.check_name(name)
+    return model.card
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS)
+async def chat_completions(
+    body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = body.prompts()
+        sampling = _sampling(body, model)
+        builder = ChatBuilder(model.name, body, prompts, model.dialect)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
+
+
+@router.post("/v1/completions", response_model=Completion, responses=STREAMS)
+async def completions(
+    body: CompletionRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = body.prompts()
+        echoes = None
+        if body.echo:
+            echoes = await run_while_connected(request, frontend.prompt_texts(prompts))
+        sampling = _sampling(body, model)
+        builder = CompletionBuilder(model.name, body, prompts, echoes)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
+
+
+@router.post("/v1/embeddings", responses=ERRORS)
+async def embeddings(
+    body: EmbeddingRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> EmbeddingList:
+    model.check_name(body.model)
+    body.check_dimensions(model.width)
+    with errors_name_fields(lambda param: param or "input"):
+        generation = frontend.submit(body.prompts(), EMBEDDING_SAMPLING)
+        with closing(generation):
+            replies = await run_while_connected(request, generation.collect())
+    return build_embeddings(body, replies)
+
+
+@router.post("/generate", response_model=Generated, responses=STREAMS)
+async def generate(
+    body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = body.prompts()
+        sampling = _sampling(body, model)
+        builder = GenerateBuilder(model.name, body, prompts)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
+
+
+# The document has the type of a response, but answers are not checked against it.
+@router.post("/v1/responses", response_model=None, responses={**STREAMS, 200: RESPONSE_OBJECT})
+async def responses(
+    body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = body.prompts()
+        sampling = _sampling(body, model)
+        builder = ResponsesBuilder(model.name, body, prompts, sampling, model.dialect)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
+
+
+@router.get("/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS)
+@router.delete(
+    "/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS
+)
+async def stored_response(name: str) -> None:
+    raise ResponseNotFound(name)
+
+
+@router.post("/tokenize", responses=ERRORS)
+async def tokenize(
+    body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Tokenized:
+    model.check_name(body.model)
+    encoding = frontend.encode(body.content(), add_special_tokens=body.add_special_tokens)
+    tokens = await run_while_connected(request, encoding)
+    return Tokenized(tokens=tokens, count=len(tokens), max_model_len=model.max_seq_len)
+
+
+@router.post("/detokenize", responses=ERRORS)
+async def detokenize(
+    body: DetokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Detokenized:
+    model.check_name(body.model)
+    with errors_name_fields(lambda param: param or "tokens"):
+        text = await run_while_connected(request, frontend.decode(body.tokens))
+    return Detokenized(prompt=text)
+
+
+def _sampling(body: GenerationRequest, model: ServedModel) -> SamplingParams:
+    return body.constrain(body.sampling(model.sampling_defaults), model.dialect)
+
+
+async def _answer(
+    request: Request,
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    builder: AnswerBuilder,
+) -> Any:
+    """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
+    generation = frontend.submit(prompts, sampling, body.num_answers)
+    try:
+        await run_while_connected(request, builder.wait_for_first_replies(generation))
+        if body.stream:
+            return EventStream(builder, generation, frontend.metrics)
+        await run_while_connected(request, builder.read_to_end(generation))
+        return builder.build()
+    except BaseException:
+        generation.close()
+        raise

@@ -1,0 +1,251 @@
+"""POST /v1/chat/completions: the request, the objects of an answer, and their builder.
+
+Reference: https://platform.openai.com/docs/api-reference/chat. Next to read: `parsing/dialect.py`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from minisgl.errors import InvalidRequest
+from minisgl.message import Conversation, Prompt, TextLogprobs
+from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
+from minisgl.server.openai.common import ChatLogprob, FinishReason, ResponseModel, Usage
+from minisgl.server.openai.generation_request import (
+    ChoicesRequest,
+    ConversationRequest,
+    check_positive,
+)
+from minisgl.server.openai.messages import Message, TextPart
+from minisgl.server.openai.tools import MAX_TOOLS, Function, NamedTool, Tool
+from minisgl.server.openai.validation import (
+    NeutralOnly,
+    NumTopLogprobs,
+    RequestModel,
+    TokenLimit,
+    ValidText,
+)
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    ParsedOutput,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from minisgl.server.parsing.tool_calls import is_object
+
+_OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
+
+
+class Prediction(RequestModel):
+    type: Literal["content"]
+    content: ValidText | list[TextPart]
+
+
+class ChatRequest(ConversationRequest, ChoicesRequest):
+    """POST /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTopLogprobs | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    prediction: Prediction | None = None
+    functions: Annotated[Any, NeutralOnly([])] = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto")] = None
+    modalities: Annotated[Any, NeutralOnly(["text"])] = None
+    audio: Annotated[Any, NeutralOnly()] = None
+    reasoning_effort: Annotated[Any, NeutralOnly()] = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
+    web_search_options: Annotated[Any, NeutralOnly()] = None
+    moderation: Annotated[Any, NeutralOnly()] = None
+    prompt_cache_options: Annotated[Any, NeutralOnly({})] = None
+
+    def prompts(self) -> list[Prompt]:
+        messages = [message.for_template() for message in self.messages]
+        variables = self.chat_template_kwargs or {}
+        tools = self.tool_use.for_template()
+        return [Conversation(messages, self._template_options(), variables, tools)]
+
+    def _template_options(self) -> dict[str, bool]:
+        options = {}
+        if self.continue_final_message:
+            options["add_generation_prompt"] = False
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        if self.continue_final_message is not None:
+            options["continue_final_message"] = self.continue_final_message
+        return options
+
+    @property
+    def functions_of_tools(self) -> list[Function]:
+        return [tool.function for tool in self.tools or ()]
+
+    @property
+    def allows_reasoning(self) -> bool:
+        return super().allows_reasoning and not self.continue_final_message
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return check_positive(self.max_tokens)
+
+
+class FunctionCall(ResponseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(ResponseModel):
+    """Fields for reasoning and tool calls are absent where there are none."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["role", "content", "refusal"]})
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = _OmittedIfNull
+    tool_calls: list[ToolCall] | None = _OmittedIfNull
+
+    @classmethod
+    def of(cls, output: ParsedOutput) -> AssistantMessage:
+        calls = [
+            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in output.calls
+        ]
+        content = None if calls and not output.content else output.content
+        reasoning = output.reasoning or None
+        return cls(content=content, reasoning_content=reasoning, tool_calls=calls or None)
+
+
+class ChatLogprobs(ResponseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+    @classmethod
+    def of(cls, tokens: list[TextLogprobs]) -> ChatLogprobs:
+        return cls(content=[ChatLogprob.of_token(token) for token in tokens])
+
+
+class ChatChoice(ResponseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(ResponseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatBuilder(ChoicesBuilder):
+    """Builds a `ChatCompletion`, or chunks whose choices are made by `chunk_choice`."""
+
+    id_prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self, model: str, request: ChatRequest, prompts: list[Prompt], dialect: Dialect
+    ) -> None:
+        self._tools = request.tool_use
+        make_parser = partial(
+            dialect.make_parser,
+            self._tools,
+            allows_reasoning=request.allows_reasoning,
+            eager=bool(request.stream),
+        )
+        super().__init__(model, request, prompts, make_parser)
+
+    def first_choices(self, index: int) -> list[dict[str, Any]]:
+        content = None if self._tools.offered_tools else ""
+        return [chunk_choice(index, {"role": "assistant", "content": content})]
+
+    def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
+        deltas = [chunk_delta(delta) for delta in parsed.deltas]
+        logprobs = None
+        if parsed.reply.logprobs:
+            logprobs = ChatLogprobs.of(parsed.reply.logprobs).model_dump()
+            deltas = deltas or [{"content": ""}]
+
+        choices = [chunk_choice(parsed.index, delta) for delta in deltas]
+        if logprobs:
+            choices[0]["logprobs"] = logprobs
+        if parsed.reply.finish:
+            choices.append(chunk_choice(parsed.index, {}, self.finish_reason(parsed.index)))
+        return choices
+
+    def finish_reason(self, index: int) -> FinishReason:
+        """As OpenAI: not "tool_calls" for one named tool, nor for a call that was cut off."""
+        reason = super().finish_reason(index)
+        calls = self._outputs[index].calls
+        if reason != "stop" or not calls or self._tools.named_tool is not None:
+            return reason
+        return "tool_calls" if is_object(calls[-1].arguments) else reason
+
+    def build(self) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(index) for index in range(len(self._outputs))],
+            usage=self.usage(),
+        )
+
+    def _choice(self, index: int) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage.of(self._outputs[index]),
+            logprobs=ChatLogprobs.of(self._logprobs[index]) if self._has_logprobs else None,
+            finish_reason=self.finish_reason(index),
+        )
+
+
+def chunk_choice(
+    index: int, delta: dict[str, Any], finish_reason: FinishReason | None = None
+) -> dict[str, Any]:
+    """The choice of a chunk, without log probabilities."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def chunk_delta(delta: Delta) -> dict[str, Any]:
+    """The `delta` of a chunk's choice."""
+    match delta:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ToolCallStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

@@ -1,0 +1,157 @@
+"""POST /v1/completions: the request, the objects of an answer, and their builder.
+
+Reference: https://platform.openai.com/docs/api-reference/completions
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Annotated, Any, Literal
+
+from minisgl.message import Prompt, TextLogprobs
+from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
+from minisgl.server.openai.common import FinishReason, ResponseModel, Usage, reply_logprobs
+from minisgl.server.openai.generation_request import (
+    ChoicesRequest,
+    Prompts,
+    check_positive,
+    parse_prompts,
+)
+from minisgl.server.openai.validation import NeutralOnly
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(ChoicesRequest):
+    """POST /v1/completions. Several prompts give several choices."""
+
+    model: str
+    prompt: Prompts
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
+
+    def prompts(self) -> list[Prompt]:
+        return parse_prompts(self.prompt)
+
+    @property
+    def token_limit(self) -> int | None:
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return limit if self.echo else check_positive(limit)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """A prompt that is echoed has as many log probabilities a token as the answer."""
+        return self.logprobs if self.echo else None
+
+
+class CompletionLogprobs(ResponseModel):
+    """Parallel lists, an entry a token; `text_offset` counts characters of the tokens before.
+
+    Nothing predicts the first token of a prompt: there is null.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class Completion(ResponseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionBuilder(ChoicesBuilder):
+    """Builds a `Completion`, or chunks.
+
+    Args:
+        echoes: the text of each prompt, if the answer begins with it.
+    """
+
+    id_prefix = "cmpl-"
+    chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        echoes: list[str] | None = None,
+    ) -> None:
+        super().__init__(model, request, prompts)
+        self._echoes = echoes or [""] * len(prompts)
+        # Characters before the next token that has log probabilities.
+        self._text_offsets = [len(self._echo(index)) for index in range(len(self._outputs))]
+        if request.prompt_logprobs is not None:
+            self._text_offsets = [0] * len(self._outputs)
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._num_answers]
+
+    def first_choices(self, index: int) -> list[dict[str, Any]]:
+        echo = self._echo(index)
+        return [_chunk_choice(index, echo)] if echo else []
+
+    def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
+        reply = parsed.reply
+        tokens = reply_logprobs(reply)
+        if not (reply.text or reply.finish or tokens):
+            return []
+        choice = _chunk_choice(parsed.index, reply.text)
+        choice["finish_reason"] = reply.finish
+        if tokens:
+            choice["logprobs"] = self._next_logprobs(parsed.index, tokens).model_dump()
+        return [choice]
+
+    def _next_logprobs(self, index: int, tokens: list[TextLogprobs]) -> CompletionLogprobs:
+        """Log probabilities of the next tokens of a choice. Advances its text offset."""
+        lengths = [len(token.text) for token in tokens]
+        offsets = list(accumulate(lengths, initial=self._text_offsets[index]))
+        self._text_offsets[index] = offsets.pop()
+        return CompletionLogprobs(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=[None if token.logprob is None else dict(token.top) for token in tokens],
+            text_offset=offsets,
+        )
+
+    def build(self) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(index) for index in range(len(self._outputs))],
+            usage=self.usage(),
+        )
+
+    def _choice(self, index: int) -> CompletionChoice:
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = self._next_logprobs(index, self._logprobs[index])
+        return CompletionChoice(
+            index=index,
+            text=self._echo(index) + self._outputs[index].content,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason(index),
+        )
+
+
+def _chunk_choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}

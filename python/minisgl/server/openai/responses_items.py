@@ -1,0 +1,148 @@
+"""The items of a response while they grow, and the stream events about them.
+
+All objects are plain dicts, which the tests compare with OpenAI's types. Next to read:
+`responses.py`.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, Literal, TypeAlias
+
+from minisgl.message import TextLogprobs
+from minisgl.server.openai.common import ChatLogprob
+from minisgl.server.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+Object: TypeAlias = dict[str, Any]
+EndStatus: TypeAlias = Literal["completed", "incomplete"]
+
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class OutputItems:
+    """The items of a response. Only the last one grows.
+
+    Every method that changes them returns the events that say so.
+    """
+
+    def __init__(self, id_suffix: str) -> None:
+        self.items: list[Object] = []
+        self._id_suffix = id_suffix
+        self._logprobs: list[Object] = []  # of tokens whose text is still held back
+
+    def add_logprobs(self, token: TextLogprobs) -> None:
+        """Keep log probabilities for the text that comes next. Only messages have them."""
+        self._logprobs.append(_logprob_object(token))
+
+    def add_delta(self, delta: Delta) -> list[Object]:
+        match delta:
+            case ContentDelta(text):
+                return self._add_content(text)
+            case ReasoningDelta(text):
+                return self._add_reasoning(text)
+            case ToolCallStart(_, id, name):
+                return self._start_item("function_call", call_id=id, name=name, arguments="")
+            case ToolCallArguments(_, text):
+                self._logprobs = []
+                self.items[-1]["arguments"] += text
+                return [self._item_event("function_call_arguments.delta", delta=text)]
+
+    def _add_content(self, text: str) -> list[Object]:
+        events: list[Object] = []
+        if not self.is_growing("message"):
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            events += self._start_item("message", role="assistant", content=[])
+            events += self._start_part(part)
+        logprobs = self._logprobs
+        self._logprobs = []
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        events.append(
+            self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+        )
+        return events
+
+    def _add_reasoning(self, text: str) -> list[Object]:
+        events: list[Object] = []
+        if not self.is_growing("reasoning"):
+            events += self._start_item("reasoning", summary=[], content=[])
+            events += self._start_part({"type": "reasoning_text", "text": ""})
+        self._logprobs = []
+        self.items[-1]["content"][0]["text"] += text
+        events.append(self._item_event("reasoning_text.delta", content_index=0, delta=text))
+        return events
+
+    def finish(self, status: EndStatus) -> list[Object]:
+        """End the answer. It has a message or a call, even if there was no text."""
+        has_answer = any(item["type"] != "reasoning" for item in self.items)
+        has_late_logprobs = bool(self._logprobs) and self.is_growing("message")
+        events: list[Object] = []
+        if has_late_logprobs or not has_answer:
+            events += self.add_delta(ContentDelta(""))
+        return events + self.end_item(status)
+
+    def end_item(self, status: EndStatus) -> list[Object]:
+        """End the item that grows, if there is one."""
+        if not self.is_growing(*_ID_PREFIXES):
+            return []
+        item = self.items[-1]
+        item["status"] = status
+        done = [self._call_done(item)] if item["type"] == "function_call" else self._part_done(item)
+        return [*done, self._output_event("done")]
+
+    def is_growing(self, *item_types: str) -> bool:
+        """Whether the last item grows and is of one of these types."""
+        if not self.items:
+            return False
+        last = self.items[-1]
+        return last["status"] == "in_progress" and last["type"] in item_types
+
+    def _call_done(self, item: Object) -> Object:
+        fields = {name: item[name] for name in ("name", "arguments")}
+        return self._item_event("function_call_arguments.done", **fields)
+
+    def _part_done(self, item: Object) -> list[Object]:
+        part = item["content"][0]
+        fields = {name: part[name] for name in ("text", "logprobs") if name in part}
+        return [
+            self._item_event(f"{part['type']}.done", content_index=0, **fields),
+            self._item_event("content_part.done", content_index=0, part=part),
+        ]
+
+    def _start_item(self, item_type: str, **fields: Any) -> list[Object]:
+        ended = self.end_item("completed")
+        item_id = f"{_ID_PREFIXES[item_type]}_{self._id_suffix}{len(self.items)}"
+        item = {"id": item_id, "type": item_type, "status": "in_progress", **fields}
+        self.items.append(item)
+        return [*ended, deepcopy(self._output_event("added"))]  # a copy, because the item grows
+
+    def _start_part(self, part: Object) -> list[Object]:
+        """Begin the only part of the last item."""
+        self.items[-1]["content"].append(deepcopy(part))
+        return [self._item_event("content_part.added", content_index=0, part=part)]
+
+    def _output_event(self, change: str) -> Object:
+        """An event with the whole last item."""
+        event_type = f"response.output_item.{change}"
+        index = len(self.items) - 1
+        return {"type": event_type, "output_index": index, "item": self.items[-1]}
+
+    def _item_event(self, event_type: str, **fields: Any) -> Object:
+        """An event about a part of the last item."""
+        place = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
+        return {"type": f"response.{event_type}", **place, **fields}
+
+
+def _logprob_object(token: TextLogprobs) -> Object:
+    """As in chat, but `bytes` is empty instead of null, which OpenAI's types do not have here."""
+    logprob = ChatLogprob.of_token(token).model_dump()
+    for entry in (logprob, *logprob["top_logprobs"]):
+        entry["bytes"] = entry["bytes"] or []
+    return logprob

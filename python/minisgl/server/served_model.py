@@ -1,0 +1,41 @@
+"""What the API says of the model that is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minisgl.errors import UnknownModel
+from minisgl.server.openai.models import ModelCard
+from minisgl.server.parsing import Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the API says of the model that is served.
+
+    Attributes:
+        sampling_defaults: the model's recommendation for sampling parameters that a request leaves
+            out.
+        created: when it was loaded, in seconds since the epoch.
+        width: of its hidden states.
+        dialect: how it writes tool calls and reasoning.
+    """
+
+    name: str
+    max_seq_len: int
+    sampling_defaults: dict[str, float]
+    created: int
+    width: int
+    dialect: Dialect = field(default_factory=Dialect)
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(id=self.name, created=self.created, max_model_len=self.max_seq_len)
+
+    def check_name(self, name: str | None) -> None:
+        """
+        Raises:
+            UnknownModel: there is a name and it is not this model's.
+        """
+        if name is not None and name != self.name:
+            raise UnknownModel(name, self.name)
