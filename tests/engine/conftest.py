@@ -21,7 +21,13 @@ def oracle() -> Callable[[str], Oracle]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[[str], Path]) -> Callable[..., WatchedEngine]:
-    """From an architecture and a page size to an engine; its pool holds what the test before left there."""
-    return cache(
-        lambda arch, page_size=4: WatchedEngine(config_of(checkpoint(arch), page_size=page_size))
-    )
+    """From an architecture and a page size to an engine.
+
+    Its pool holds what the test before left there.
+    """
+
+    @cache
+    def make(arch: str, page_size: int = 4) -> WatchedEngine:
+        return WatchedEngine(config_of(checkpoint(arch), page_size=page_size))
+
+    return make

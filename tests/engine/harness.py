@@ -28,7 +28,7 @@ def random_prompts(lengths: list[int], vocab_size: int, seed: int = 0) -> list[P
 
 
 def config_of(model: Path, **options: Any) -> SchedulerConfig:
-    """A resolved config: float32 on the CPU, with room for a few hundred tokens unless `options` say otherwise."""
+    """A resolved config: float32 on the CPU, with a small pool; `options` override it."""
     small = {"dtype": "float32", "page_size": 4, "num_pages": 512, "max_running_requests": 32}
     return SchedulerConfig(
         model=str(model),
@@ -60,14 +60,16 @@ class WatchedEngine(Engine):
 
 
 class MemoryInbox:
-    """Hands out what was put in; to a scheduler that would wait for more, the end."""
+    """Hands out what was put in. A scheduler that would wait for more gets an ExitMsg."""
 
     def __init__(self) -> None:
         self.msgs: list[BackendMsg] = []
 
     def receive(self, *, block: bool) -> list[BackendMsg]:
         msgs, self.msgs = self.msgs, []
-        return msgs or ([ExitMsg()] if block else [])
+        if block and not msgs:
+            return [ExitMsg()]
+        return msgs
 
 
 class MemoryOutbox:
@@ -95,21 +97,22 @@ def collect(msgs: list[DetokenizeMsg], engine: WatchedEngine) -> dict[int, Answe
         assert msg.error is None, msg.error
         answer = answers.setdefault(msg.uid, Answer())
         answer.tokens += msg.tokens
-        answer.finish, answer.num_cached = msg.finish, msg.num_cached
+        answer.finish = msg.finish
+        answer.num_cached = msg.num_cached
     for uid, answer in answers.items():
-        positions = sorted(position for owner, position in engine.logits if owner == uid)[
-            : len(answer.tokens)
-        ]
-        if positions:
-            answer.logits_TV = torch.stack([engine.logits[uid, position] for position in positions])
+        positions = sorted(position for owner, position in engine.logits if owner == uid)
+        answered = positions[: len(answer.tokens)]
+        if answered:
+            answer.logits_TV = torch.stack([engine.logits[uid, position] for position in answered])
     return answers
 
 
 class Host:
-    """A scheduler over an engine, one for as many rounds of prompts as are asked."""
+    """A scheduler over an engine, for any number of rounds of prompts."""
 
     def __init__(self, engine: WatchedEngine, config: SchedulerConfig) -> None:
-        self.inbox, self.outbox = MemoryInbox(), MemoryOutbox()
+        self.inbox = MemoryInbox()
+        self.outbox = MemoryOutbox()
         self._engine = engine
         self.scheduler = Scheduler(config, engine, self.inbox, self.outbox)
         self._num_asked = 0
@@ -117,7 +120,7 @@ class Host:
     def ask(
         self, prompts: list[Prompt], params: SamplingParams | list[SamplingParams]
     ) -> list[Answer]:
-        """Send all prompts at once and step until all are answered; checks who owns which page after each step."""
+        """Send all prompts at once and step until all are answered; check integrity at each step."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         uids = range(self._num_asked, self._num_asked + len(prompts))
         self._num_asked += len(prompts)

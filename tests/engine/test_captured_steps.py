@@ -1,4 +1,7 @@
-"""Steps that are replayed give the tokens of steps that are computed; without a GPU, by graphs that call again."""
+"""Replayed steps give the tokens of eager steps.
+
+Without a GPU, a graph is an object that calls the captured function again.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ MAX_DECODES = 20
 
 
 class FixedStaging(Staging):
-    """A device of its own: what is sent lies where it lay before, and there is no more room than was asked for."""
+    """A device of its own: arrays lie where they lay before, and the capacity does not grow."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         super().__init__(device, capacity)
@@ -307,7 +310,7 @@ def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> 
     assert 0 < log["choose"] < log["forward"]
 
 
-def test_an_abort_between_replayed_steps_harms_nobody(hosts: Hosts) -> None:
+def test_an_abort_between_replayed_steps_changes_no_other_answer(hosts: Hosts) -> None:
     host, _ = hosts(overlap=True)
     prompts = random_prompts([9] * 6, VOCAB_SIZE)
     params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)

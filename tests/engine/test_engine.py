@@ -1,4 +1,4 @@
-"""What an engine makes of a checkpoint and its options: limits, pages, dtype; and a step by hand."""
+"""The limits, pages and dtype of an engine, by checkpoint and options; and a step by hand."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_a_damaged_checkpoint_is_an_error_of_the_engine(tmp_path: Path) -> None:
         Engine(config_of(folder), SingleCommunicator().info)
 
 
-FREE, PAGE_BYTES, CONTEXT_PAGES = 1_000_000, 1_000, 64
+FREE = 1_000_000
+PAGE_BYTES = 1_000
+CONTEXT_PAGES = 64
 
 
 @pytest.mark.parametrize(
@@ -112,12 +114,10 @@ def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPat
     config = config_of(
         Path(), num_pages=None, page_size=4, memory_ratio=0.5, max_running_requests=32
     )
-    assert (
-        num_pages(
-            config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator(), step_bytes=400_000
-        )
-        == 300
+    pages = num_pages(
+        config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator(), step_bytes=400_000
     )
+    assert pages == 300
 
 
 def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,10 @@ def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB."
     )
-    expected = r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. Tried to allocate 2.00 GiB; lower --memory-"
+    expected = (
+        r"the GPU's memory is full, loading: 0.3 of 80.0 GB are free. "
+        r"Tried to allocate 2.00 GiB; lower --memory-"
+    )
     with pytest.raises(ConfigError, match=expected), out_of_memory_is_explained("loading"):
         raise torch.OutOfMemoryError(message)
 
@@ -134,10 +137,9 @@ def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
     rows: int, expected: list[int]
 ) -> None:
-    plan = largest_step(
-        config_of(Path(), max_running_requests=rows, max_prefill_length=20), max_seq_len=10
-    )
-    assert [len(part) for part in plan.slices] == expected
+    config = config_of(Path(), max_running_requests=rows, max_prefill_length=20)
+    plan = largest_step(config, max_seq_len=10)
+    assert [len(req_slice) for req_slice in plan.slices] == expected
     assert plan.num_decodes == expected.count(1)
 
 
@@ -176,9 +178,8 @@ def test_bfloat16_logits_are_near_those_of_the_oracle(
 ) -> None:
     prompts = random_prompts([1, 5, 40], VOCAB_SIZE)
     config = config_of(checkpoint(arch), dtype="bfloat16", pack_weights=pack)
-    for prompt, answer in zip(
-        prompts, Host(WatchedEngine(config), config).ask(prompts, greedy(1)), strict=True
-    ):
+    answers = Host(WatchedEngine(config), config).ask(prompts, greedy(1))
+    for prompt, answer in zip(prompts, answers, strict=True):
         _, expected_TV = oracle(arch).answer(prompt, 1)
         assert answer.logits_TV is not None
         error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
@@ -196,7 +197,7 @@ def test_kernels_are_built_before_the_engine_is_ready(
 
 
 def test_a_step_by_hand_computes_chunks_and_samples_at_the_end(checkpoint: Checkpoints) -> None:
-    """Two chunks of one prompt without a sample, then the last: the token goes to the answer and to the pool."""
+    """Two chunks of a prompt sample nothing; the third writes its token to the pool too."""
     engine = Engine(config_of(checkpoint("llama")), SingleCommunicator().info)
     [prompt] = random_prompts([20], VOCAB_SIZE)
     req = Req(

@@ -1,4 +1,4 @@
-"""The tokens and logits of transformers, however the work is cut, cached, overlapped or taken back."""
+"""Tokens and logits are transformers', however work is chunked, cached, overlapped or retracted."""
 
 from __future__ import annotations
 
@@ -51,16 +51,15 @@ def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
     engine: Engines,
     oracle: Oracles,
 ) -> None:
-    own = engine(arch, page_size)
-    host = Host(own, config_of(Path(), overlap=overlap, max_prefill_length=max_prefill_length))
+    config = config_of(Path(), overlap=overlap, max_prefill_length=max_prefill_length)
+    host = Host(engine(arch, page_size), config)
 
     cold = host.ask(PROMPTS, GREEDY)
     assert_equals_oracle(oracle(arch), PROMPTS, cold)
 
-    continued = [
-        PROMPTS[4] + cold[4].tokens + SUFFIXES[0]
-    ]  # a second turn finds the first answer in the cache
-    warm_prompts = PROMPTS + RELATED + continued
+    # A second turn finds the first answer in the cache.
+    second_turn = PROMPTS[4] + cold[4].tokens + SUFFIXES[0]
+    warm_prompts = [*PROMPTS, *RELATED, second_turn]
     warm = host.ask(warm_prompts, GREEDY)
     assert_equals_oracle(oracle(arch), warm_prompts, warm)
     longest = PROMPTS.index(max(PROMPTS, key=len))
@@ -74,10 +73,8 @@ def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
 def test_tokens_and_logits_equal_the_oracles_without_a_prefix_cache(
     arch: str, page_size: int, overlap: bool, engine: Engines, oracle: Oracles
 ) -> None:
-    host = Host(
-        engine(arch, page_size),
-        config_of(Path(), cache="naive", overlap=overlap, max_prefill_length=64),
-    )
+    config = config_of(Path(), cache="naive", overlap=overlap, max_prefill_length=64)
+    host = Host(engine(arch, page_size), config)
     for _ in range(2):
         answers = host.ask(PROMPTS, GREEDY)
         assert_equals_oracle(oracle(arch), PROMPTS, answers)

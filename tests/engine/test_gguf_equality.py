@@ -1,4 +1,4 @@
-"""GGUF files through the engine: a tiny Llama against its checkpoint, and the real default model."""
+"""GGUF files through the engine: tiny models against their checkpoints, and the default model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_gguf_file_gives_the_tokens_and_logits_of_its_checkpoint(
 
 
 def dequantized(reader: gguf.GGUFReader, num_heads: int, num_kv_heads: int) -> dict[str, Tensor]:
-    """The weights of a Llama by transformers' names, read and ordered without the code under test."""
+    """The weights of a Llama by transformers' names, made without the code under test."""
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     layer_names = {
         "attn_norm": "input_layernorm",
@@ -51,14 +51,12 @@ def dequantized(reader: gguf.GGUFReader, num_heads: int, num_kv_heads: int) -> d
         parts = tensor.name.split(".")
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(parts[-2])
         if heads:  # row 2 i + j of a head is transformers' row i + j H/2
-            weight = (
-                weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-            )
-        name = (
-            names[parts[0]]
-            if parts[0] in names
-            else f"model.layers.{parts[1]}.{layer_names[parts[2]]}"
-        )
+            pairs = weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2)
+            weight = pairs.reshape(weight.shape)
+        if parts[0] in names:
+            name = names[parts[0]]
+        else:
+            name = f"model.layers.{parts[1]}.{layer_names[parts[2]]}"
         weights[f"{name}.weight"] = weight
     return weights
 

@@ -16,16 +16,17 @@ from minisgl.kernel import noise
 from minisgl.utils.staging import Staging
 
 CPU = torch.device("cpu")
-SMALL, LARGE = 50, 1500  # the sampler looks at 1024 candidates first
+SMALL = 50
+LARGE = 1500  # the sampler looks at 1024 candidates first
 
 
-def part(params: SamplingParams, seed: int = 0, position: int = 1) -> ReqSlice:
+def sampling_slice(params: SamplingParams, seed: int = 0, position: int = 1) -> ReqSlice:
     req = Req(0, np.zeros(1, dtype=np.int32), params, max_length=8, seed=seed)
     return ReqSlice(req, 0, position, samples=True)
 
 
-def args_of(parts: list[ReqSlice]) -> BatchSamplingArgs:
-    return BatchSamplingArgs.of(parts, Staging(CPU))
+def args_of(slices: list[ReqSlice]) -> BatchSamplingArgs:
+    return BatchSamplingArgs.of(slices, Staging(CPU))
 
 
 def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:
@@ -37,12 +38,12 @@ def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPat
     size = len(logits_V)
     preference_VV = torch.eye(size) * 1e9
     monkeypatch.setattr(noise, "gumbel_noise", lambda *_: preference_VV)
-    chosen_V = sample(logits_V.repeat(size, 1), args_of([part(params)] * size))
+    chosen_V = sample(logits_V.repeat(size, 1), args_of([sampling_slice(params)] * size))
     return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
 
 
 def kept_by_definition(logits_V: Tensor, params: SamplingParams) -> list[int]:
-    """In float64, token by token: temperature, then top_k, then top_p of what is left, and min_p."""
+    """In float64, token by token: temperature, top_k, then top_p of what is left, and min_p."""
     score_V = logits_V.double() / params.temperature
     top_k = min(params.top_k or len(score_V), len(score_V))
     in_top_k_V = score_V >= score_V.sort(descending=True).values[top_k - 1]
@@ -153,12 +154,13 @@ def test_tokens_are_as_frequent_as_their_softmax_says(
     temperature: float, filters: dict[str, Any]
 ) -> None:
     params = SamplingParams(temperature=temperature, **filters)
-    logits_V, num_samples = random_logits(16, 1.5), 20_000
+    logits_V = random_logits(16, 1.5)
+    num_samples = 20_000
     kept_ids = kept_by_definition(logits_V, params)
     expected_C = torch.softmax(logits_V[kept_ids].double() / temperature, dim=0) * num_samples
 
-    parts = [part(params, seed=n % 100, position=n) for n in range(num_samples)]
-    counts_V = sample(logits_V.repeat(num_samples, 1), args_of(parts)).bincount(minlength=16)
+    slices = [sampling_slice(params, seed=n % 100, position=n) for n in range(num_samples)]
+    counts_V = sample(logits_V.repeat(num_samples, 1), args_of(slices)).bincount(minlength=16)
 
     assert counts_V.sum() == counts_V[kept_ids].sum()
     freedom = len(kept_ids) - 1
@@ -168,7 +170,7 @@ def test_tokens_are_as_frequent_as_their_softmax_says(
 
 def test_greedy_requests_get_the_likeliest_token() -> None:
     logits_BV = torch.stack([random_logits(SMALL, 1.0, seed) for seed in range(8)])
-    args = args_of([part(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8)
+    args = args_of([sampling_slice(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8)
     assert not args.is_filtered
     assert torch.equal(sample(logits_BV, args), logits_BV.argmax(dim=1))
 
@@ -183,10 +185,12 @@ def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
         SamplingParams(temperature=3.0, top_k=1300, top_p=0.99),
     ] * 20
     logits_BV = torch.stack([random_logits(LARGE, 1.0, seed) for seed in range(len(each))])
-    parts = [part(params, seed=n, position=n + 1) for n, params in enumerate(each)]
+    slices = [sampling_slice(params, seed=n, position=n + 1) for n, params in enumerate(each)]
 
-    together = sample(logits_BV, args_of(parts)).tolist()
-    alone = [int(sample(logits_BV[n : n + 1], args_of(parts[n : n + 1]))) for n in range(len(each))]
+    together = sample(logits_BV, args_of(slices)).tolist()
+    alone = [
+        int(sample(logits_BV[n : n + 1], args_of(slices[n : n + 1]))) for n in range(len(each))
+    ]
 
     assert together == alone
 
@@ -194,7 +198,7 @@ def test_a_request_gets_the_same_token_alone_and_among_others() -> None:
 def test_logits_are_left_alone() -> None:
     logits_BV = random_logits(SMALL, 1.0).repeat(4, 1)
     before = logits_BV.clone()
-    sample(logits_BV, args_of([part(SamplingParams(top_k=3))] * 4))
+    sample(logits_BV, args_of([sampling_slice(SamplingParams(top_k=3))] * 4))
     assert torch.equal(logits_BV, before)
 
 
@@ -209,14 +213,18 @@ def test_a_temperature_near_zero_is_almost_greedy(
         torch.tensor([0.0, -1.0, 2.0, 1.0]),
     ):
         params = SamplingParams(temperature=temperature, **filters)
-        parts = [part(params, position=position) for position in range(20)]
-        chosen_B = sample(logits_V.repeat(20, 1), args_of(parts))
+        slices = [sampling_slice(params, position=position) for position in range(20)]
+        chosen_B = sample(logits_V.repeat(20, 1), args_of(slices))
         assert chosen_B.tolist() == [int(logits_V.argmax())] * 20
 
 
 def test_noise_never_outweighs_a_certain_token() -> None:
-    """Where the hash of seed, position and token is all ones, noise that is not finite would choose the token."""
-    seed, position, token = 64, 7, 9096
+    """The hash of seed, position and token is all ones: infinite noise would choose the token."""
+    seed = 64
+    position = 7
+    token = 9096
     logits_BV = torch.zeros(1, token + 10)
     logits_BV[0, 3] = 100.0
-    assert sample(logits_BV, args_of([part(SamplingParams(), seed, position)])).tolist() == [3]
+    assert sample(
+        logits_BV, args_of([sampling_slice(SamplingParams(), seed, position)])
+    ).tolist() == [3]

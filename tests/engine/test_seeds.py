@@ -1,4 +1,4 @@
-"""A seeded request makes its tokens from its own logits, its seed and its positions: from nothing else."""
+"""A seeded request's tokens depend on its logits, its seed and its positions, on nothing else."""
 
 from __future__ import annotations
 

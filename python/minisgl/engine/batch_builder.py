@@ -1,4 +1,7 @@
-"""From a plan to a `Batch`, where no captured graph takes it: all numbers of the step go to the device in one copy."""
+"""From a plan to a `Batch`, where no captured graph takes it.
+
+All numbers of the step go to the device in one copy.
+"""
 
 # Dimensions: B requests of a step, T tokens of a step, Y tokens whose hidden states are returned.
 

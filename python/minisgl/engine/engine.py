@@ -1,12 +1,14 @@
 """One rank's engine: made once, then launched with one plan after another.
 
-Owns weights, KV pool, the device's page table and token pool, and the communicator. Tokens stay on the device between
-steps: a step reads its inputs from the token pool, where the step before it wrote what it sampled, so the host can plan
-ahead of it. Next to read: `steps.py`, `sampler.py`, then `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
+Owns weights, KV pool, the device's page table and token pool, and the communicator. Tokens stay on
+the device between steps: a step reads its inputs from the token pool, where the step before it
+wrote what it sampled, so the host can plan ahead of it. Next to read: `steps.py`, `sampler.py`,
+then `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
 """
 
-# Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the tables,
-# V vocabulary, W words of 32 bits, X a selection out of another dimension, Y tokens whose hidden states are returned.
+# Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the
+# tables, V vocabulary, W words of 32 bits, X a selection out of another dimension, Y tokens whose
+# hidden states are returned.
 
 from __future__ import annotations
 
@@ -59,8 +61,8 @@ class Engine:
         rendezvous: where the ranks of the group find each other; see `create_communicator`.
 
     Attributes:
-        grammar_masks: int32 [X, W], as `mask_logits` takes them: where those of a step are put before its tokens are
-            chosen.
+        grammar_masks: int32 [X, W], as `mask_logits` takes them: where those of a step are put
+            before its tokens are chosen.
 
     Raises:
         ConfigError, CheckpointError: the options do not fit the model, or its files are unusable.
@@ -123,7 +125,10 @@ class Engine:
         return MHAKVCache.page_bytes(*self._kv_shape, config.page_size, self._dtype.itemsize)
 
     def _try_largest_step(self, config: EngineConfig, max_seq_len: int) -> int:
-        """Bytes that steps take beside weights and KV, for activations, workspaces, graphs; over a pool of one page."""
+        """Bytes that steps take beside weights and KV: activations, workspaces, graphs.
+
+        They are measured over a pool of one page, before the KV cache is sized.
+        """
         if config.num_pages is not None:
             return 0
         return_memory()  # that an engine before this one in the process may have left
@@ -142,7 +147,7 @@ class Engine:
     def _make_context(
         self, config: EngineConfig, max_seq_len: int, pages: int, *, is_trial: bool = False
     ) -> None:
-        """Make what steps need besides weights: the tables, the pool, and what knows where they are."""
+        """Make what steps need besides weights: tables, pool, and what holds on to them."""
         model = self._model_config
         assert config.page_size
         self.limits = EngineLimits(
@@ -160,7 +165,7 @@ class Engine:
         self._graphs = self._capture_graphs(config, is_trial=is_trial)
 
     def _tables_and_backends(self, config: EngineConfig) -> Context:
-        """Tables and pool have one row and one page more than the scheduler knows of, for padding."""
+        """Tables and pool have a padding row and a padding page behind the scheduler's."""
         assert config.attn
         limits = self.limits
         pool = create_kvcache_pool(
@@ -195,12 +200,16 @@ class Engine:
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
             raise ConfigError(
-                f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables can hold"
+                f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables "
+                "can hold"
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
-        """Do what can be done before the step before is sampled: all host work of a captured step, else nothing."""
+        """Do what can be done before the step before is sampled.
+
+        That is all host work of a captured step, and nothing of an eager one.
+        """
         key = self._graphs.find_key(plan) if self._graphs else None
         if self._graphs is None or key is None:
             return PreparedStep(plan, plan.writes)
@@ -233,7 +242,10 @@ class Engine:
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
-        """Start choosing the tokens of the step launched last. The steps after it find them in the token pool."""
+        """Start choosing the tokens of the step that was launched last.
+
+        The steps after it find them in the token pool.
+        """
         prompt_outputs = launched.prompt_outputs
         if not launched.sampling_slices:
             empty = torch.empty(0, dtype=torch.int32, device=self._device)
@@ -274,12 +286,12 @@ class Engine:
         return self._model.forward(batch, self.context)
 
     def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What a graph captures, where all hidden states that are returned are sampled from."""
+        """What a graph captures; there, every hidden state that is returned is sampled from."""
         hidden_YD = self._forward(batch)
         return hidden_YD, self._model.logits(hidden_YD)
 
     def close(self) -> None:
-        """Leave the tensor-parallel group, which NCCL holds on to as long as a graph talks to it."""
+        """Leave the tensor-parallel group. NCCL cannot as long as a graph that uses it is alive."""
         self._graphs = None
         self._comm.close()
 

@@ -18,7 +18,7 @@ _NUM_PINNED = 4
 
 
 class ForwardOutput:
-    """The tokens of a step, in the order of its sampling slices; and the logprobs and embeddings that were asked for.
+    """The tokens of a step by sampling slice, and the logprobs and embeddings of its requests.
 
     Args:
         token_B: on the host, valid once `copied` has happened.
@@ -57,7 +57,9 @@ class ForwardOutput:
 
 
 class HostCopier:
-    """Copies tokens to the host, into pinned buffers in turn. Each must be read before its turn comes again.
+    """Copies tokens to the host, into pinned buffers in turn.
+
+    A buffer must be read before its turn comes again.
 
     Args:
         capacity: tokens of a step.
@@ -75,7 +77,10 @@ class HostCopier:
         logprobs: LogprobsOutput | None,
         prompt_outputs: PromptOutputs | None,
     ) -> ForwardOutput:
-        """Start the copy. Copies of logprobs and embeddings were started before, so they end before it does."""
+        """Start the copy of the tokens.
+
+        Copies of logprobs and embeddings were started before it, so they end before it does.
+        """
         if not self._pinned:
             return ForwardOutput(token_B, None, logprobs, prompt_outputs)
         self._turn = (self._turn + 1) % _NUM_PINNED

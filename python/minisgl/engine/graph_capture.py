@@ -1,7 +1,8 @@
 """Calls captured as CUDA graphs, to be replayed by one call each.
 
-Graphs share one pool of memory, since one runs after the other. What a graph leaves there is therefore valid until the
-next one is replayed. Large results are not kept alive: their memory serves the next graph too.
+Graphs share one pool of memory, since one runs after the other. What a graph leaves there is
+therefore valid until the next one is replayed. Large results are not kept alive: their memory
+serves the next graph too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The numbers that a captured graph reads of its tokens and requests, on the host. Does not know where they are put.
+"""The numbers that a captured graph reads of its tokens and requests, on the host.
 
-A plan is padded to the size of its graph: padding tokens stand in the padding row, at its first positions.
+A plan is padded to the size of its graph: padding tokens stand in the padding row, at its first
+positions. Does not know where on the device the numbers go.
 """
 
-# Dimensions: B requests of a step, or of a captured graph, T tokens of a step, or of a captured graph, X a selection
-# out of another dimension.
+# Dimensions: B requests of a step, or of a captured graph, T tokens of a step, or of a captured
+# graph, X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class GraphInputs(ABC):
 
     @abstractmethod
     def token_arrays(self) -> list[IntArray]:
-        """What goes to the device of the tokens: row_T, position_T, and what the kind of graph reads besides."""
+        """What goes to the device: row_T, position_T, and what only this kind of graph reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class DecodeInputs(GraphInputs):
 
     @classmethod
     def of(cls, plan: BatchPlan, size: int, padding_row: int) -> DecodeInputs:
-        """Of a plan of decodes; without slices, of padding alone."""
+        """The inputs for a plan of decodes; if it has no slices, for padding alone."""
         num_decodes = len(plan.slices)
         row_B = np.full(size, padding_row, dtype=np.int32)
         row_B[:num_decodes] = [req_slice.row for req_slice in plan.slices]
@@ -89,7 +90,7 @@ class PromptInputs(GraphInputs):
 
     @classmethod
     def of(cls, plan: BatchPlan, size: int, padding_row: int) -> PromptInputs:
-        """Of a plan of one slice; without slices, of padding alone."""
+        """The inputs for a plan of one slice; if it has none, for padding alone."""
         row = padding_row
         start = 0
         end = 1

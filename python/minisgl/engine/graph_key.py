@@ -1,4 +1,7 @@
-"""Which captured graph takes a plan: the kinds of graphs, their sizes, and the choice among them. Holds no tensors."""
+"""Which captured graph takes a plan: kinds of graphs, their sizes, and the choice among them.
+
+Knows nothing of tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from enum import Enum
 from minisgl.core import BatchPlan, TableWrites
 
 PROMPT_SIZES = [32, 64, 128, 256, 512, 1024]
-# A prefix is read once for all decodes if it has so many tokens, and so many decodes share it; else it does not pay.
+# Reading a shared prefix once for all decodes pays from this many tokens and decodes on.
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING_DECODES = 16
 
@@ -59,7 +62,7 @@ def _decode_kind(plan: BatchPlan) -> GraphKind:
 
 
 def has_room(writes: TableWrites, key: GraphKey) -> bool:
-    """Whether a graph can do the table writes of its step: no tokens, and at most one page a request."""
+    """Whether a graph can do the table writes of its step: one page a request, and no tokens."""
     max_pages = 1 if key.kind is GraphKind.PROMPT else key.size
     return len(writes.tokens) == 0 and len(writes.pages) <= max_pages
 
@@ -67,7 +70,8 @@ def has_room(writes: TableWrites, key: GraphKey) -> bool:
 def graph_sizes(max_decodes: int, max_prompt: int) -> dict[GraphKind, list[int]]:
     """What is captured, smallest first; every second size of decodes with a shared prefix."""
     decodes = size_ladder(max_decodes)
-    sharing = [size for size in decodes if size % 16 == 0 or size == max_decodes]
+    every_second = {*range(16, max_decodes, 16), max_decodes}
+    sharing = [size for size in decodes if size in every_second]
     return {
         GraphKind.DECODES: decodes,
         GraphKind.SHARED_PREFIX: [size for size in sharing if size >= _MIN_SHARING_DECODES],

@@ -1,14 +1,15 @@
 """Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one short prompt.
 
-A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step is two graphs: from
-tokens to logits, and from logits to tokens. Between them the host writes grammar masks, and the logits may be read. The
-graphs read their numbers from fixed places that are filled, by one copy, before each replay. Tokens, slots and lists of
-pages are looked up on the device, in the tables. What is smaller than a captured size is padded with tokens of the
-padding row, which has the padding page only.
+A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step
+is two graphs: from tokens to logits, and from logits to tokens. Between them the host writes
+grammar masks, and the logits may be read. The graphs read their numbers from fixed places that are
+filled, by one copy, before each replay. Tokens, slots and lists of pages are looked up on the
+device, in the tables. What is smaller than a captured size is padded with tokens of the padding
+row, which has the padding page only.
 """
 
-# Dimensions: B requests of a step, or of a captured graph, D model width, T tokens of a step, or of a captured graph,
-# V vocabulary, Y tokens whose hidden states are returned.
+# Dimensions: B requests of a step, or of a captured graph, D model width, T tokens of a step, or of
+# a captured graph, V vocabulary, Y tokens whose hidden states are returned.
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from minisgl.kernel import cuda_kernels_for, look_up, scatter
 from minisgl.layers import Context
 from minisgl.utils.staging import StagedCopy, Staging
 
-# Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to launch it.
+# Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
+# launch it.
 _MAX_PROMPT_WORK = 2 * 10**13
 
 ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
@@ -53,7 +55,7 @@ ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """The two graphs of a step. Tensors are valid after the replay that makes them, until the next replay.
+    """The two graphs of a step. Tensors are valid from the replay that makes them to the next one.
 
     Attributes:
         forward_graph: from the inputs to hidden states and logits.
@@ -73,7 +75,8 @@ class GraphRunner:
     """Captures and replays.
 
     Args:
-        forward: from a batch to the hidden states that are returned, and the logits of those that are sampled.
+        forward: from a batch to the hidden states that are returned, and the logits of those that
+            are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
         weight_bytes: that a step reads.
         is_trial: capture few of each kind, to see how much memory all would take.
@@ -123,7 +126,8 @@ class GraphRunner:
         """Do the host work of a plan.
 
         Args:
-            writes: those that the graph does; it has room for them (`has_room`). Those of the plan are not read.
+            writes: those that the graph does; it has room for them (`has_room`). Those of the plan
+                are not read.
         """
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(plan.slices, inputs.end_B)
@@ -132,7 +136,11 @@ class GraphRunner:
         return PreparedReplay(key, inputs, copy, needs_eager_filters)
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
-        """Compute hidden_YD of a plan and its padding, and its logits; valid until the next replay."""
+        """Compute a captured step up to its logits.
+
+        Returns:
+            hidden_YD and what is sampled from, both with padding; valid until the next replay.
+        """
         captured = self._captured[prepared.key]
         inputs = prepared.inputs
         prepared.copy.start()
@@ -156,8 +164,8 @@ class GraphRunner:
     ) -> StagedCopy:
         """All numbers of a step, for one copy. `_capture` takes them apart in the same order.
 
-        Each request of a graph writes one page and one token. Padding writes the padding page to its own place, and
-        its token to the last position of the padding row, which is never read.
+        Each request of a graph writes one page and one token. Padding writes the padding page to
+        its own place, and its token to the last position of the padding row, which is never read.
         """
         num_requests = len(inputs.row_B)
         page_index_B = np.full(
@@ -181,7 +189,7 @@ class GraphRunner:
             self._captured[key] = self._capture(key)
 
     def _capture_some(self) -> None:
-        """For a trial: what the others would take beside the largest is estimated by the few that are captured."""
+        """For a trial: estimate the memory of all graphs by the largest and a few others."""
         num_graphs = sum(map(len, self._sizes.values()))
         self._sizes = {kind: some_sizes(sizes) for kind, sizes in self._sizes.items()}
 
@@ -248,10 +256,11 @@ class GraphRunner:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """What the first graph of a step captures: the page writes, the look-up of its tokens, and the model.
+    """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
 
     Attributes:
-        last_index_1: of a prompt, where the index of its last token stands; None if all tokens are last ones.
+        last_index_1: of a prompt, where the index of its last token stands; None if all tokens are
+            last ones.
     """
 
     forward: ForwardFunction

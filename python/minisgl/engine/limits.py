@@ -17,8 +17,8 @@ class EngineLimits:
     """What the engine can hold; the scheduler plans within it.
 
     Attributes:
-        max_seq_len: tokens of a prompt and its answer together: the model's context, or less where the pool is
-            smaller than that.
+        max_seq_len: tokens of a prompt and its answer together: the model's context, or less where
+            the pool is smaller than that.
         num_rows: requests that can hold pages at a time.
     """
 
@@ -38,8 +38,8 @@ class EngineLimits:
 def context_length(config: EngineConfig, model: ModelConfig) -> int:
     """Positions that the model can tell apart and see.
 
-    Behind a sliding window the model would attend to less than everything; no layer here does that, so the context
-    ends with the window.
+    Behind a sliding window the model would attend to less than everything; no layer here does that,
+    so the context ends with the window.
 
     Raises:
         ConfigError: the user wants more.

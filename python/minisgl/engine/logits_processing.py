@@ -1,11 +1,12 @@
-"""What changes the logits of some requests before their tokens are chosen: bias, bans of tokens, and penalties.
+"""Changes the logits of some requests before their tokens are chosen: bias, bans, penalties.
 
-Only the rows of those requests are touched, in copies of float32. How often a token was there before is counted on the
-device, in the token pool, so that nothing has to wait for the tokens of the step before.
+Only the rows of those requests are touched, in copies of float32. How often a token was there
+before is counted on the device, in the token pool, so that nothing has to wait for the tokens of
+the step before.
 """
 
-# Dimensions: L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of another dimension,
-# Z entries of a flat list.
+# Dimensions: L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of
+# another dimension, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from minisgl.core import ReqSlice, SamplingParams
 from minisgl.utils.staging import Numbers, Staging
 
-# Below all logits. A grammar's mask is lower still, so that an answer ends where the grammar allows nothing else.
+# Below all logits. A grammar's mask is lower still, so that an answer ends where the grammar allows
+# nothing else.
 _BAN = -1e9
 
 

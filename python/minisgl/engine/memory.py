@@ -1,4 +1,4 @@
-"""How many pages of KV the memory allows, the step that takes most of it, and the error when it is too little."""
+"""How many pages of KV fit beside the largest step, and the error when memory is too little."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _ADVICE = "lower --max-prefill-length, --max-running-requests, --cuda-graph-max-
 def out_of_memory_is_explained(doing: str) -> Iterator[None]:
     """
     Raises:
-        ConfigError: the device's memory is full; says what it was for, what is free, and what to change.
+        ConfigError: the device's memory is full; says what it was for, what is free, and what to
+            change.
     """
     try:
         yield
@@ -32,8 +33,8 @@ def out_of_memory_is_explained(doing: str) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         reason = str(error).partition(". ")[2].partition(". ")[0]  # "Tried to allocate ..."
         raise ConfigError(
-            f"the GPU's memory is full, {doing}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free. {reason}; "
-            f"lower --memory-ratio, {_ADVICE.removeprefix('lower ')}"
+            f"the GPU's memory is full, {doing}: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
+            f"are free. {reason}; lower --memory-ratio, {_ADVICE.removeprefix('lower ')}"
         ) from None
 
 
@@ -67,7 +68,8 @@ def num_pages(
 ) -> int:
     """Pages of the pool, equal on all ranks.
 
-    They are as many as the option says; else what the memory allows, but not more than all rows together can ever use.
+    They are as many as the option says; else what the memory allows, but not more than all rows
+    together can ever use.
 
     Args:
         step_bytes: memory that steps will take besides.
@@ -77,20 +79,26 @@ def num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    assert config.memory_ratio is not None and config.page_size is not None
+    assert config.memory_ratio is not None
+    assert config.page_size is not None
     pool_bytes = int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio)
     affordable = pool_bytes // page_bytes
     usable = config.max_running_requests * -(-max_seq_len // config.page_size)
     if affordable < 1:
         raise ConfigError(
-            f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, steps {step_bytes:,}; {_ADVICE}"
+            f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
+            f"steps {step_bytes:,}; {_ADVICE}"
         )
     agreed = torch.tensor([min(affordable, usable)], dtype=torch.int64, device=device)
     return int(comm.all_reduce_min(agreed).item())
 
 
 def largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
-    """As many prompt tokens as a step may have, all other requests decoding, and each with all that costs memory."""
+    """The step that takes most memory.
+
+    It has as many prompt tokens as a step may have, all other requests decode, and each has the
+    sampling parameters that take memory.
+    """
     params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
     slices: list[ReqSlice] = []
     num_left = config.max_prefill_length

@@ -53,7 +53,8 @@ def load_model(
     )
     set_rope_device(model, device)
 
-    # Ranks may have different numbers of bytes, but must capture the same graphs, and these depend on the number.
+    # Ranks may have different numbers of bytes, but must capture the same graphs, and these depend
+    # on the number.
     linears = [op for op in model.walk() if isinstance(op, LinearBase)]
     num_bytes = sum(linear.num_bytes for linear in linears)
     smallest_negative = comm.all_reduce_min(torch.tensor([-num_bytes], device=device))

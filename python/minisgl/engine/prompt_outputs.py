@@ -1,12 +1,12 @@
-"""What some requests want to know of their prompts: logprobs of the tokens, or an embedding of the whole.
+"""What some requests want of their prompts: logprobs of the tokens, or an embedding of the whole.
 
-For logprobs a slice has the hidden states of all its tokens among those that the model returns, not of the last alone.
-Few of them become logits at a time, whatever the prompt's length. The embedding is the last token's hidden state,
-normalised.
+For logprobs a slice has the hidden states of all its tokens among those that the model returns, not
+of the last alone. Few of them become logits at a time, whatever the prompt's length. The embedding
+is the last token's hidden state, normalised.
 """
 
-# Dimensions: D model width, L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of another
-# dimension, Y tokens whose hidden states are returned.
+# Dimensions: D model width, L positions of a sequence, R rows of the tables, V vocabulary, X a
+# selection out of another dimension, Y tokens whose hidden states are returned.
 
 from __future__ import annotations
 
@@ -79,14 +79,17 @@ class PromptOutputs:
         return outputs
 
     def read_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """By index of the slice; to be called after the tokens of the plan have come."""
+        """By index of the slice. To be called after the tokens of the plan have come."""
         return {
             i: [logprobs for output in outputs for logprobs in output.read().values()]
             for i, outputs in self._logprobs.items()
         }
 
     def read_embeddings(self) -> dict[int, bytes]:
-        """float32, little-endian, by index of the slice; to be called after the tokens of the plan have come."""
+        """float32, little-endian, by index of the slice.
+
+        To be called after the tokens of the plan have come.
+        """
         return {
             i: vector_D.numpy().astype("<f4").tobytes() for i, vector_D in self._embeddings.items()
         }

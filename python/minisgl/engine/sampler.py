@@ -1,17 +1,18 @@
 """From the logits of a step to tokens in the token pool, equal on all ranks.
 
-A token is the argmax of (filtered) logits plus temperature times Gumbel noise, which samples from the softmax of
-logits / temperature (Gumbel 1954; the trick is explained by Maddison et al. 2014, arXiv:1411.0030). The noise is a
-function of the request's seed, the position and the token id (`kernel/noise.py`), so a request's tokens depend on
-nothing else than its own logits.
+A token is the argmax of (filtered) logits plus temperature times Gumbel noise, which samples from
+the softmax of logits / temperature (Gumbel 1954; the trick is explained by Maddison et al. 2014,
+arXiv:1411.0030). The noise is a function of the request's seed, the position and the token id
+(`kernel/noise.py`), so a request's tokens depend on nothing else than its own logits.
 
-What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host writes grammar
-masks; logprobs are taken after it. Where a request wants other logits than the model's, the function is called and
-not replayed: it chooses for those requests again, from changed copies of their logits.
+What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host
+writes grammar masks; logprobs are taken after it. Where a request wants other logits than the
+model's, the function is called and not replayed: it chooses for those requests again, from changed
+copies of their logits.
 """
 
-# Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the tables,
-# V vocabulary, W words of 32 bits, X a selection out of another dimension.
+# Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the
+# tables, V vocabulary, W words of 32 bits, X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ class SamplingGraph:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a step's slices that sample, without padding: int32 [B]; and the logprobs that were asked for."""
+    """What the slices of a step that sample get.
+
+    Attributes:
+        token_B: int32, without padding.
+        logprobs: of those that want them; None if none does, or another rank samples.
+    """
 
     token_B: Tensor
     logprobs: LogprobsOutput | None
@@ -91,8 +97,9 @@ class Sampler:
         staging: for what is sent between a step's logits and its tokens.
 
     Attributes:
-        masks_XW: the grammar masks of the step that is sampled next, as `mask_logits` takes them. They stay on the
-            host, since a step reads them once, and a copy would have to be launched.
+        masks_XW: the grammar masks of the step that is sampled next, as `mask_logits` takes them.
+            They stay on the host, since a step reads them once, and a copy would have to be
+            launched.
     """
 
     def __init__(
@@ -155,7 +162,8 @@ class Sampler:
         """Choose tokens, int32 [B], and write them to the token pool too.
 
         Args:
-            processed: the slices whose logits are to be changed, with their index; none when this is captured.
+            processed: the slices whose logits are to be changed, with their index; none when this
+                is captured.
         """
         if inputs.logits_BV is None:
             token_B = torch.empty_like(inputs.token_index_B)

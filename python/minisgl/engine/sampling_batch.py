@@ -21,7 +21,7 @@ _GREEDY = sampling_numbers(SamplingParams(temperature=0.0), seed=0)
 
 @dataclass(frozen=True, slots=True)
 class BatchSamplingArgs:
-    """The sampling parameters of a batch, with values that keep everything where a request has no filter.
+    """The sampling parameters of a batch. Where a request has no filter, they keep every token.
 
     Attributes:
         is_filtered: whether to look at the filters.
@@ -29,7 +29,8 @@ class BatchSamplingArgs:
         temperature_B: float32; 0 is greedy.
         seed_2B: int32, the halves of each 64-bit seed side by side.
         position_B: int32, of the tokens to be chosen.
-        mask_B: int32, which of the step's masks applies, counted over the requests that have a grammar; -1: none.
+        mask_B: int32, which of the step's masks applies, counted over the requests that have a
+            grammar; -1: none.
         top_k_B, top_p_B, min_p_B: int32, float32, float32.
     """
 
@@ -45,7 +46,7 @@ class BatchSamplingArgs:
 
     @classmethod
     def of(cls, slices: list[ReqSlice], staging: Staging) -> BatchSamplingArgs:
-        """The arguments for slices that sample, from logits that need no mask, or have been masked."""
+        """The arguments for slices that sample from logits that need no mask any more."""
         end_B = np.array([req_slice.end for req_slice in slices], dtype=np.int32)
         arrays = sampling_arrays(slices, end_B)
         return cls(has_filters(arrays), False, *staging.send(*arrays))

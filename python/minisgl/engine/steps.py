@@ -1,7 +1,8 @@
 """A step between its phases: prepared, then launched, then sampled.
 
-These are values; `Engine` makes them and takes them back. None of them holds a graph, only its key: NCCL does not leave
-its group as long as a graph that uses it is alive, and the frames of an exception may keep a step alive.
+These are values; `Engine` makes them and takes them back. None of them holds a graph, only its key:
+NCCL does not leave its group as long as a graph that uses it is alive, and the frames of an
+exception may keep a step alive.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ class PreparedReplay:
     """All that a captured step needs to start.
 
     Attributes:
-        copy: the inputs, the table writes and the sampling parameters, ready to go to where the graph reads them.
-        needs_eager_filters: whether a request has a filter that the graph from logits to tokens does not compute. Then
-            the tokens are chosen without this graph.
+        copy: the inputs, the table writes and the sampling parameters, ready to go to where the
+            graph reads them.
+        needs_eager_filters: whether a request has a filter that the graph from logits to tokens
+            does not compute. Then the tokens are chosen without this graph.
     """
 
     key: GraphKey
@@ -37,9 +39,10 @@ class PreparedStep:
     """A plan whose host work is done, as far as it can be done before the step before is sampled.
 
     Attributes:
-        writes: of the tables, to be done apart from and before the step. A replay does its own writes itself.
-        replay: of a captured step. None for an eager step: its device work takes longer than its host work, which is
-            therefore done when it is launched.
+        writes: of the tables, to be done apart from and before the step. A replay does its own
+            writes itself.
+        replay: of a captured step. None for an eager step: its device work takes longer than its
+            host work, which is therefore done when it is launched.
     """
 
     plan: BatchPlan
@@ -54,7 +57,8 @@ class LaunchedStep:
     Attributes:
         sampling_slices: the slices that sample, in the order of the plan.
         sampling_inputs: what their tokens are chosen from, with padding.
-        sampling_graph_key: of the captured step whose graph chooses the tokens; None if they are chosen eagerly.
+        sampling_graph_key: of the captured step whose graph chooses the tokens; None if they are
+            chosen eagerly.
         prompt_outputs: what some requests want to know of their prompts.
     """
 

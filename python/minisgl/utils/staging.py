@@ -1,7 +1,8 @@
 """The way of a step's numbers from the host to the device: one copy, out of pinned memory.
 
-The pinned buffers are used in turn. There are enough of them that the numbers of a step can be written while those of
-the step before are still being copied; with many copies in a step, the last wait for its first. On a CPU nothing moves.
+The pinned buffers are used in turn. There are enough of them that the numbers of a step can be
+written while those of the step before are still being copied; with many copies in a step, the last
+wait for its first. On a CPU nothing moves.
 """
 
 # Dimensions: Z entries of a flat list.
@@ -25,7 +26,10 @@ LayoutKey = tuple[tuple[int, str], ...]  # the length of each array, and the let
 
 
 class StagedCopy:
-    """Arrays that are ready to go to the device. This one serves a CPU, where they are there already."""
+    """Arrays that are ready to go to the device.
+
+    This class serves a CPU, where they are there already.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -39,8 +43,9 @@ class Staging:
     """Sends arrays of 4-byte numbers.
 
     Args:
-        capacity: numbers that fit without growing. What is sent lies at the same addresses each time, as long as the
-            arrays have the same lengths and fit, each rounded up to a multiple of 4.
+        capacity: numbers that fit without growing. What is sent lies at the same addresses each
+            time, as long as the arrays have the same lengths and fit, each rounded up to a multiple
+            of 4.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
@@ -56,7 +61,7 @@ class Staging:
         return self.stage(*arrays).start()
 
     def stage(self, *arrays: Numbers) -> StagedCopy:
-        """Do what `send` does up to where it changes something on the device; `StagedCopy.start` does the rest."""
+        """Do the host work of `send`, which changes nothing on the device; `start` does the rest."""
         if self._device.type == "cpu":
             return StagedCopy([torch.from_numpy(array) for array in arrays])
         layout = self._layout(arrays)
