@@ -120,7 +120,7 @@ class Host:
     def ask(
         self, prompts: list[Prompt], params: SamplingParams | list[SamplingParams]
     ) -> list[Answer]:
-        """Send all prompts at once and step until all are answered; check integrity at each step."""
+        """Send all prompts at once, and step until all are answered; check integrity each step."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         uids = range(self._num_asked, self._num_asked + len(prompts))
         self._num_asked += len(prompts)
