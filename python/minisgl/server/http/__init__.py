@@ -9,3 +9,5 @@
 
 The application is made in `api_server.py`.
 """
+
+__all__: list[str] = []

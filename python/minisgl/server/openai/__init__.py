@@ -17,3 +17,5 @@ What they share:
 
 A request is a `RequestModel`, an object of an answer a `ResponseModel`. Nothing here knows HTTP.
 """
+
+__all__: list[str] = []
