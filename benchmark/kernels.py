@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl import kernel
-from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.kernel import HeadNorms, Rotation, dispatch
 
 # Sizes of the model, by the letters of minisgl.core.
@@ -294,10 +295,10 @@ def measure(case: Case, device: str) -> list[Figure]:
     taken = "-"
     rate = "-"
     if kernel_us:
-        taken = f"{median_of(kernel_us):.1f}"
+        taken = f"{median(kernel_us):.1f}"
         if case.num_bytes:
-            rate = f"{case.num_bytes / median_of(kernel_us) / 1e3:.1f}"
-    times = f"{taken:>12}{median_of(torch_us):12.1f}"
+            rate = f"{case.num_bytes / median(kernel_us) / 1e3:.1f}"
+    times = f"{taken:>12}{median(torch_us):12.1f}"
     print(f"{case.name:18}{case.shape:34}{times}{rate:>8}", flush=True)
     return [
         Figure(

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import fetch_model
 from minisgl.checkpoint.default_model import DEFAULT_MODEL
 from minisgl.llm import LLM, SamplingParams
@@ -136,7 +137,7 @@ def main() -> None:
                     values=[round(value, 1) for value in values],
                 )
             )
-        ours, theirs = (median_of(values) for values in speeds.values())
+        ours, theirs = (median(values) for values in speeds.values())
         speeds_text = f"minisgl {ours:8.1f}  transformers {theirs:8.1f}"
         print(f"{workload:12} {speeds_text}  ratio {ours / theirs:5.2f}", flush=True)
     append_figures(args.out, figures)

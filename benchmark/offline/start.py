@@ -17,8 +17,9 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from statistics import median
 
-from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import model_name
 from minisgl.utils import detect_hardware
 
@@ -61,9 +62,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     flags += ["--model", args.model] if args.model else []
     first, *values = [round(seconds_to_ready(flags), 2) for _ in range(1 + args.repeat)]
-    print(
-        f"ready after {median_of(values):.2f} s; the first time {first:.2f} s; all others {values}"
-    )
+    print(f"ready after {median(values):.2f} s; the first time {first:.2f} s; all others {values}")
     if args.out:
         device = detect_hardware().device
         about = {

@@ -16,9 +16,10 @@ import json
 import random
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from minisgl.benchmark.perf import Figure, append_figures, median_of
+from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import model_name
 from minisgl.core import Grammar
 from minisgl.llm import LLM, SamplingParams
@@ -97,8 +98,8 @@ def main() -> None:
                 if i > 0:  # the first time warms up
                     speeds[name].append(value)
     for name, values in speeds.items():
-        ratio = median_of(values) / median_of(speeds["plain"])
-        print(f"{name:36} {median_of(values):8.0f} tok/s  {ratio:6.1%}")
+        ratio = median(values) / median(speeds["plain"])
+        print(f"{name:36} {median(values):8.0f} tok/s  {ratio:6.1%}")
     if args.out:
         workload = f"{args.requests} requests, {args.tokens} tokens, "
         device = detect_hardware().device

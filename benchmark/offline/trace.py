@@ -98,7 +98,7 @@ def gaps(spans: list[Span]) -> Iterator[tuple[float, Span, Span]]:
 
 
 def print_table(title: str, times: dict[str, list[float]], whole: float, num_rows: int) -> None:
-    print(f"  {title:72}{'calls':>7}{'µs each':>10}{'share':>8}")
+    print(f"  {title:72}{'calls':>7}{'µs each':>10}{'of all':>8}")
     for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:num_rows]:
         print(f"  {name[:70]:72}{len(each):7}{sum(each) / len(each):10.2f}{sum(each) / whole:8.1%}")
 

@@ -48,10 +48,6 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def median_of(values: list[float]) -> float:
-    return statistics.median(values)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One figure: `value` is the median of `values`, the repetitions."""
@@ -71,7 +67,7 @@ class Figure:
     date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", median_of(self.values))
+        object.__setattr__(self, "value", statistics.median(self.values))
 
 
 def append_figures(path: Path, figures: list[Figure]) -> None:
