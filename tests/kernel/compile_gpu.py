@@ -1,7 +1,7 @@
-"""Compiles every kernel for a Hopper GPU, on any machine: run by test_gpu.py in a process of its own.
+"""Compiles every kernel for a Hopper GPU, on any machine; test_gpu.py runs it as a process.
 
-A driver without a device stands in for the GPU's; Triton's kernels are compiled as they would be for a launch, and not
-launched. Those in CUDA are compiled where there is nvcc.
+A driver without a device stands in for the GPU's. Triton's kernels are compiled as for a launch,
+but not launched. Those in CUDA are compiled where there is nvcc.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minisgl.utils.env import nvcc
 
 
 class NoDevice:
-    """What Triton asks of a driver in order to compile."""
+    """The methods of a driver that Triton calls in order to compile."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -39,17 +39,20 @@ class NoDevice:
 
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = run(self, *args, grid=grid, warmup=True, **options)
+    cubin = compiled.asm["cubin"]
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
-    size, spilled = len(compiled.asm["cubin"]), stack_bytes(compiled.asm["cubin"])
     dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
-    print(
-        f"{self.__name__}: {size} bytes, {compiled.metadata.shared} of shared memory, {spilled} spilled of {dtype}, "
-        f"{'waits' if waits else 'does not wait'}"
-    )
+    facts = [
+        f"{len(cubin)} bytes",
+        f"{compiled.metadata.shared} of shared memory",
+        f"{stack_bytes(cubin)} spilled of {dtype}",
+        "waits" if waits else "does not wait",
+    ]
+    print(f"{self.__name__}: {', '.join(facts)}")
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """What a thread keeps in memory for want of registers."""
+    """The bytes that a thread keeps in memory for want of registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -59,17 +62,18 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def main() -> None:
-    bf16, int32 = torch.bfloat16, torch.int32
+    bf16 = torch.bfloat16
     x = torch.empty(4, 1024, dtype=bf16)
-    ints = torch.zeros(64, dtype=int32)
+    ints = torch.zeros(64, dtype=torch.int32)
     longs = torch.zeros(64, dtype=torch.int64)
-    table = torch.zeros(8, 64, dtype=int32)
+    table = torch.zeros(8, 64, dtype=torch.int32)
     for rows in (1, 4):
         gpu.rms_norm(x[:rows], x[0], 1e-6, x[:rows])
         gpu.add_rms_norm(x[:rows], x[:rows], x[0], 1e-6, x[:rows])
     gpu.silu_and_mul(x[:, :512], x[:, 512:], x[:, :512].contiguous())
     pool = torch.empty(2, 256, 8, 128, dtype=bf16)
-    qkv, q = torch.empty(4, 32, 128, dtype=bf16), torch.empty(4, 16, 128, dtype=bf16)
+    qkv = torch.empty(4, 32, 128, dtype=bf16)
+    q = torch.empty(4, 16, 128, dtype=bf16)
     angles = torch.empty(2, 64, 128, dtype=bf16)
     for weight in (q[0, 0], q[0, 0, :0]):
         gpu.rotate_and_store(qkv, weight, weight, 1e-6, *angles, longs[:4], longs[:4], *pool)
@@ -88,29 +92,31 @@ def main() -> None:
 
 
 def experts() -> None:
-    """Of Qwen3-30B-A3B, with a number of tokens for each kind of tile."""
-    num_experts, each, width, mlp_width = 128, 8, 2048, 768
+    """Compile for the sizes of Qwen3-30B-A3B, with a number of tokens for each kind of tile."""
+    num_experts = 128
+    each = 8
+    width = 2048
+    mlp_width = 768
     for dtype in (torch.bfloat16, torch.float32):
         gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
         down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
-        many = (
-            [8192] if dtype == torch.bfloat16 else []
-        )  # the largest tiles are not for float32, where they spill
-        for tokens in (1, *(16 * pairs for pairs in gpu.experts._TILES), *many):
-            x, logits = (
-                torch.empty(tokens, width, dtype=dtype),
-                torch.empty(tokens, num_experts, dtype=dtype),
-            )
-            weight, expert = (
-                logits[:, :each].contiguous(),
-                torch.empty(tokens, each, dtype=torch.int32),
-            )
+        nums_of_tokens = [1, *(16 * pairs for pairs in gpu.experts._TILES)]
+        if dtype == torch.bfloat16:  # the largest tile is not for float32, where it spills
+            nums_of_tokens.append(8192)
+        for tokens in nums_of_tokens:
+            x = torch.empty(tokens, width, dtype=dtype)
+            logits = torch.empty(tokens, num_experts, dtype=dtype)
+            weight = logits[:, :each].contiguous()
+            expert = torch.empty(tokens, each, dtype=torch.int32)
             gpu.route(logits, weight, expert, tokens > 1)
             gpu.moe(x, gate_up, down, weight, expert, x)
 
 
 def cuda(source: Path) -> None:
-    """The kernels of a file in CUDA; those that may start before the one before them has ended have to wait for it."""
+    """Compile the kernels of a file in CUDA.
+
+    A kernel that may start before the kernel before it has ended must wait for that one.
+    """
     include = [
         f"-I{source.parent}",
         f"-I{libinfo.find_include_path()}",
@@ -118,17 +124,10 @@ def cuda(source: Path) -> None:
     ]
     may_start_early = "may_start_early()" in source.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "kernels.ptx", Path(folder) / "kernels.cubin"
-        output_of(
-            nvcc(),
-            *native._CUDA_FLAGS,
-            "-arch=sm_90",
-            *include,
-            "--ptx",
-            str(source),
-            "-o",
-            str(ptx),
-        )
+        ptx = Path(folder) / "kernels.ptx"
+        cubin = Path(folder) / "kernels.cubin"
+        flags = [*native._CUDA_FLAGS, "-arch=sm_90", *include]
+        output_of(nvcc(), *flags, "--ptx", str(source), "-o", str(ptx))
         usage = output_of(
             nvcc(), "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
         )
@@ -137,16 +136,20 @@ def cuda(source: Path) -> None:
     for about in usage.split("Compiling entry function '")[1:]:
         symbol = about.partition("'")[0]
         name = re.search(r"::([\w<>]+)\(", output_of("c++filt", symbol))
-        registers, shared = (
-            sum(map(int, re.findall(rf"(\d+) {what}", about)))
-            for what in ("registers", "bytes smem")
-        )
-        spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", about)))
         waits = "waits" if "griddepcontrol.wait" in code[symbol] else "does not wait"
-        print(
-            f"{name[1] if name else symbol}: {size} bytes for all of {source.name}, {registers} registers, "
-            f"{shared} of shared memory, {spilled} spilled of torch.bfloat16, {waits if may_start_early else 'follows'}"
-        )
+        facts = [
+            f"{size} bytes for all of {source.name}",
+            f"{total_of('registers', about)} registers",
+            f"{total_of('bytes smem', about)} of shared memory",
+            f"{total_of('bytes (?:stack|spill)', about)} spilled of torch.bfloat16",
+            waits if may_start_early else "follows",
+        ]
+        print(f"{name[1] if name else symbol}: {', '.join(facts)}")
+
+
+def total_of(unit: str, text: str) -> int:
+    """Add up all numbers in front of the unit."""
+    return sum(map(int, re.findall(rf"(\d+) {unit}", text)))
 
 
 def output_of(*command: str) -> str:

@@ -15,23 +15,17 @@ from minisgl.kernel import cuda_kernels_for, native
 
 STAND_IN = Path(__file__).with_name("cuda_on_cpu")
 OPTIONS = [
-    *(
-        "-std=c++20",
-        "-O2",
-        "-fPIC",
-        "-U_FORTIFY_SOURCE",
-    ),  # which takes threads that are contexts for broken stacks
-    *(
-        "-fno-strict-aliasing",
-        "-fsanitize=undefined",
-        "-fno-sanitize=vptr",
-        "-fsanitize-undefined-trap-on-error",
-    ),
-    *(
-        f"-I{STAND_IN}",
-        f"-I{libinfo.find_include_path()}",
-        f"-I{libinfo.find_dlpack_include_path()}",
-    ),
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-U_FORTIFY_SOURCE",  # it would take threads that are contexts for broken stacks
+    "-fno-strict-aliasing",
+    "-fsanitize=undefined",
+    "-fno-sanitize=vptr",
+    "-fsanitize-undefined-trap-on-error",
+    f"-I{STAND_IN}",
+    f"-I{libinfo.find_include_path()}",
+    f"-I{libinfo.find_dlpack_include_path()}",
 ]
 
 
@@ -42,7 +36,7 @@ def random() -> torch.Generator:
 
 @pytest.fixture(scope="session")
 def cuda_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The functions of csrc/*.cu: of a GPU if there is one, else built for a CPU, with those of control.cpp."""
+    """The functions of csrc/*.cu on a GPU, or else built for a CPU, with those of control.cpp."""
     if torch.cuda.is_available():
         built = cuda_kernels_for(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
         return built or pytest.skip("there is no nvcc")
@@ -50,13 +44,13 @@ def cuda_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     sources = [*Path(native.__file__).with_name("csrc").glob("*.cu"), STAND_IN / "control.cpp"]
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     commands = [
-        ["c++", *OPTIONS, "-x", "c++", "-c", str(it), "-o", o]
-        for it, o in zip(sources, objects, strict=True)
+        ["c++", *OPTIONS, "-x", "c++", "-c", str(source), "-o", made]
+        for source, made in zip(sources, objects, strict=True)
     ]
     compilers = [subprocess.Popen(command) for command in commands]
     assert [compiler.wait() for compiler in compilers] == [0] * len(sources)
-    library, ffi = folder / "cuda_on_cpu.so", Path(libinfo.find_libtvm_ffi()).parent
-    subprocess.run(
-        ["c++", "-shared", *objects, "-o", str(library), f"-L{ffi}", "-ltvm_ffi"], check=True
-    )
-    return tvm_ffi.load_module(str(library))
+    library = str(folder / "cuda_on_cpu.so")
+    ffi_folder = Path(libinfo.find_libtvm_ffi()).parent
+    link = ["c++", "-shared", *objects, "-o", library, f"-L{ffi_folder}", "-ltvm_ffi"]
+    subprocess.run(link, check=True)
+    return tvm_ffi.load_module(library)

@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: the device, the tolerances, random numbers, a repaired interpreter."""
+"""For tests of the Triton kernels: device, tolerances, random numbers, a repaired interpreter."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ patch_tensor = interpreter._patch_lang_tensor
 
 
 def patch_tensor_for_new_numpy(tensor: type, scope: object) -> None:
-    """A loop's bound is an array of one number, which numpy no longer takes for a number."""
+    """Make a tensor of one number a loop's bound; numpy no longer takes its array for a number."""
     patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # type: ignore[attr-defined]
+    to_index = lambda self: self.handle.data.item()  # noqa: E731 - a method
+    scope.set_attr(tensor, "__index__", to_index)  # type: ignore[attr-defined]
 
 
 interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-DOT_DTYPES = (
-    list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]
-)  # the interpreter multiplies no bfloat16
+# The interpreter multiplies no bfloat16.
+DOT_DTYPES = list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]
 
 
 def same(actual: Tensor, expected: Tensor) -> None:

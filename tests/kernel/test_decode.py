@@ -1,4 +1,7 @@
-"""Decodes in ranges of equal length: the CUDA kernels on a GPU if there is one, else their source built for a CPU."""
+"""Decodes in ranges of equal length: CUDA on a GPU, or else the source built for a CPU."""
+
+# Dimensions: B requests of a step, H head width, K kv heads, L positions of a sequence,
+# N query heads, P pages, R rows of the tables, S kv slots, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from torch import Tensor
 from minisgl.kernel import BalancedDecode, attend_decode_reference, decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_ROWS, NOBODY, UNTOUCHED = 48, 0, 77.0
-TILE, LEAST_TILES = 16, 2
+NUM_ROWS = 48
+PADDING_PAGE = 0
+UNTOUCHED = 77.0
+TILE = 16
+LEAST_TILES = 2
 TOLERANCE = {"atol": 6e-3, "rtol": 6e-3}  # weights and results have 8 bits
 MIXED = [1, 15, 16, 17, 300, 31, 2, 33, 160, 32]
 LENGTHS = [[1], [16], [17], [700], [1] * 40, MIXED, [1, 600, 1, 1], [48] * 12, [33] * NUM_ROWS]
@@ -24,7 +30,7 @@ NUM_RANGES = [1, 3, 132]
 
 
 class Step:
-    """Decodes of these lengths over a pool that is not a number wherever none of their contexts lies."""
+    """Decodes of these lengths; slots of the pool that are in none of their contexts hold NaN."""
 
     def __init__(
         self,
@@ -36,59 +42,64 @@ class Step:
         page_size: int = 16,
     ) -> None:
         random = torch.Generator(DEVICE).manual_seed(len(lengths))
-        numbers = lambda *shape: torch.randn(shape, generator=random, device=DEVICE).bfloat16()  # noqa: E731
-        shuffled = lambda num: torch.randperm(num, generator=random, device=DEVICE).int()  # noqa: E731
-        num_heads, num_pages_B = (
-            group * num_kv_heads,
-            [-(-length // page_size) for length in lengths],
-        )
-        self.page_size, self.shape = page_size, (num_heads, num_kv_heads, width)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random, device=DEVICE).bfloat16()
+
+        def shuffled(num: int) -> Tensor:
+            return torch.randperm(num, generator=random, device=DEVICE).int()
+
+        num_heads = group * num_kv_heads
+        num_pages_B = [-(-length // page_size) for length in lengths]
+        self.page_size = page_size
+        self.shape = (num_heads, num_kv_heads, width)
         self.row_B = shuffled(NUM_ROWS)[: len(lengths)]
         self.position_B = torch.tensor(lengths, device=DEVICE).int() - 1
         self.pages_RP = torch.full(
-            (NUM_ROWS, max(num_pages_B) + 1), NOBODY, dtype=torch.int32, device=DEVICE
+            (NUM_ROWS, max(num_pages_B) + 1), PADDING_PAGE, dtype=torch.int32, device=DEVICE
         )
-        pages_X = 1 + shuffled(sum(num_pages_B) + 3)
-        size = (int(pages_X.max()) + 1) * page_size
+        pages_Z = 1 + shuffled(sum(num_pages_B) + 3)
+        size = (int(pages_Z.max()) + 1) * page_size
         self.k_SKH, self.v_SKH = torch.full(
             (2, size, num_kv_heads, width), torch.nan, device=DEVICE
         ).bfloat16()
         self.slots_B = []
         for row, length, pages in zip(
-            self.row_B.tolist(), lengths, pages_X.split([*num_pages_B, 3]), strict=False
+            self.row_B.tolist(), lengths, pages_Z.split([*num_pages_B, 3]), strict=False
         ):
             self.pages_RP[row, : len(pages)] = pages
             slots = pages.long()[:, None] * page_size + torch.arange(page_size, device=DEVICE)
             self.slots_B.append(slots.flatten()[:length])
-        slot_X = torch.cat(self.slots_B)
-        self.k_SKH[slot_X], self.v_SKH[slot_X] = numbers(2, len(slot_X), num_kv_heads, width)
+        slot_Z = torch.cat(self.slots_B)
+        self.k_SKH[slot_Z], self.v_SKH[slot_Z] = numbers(2, len(slot_Z), num_kv_heads, width)
         self.qkv_BNH = 3 * numbers(len(lengths), num_heads + 2 * num_kv_heads, width)
         self.q_BNH = self.qkv_BNH[:, :num_heads]
 
     def decode(self, kernels: Any, num_ranges: int) -> BalancedDecode:
-        """Planned."""
-        own = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
-        own.plan(self.row_B, self.position_B)
-        return own
+        """Make a decode and plan this step."""
+        balanced = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
+        balanced.plan(self.row_B, self.position_B)
+        return balanced
 
-    def attend(self, own: BalancedDecode) -> Tensor:
-        """In the middle of a tensor of which nothing else is written."""
+    def attend(self, balanced: BalancedDecode) -> Tensor:
+        """Attend in the middle of a tensor, and check that nothing else of it is written."""
         num_heads, _, width = self.shape
         o_BNH = torch.full(
             (len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE
         ).bfloat16()
-        own.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1])
-        assert (o_BNH[-1] == UNTOUCHED).all() and (o_BNH[:, -1] == UNTOUCHED).all()
-        assert not own._num_done.any()
+        balanced.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1])
+        assert (o_BNH[-1] == UNTOUCHED).all()
+        assert (o_BNH[:, -1] == UNTOUCHED).all()
+        assert not balanced._num_done.any()
         return o_BNH[:-1, :-1]
 
     def reference(self) -> Tensor:
-        o_BNH, token_B = (
-            torch.empty(self.q_BNH.shape, device=DEVICE),
-            torch.arange(len(self.row_B), device=DEVICE),
-        )
-        where = self.pages_RP, self.page_size, token_B, self.row_B, self.position_B
-        attend_decode_reference(self.q_BNH, self.k_SKH, self.v_SKH, *where, o_BNH)
+        o_BNH = torch.empty(self.q_BNH.shape, device=DEVICE)
+        token_B = torch.arange(len(self.row_B), device=DEVICE)
+        attend_decode_reference(
+            self.q_BNH, self.k_SKH, self.v_SKH, self.pages_RP, self.page_size,
+            token_B, self.row_B, self.position_B, o_BNH,
+        )  # fmt: skip
         return o_BNH
 
 
@@ -98,7 +109,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture
 def blocks(cuda_kernels: Any) -> Iterator[Any]:
-    """Say in which order blocks run, and how many at once."""
+    """A function that sets in which order blocks run, and how many at once."""
     if DEVICE.type == "cuda":
         pytest.skip("a GPU chooses itself")
     yield cuda_kernels.set_blocks
@@ -119,20 +130,20 @@ def test_every_shape(cuda_kernels: Any, page_size: int, width: int, group: int) 
 )
 def test_contexts_are_cut_anywhere(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
     step = Step(lengths)
-    own = step.decode(cuda_kernels, num_ranges)
-    o_BNH = step.attend(own)
+    balanced = step.decode(cuda_kernels, num_ranges)
+    o_BNH = step.attend(balanced)
     same(o_BNH, step.reference())
-    assert torch.equal(step.attend(own), o_BNH)
+    assert torch.equal(step.attend(balanced), o_BNH)
 
 
 def test_a_plan_takes_the_place_of_the_one_before(cuda_kernels: Any) -> None:
     step = Step(MIXED)
-    own = step.decode(cuda_kernels, 5)
-    o_BNH = step.attend(own)
-    own.plan(step.row_B[:1], step.position_B[:1])
-    step.attend(own)
-    own.plan(step.row_B, step.position_B)
-    assert torch.equal(step.attend(own), o_BNH)
+    balanced = step.decode(cuda_kernels, 5)
+    o_BNH = step.attend(balanced)
+    balanced.plan(step.row_B[:1], step.position_B[:1])
+    step.attend(balanced)
+    balanced.plan(step.row_B, step.position_B)
+    assert torch.equal(step.attend(balanced), o_BNH)
 
 
 def test_heads_may_lie_apart(cuda_kernels: Any) -> None:
@@ -145,7 +156,7 @@ def test_heads_may_lie_apart(cuda_kernels: Any) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_may_be_large(cuda_kernels: Any, sign: int) -> None:
-    """All of one sign, and growing or shrinking along the contexts: the weights of earlier tokens nearly vanish."""
+    """All have one sign and grow or shrink along the context, so earlier weights nearly vanish."""
     step = Step([500, 40])
     step.q_BNH.abs_()
     for slots in step.slots_B:
@@ -163,7 +174,7 @@ lengths_and_ranges = {
 @settings(max_examples=30, deadline=None)
 @given(**lengths_and_ranges)
 def test_each_token_counts_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
-    """Queries of zero weigh all alike, and a value says by its dimension which tile it lies in."""
+    """Queries of zero weigh all tokens alike; a value has a one in the dimension of its tile."""
     step = Step(lengths, num_kv_heads=1, group=2)
     step.q_BNH.zero_()
     expected_BNH = torch.zeros(step.q_BNH.shape, device=DEVICE)
@@ -181,12 +192,12 @@ def test_each_token_counts_once(cuda_kernels: Any, lengths: list[int], num_range
 )
 def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
     row_B = torch.randperm(NUM_ROWS)[: len(lengths)].int()
-    own = BalancedDecode(
+    balanced = BalancedDecode(
         cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges
     )
-    own.plan(row_B.to(DEVICE), torch.tensor(lengths, device=DEVICE).int() - 1)
+    balanced.plan(row_B.to(DEVICE), torch.tensor(lengths, device=DEVICE).int() - 1)
 
-    plan = own._plan.cpu()
+    plan = balanced._plan.cpu()
     size, num_tiles = plan[:2].tolist()
     starts = plan[2 : 2 * (num_ranges + 1)].view(-1, 2).tolist()
     requests = plan[4 * (num_ranges // 2 + 1) :].view(-1, 4)[: len(lengths)].tolist()
@@ -204,11 +215,14 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
 def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
     num_requests = 2500
     tiles_B = torch.arange(num_requests) % 7 + 1
-    own = BalancedDecode(
+    balanced = BalancedDecode(
         cuda_kernels, torch.zeros(num_requests, 1, device=DEVICE).int(), 16, (1, 1, 64), 33
     )
-    own.plan(torch.arange(num_requests, device=DEVICE).int(), (tiles_B * TILE - 1).to(DEVICE).int())
-    plan, first_B = own._plan.cpu(), tiles_B.cumsum(0) - tiles_B
+    balanced.plan(
+        torch.arange(num_requests, device=DEVICE).int(), (tiles_B * TILE - 1).to(DEVICE).int()
+    )
+    plan = balanced._plan.cpu()
+    first_B = tiles_B.cumsum(0) - tiles_B
     size, num_tiles = plan[:2].tolist()
     assert num_tiles == tiles_B.sum()
     assert torch.equal(plan[4 * 17 :].view(-1, 4)[:, 0], first_B.int())
@@ -226,13 +240,13 @@ def test_any_block_may_be_the_last(
     cuda_kernels: Any, blocks: Any, lengths: list[int], seed: int, num_together: int
 ) -> None:
     step = Step(lengths, num_kv_heads=4)
-    own = step.decode(cuda_kernels, 24)
-    o_BNH = step.attend(own)
+    balanced = step.decode(cuda_kernels, 24)
+    o_BNH = step.attend(balanced)
     same(o_BNH, step.reference())
-    for splits in (own._split_outputs, own._split_stats):
+    for splits in (balanced._split_outputs, balanced._split_stats):
         splits.fill_(torch.nan)  # else those of the first time would do
     blocks(seed, num_together)
-    assert torch.equal(step.attend(own), o_BNH)
+    assert torch.equal(step.attend(balanced), o_BNH)
 
 
 @pytest.mark.parametrize("num_ranges", [1, 4, 50])
@@ -241,16 +255,16 @@ def test_queries_and_last_tokens_may_come_late(
 ) -> None:
     """The kernel before may still be writing them when this one starts."""
     step = Step(MIXED)
-    expected_BNH, own = step.reference(), step.decode(cuda_kernels, num_ranges)
-    late = [
-        step.qkv_BNH,
-        *(x_SKH[slots[-1]] for slots in step.slots_B for x_SKH in (step.k_SKH, step.v_SKH)),
-    ]
+    expected_BNH = step.reference()
+    balanced = step.decode(cuda_kernels, num_ranges)
+    late = [step.qkv_BNH]
+    for slots in step.slots_B:
+        late += [step.k_SKH[slots[-1]], step.v_SKH[slots[-1]]]
     try:
         for place in late:
             value = place.clone()
             cuda_kernels.arrives_late(place.fill_(torch.nan), value)
-        same(step.attend(own), expected_BNH)
+        same(step.attend(balanced), expected_BNH)
     finally:
         cuda_kernels.forget_late()
 
@@ -278,10 +292,10 @@ def test_only_what_fits_is_taken(
 ) -> None:
     monkeypatch.setattr(decode, "cuda_kernels_for", lambda x: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROCESSORS)
-    own = BalancedDecode.create_if_supported(
+    balanced = BalancedDecode.create_if_supported(
         torch.zeros(2, 3, dtype=torch.int32), page_size, shape, torch.bfloat16
     )
-    assert (own is not None) == fits
+    assert (balanced is not None) == fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -311,19 +325,17 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
         width=width,
         page_size=64,
     )
-    own = BalancedDecode.create_if_supported(step.pages_RP, 64, step.shape, torch.bfloat16)
-    assert own
-    own.plan(step.row_B, step.position_B)
-    same(step.attend(own), step.reference())
-    end_B, o_2BNH = (
-        step.position_B.clone(),
-        torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16(),
-    )
+    balanced = BalancedDecode.create_if_supported(step.pages_RP, 64, step.shape, torch.bfloat16)
+    assert balanced
+    balanced.plan(step.row_B, step.position_B)
+    same(step.attend(balanced), step.reference())
+    end_B = step.position_B.clone()
+    o_2BNH = torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        own.plan(step.row_B, step.position_B)
+        balanced.plan(step.row_B, step.position_B)
         for o_BNH in o_2BNH:
-            own.attend(step.q_BNH, step.k_SKH, step.v_SKH, o_BNH)
+            balanced.attend(step.q_BNH, step.k_SKH, step.v_SKH, o_BNH)
     for missing in (139, 60, 1, 0):
         step.position_B.copy_(end_B - missing)
         graph.replay()

@@ -1,4 +1,6 @@
-"""The filters' border, found by counting: the CUDA kernel on a GPU if there is one, else its source built for a CPU."""
+"""The filters' border, found by counting: CUDA on a GPU, or else the source built for a CPU."""
+
+# Dimensions: B requests of a step, V vocabulary.
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from minisgl.kernel import cuda_kernels_for, filters, lowest_kept, lowest_kept_r
 from minisgl.utils.env import nvcc
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALLEST, LARGEST = 2.0**-15, 4080.0  # of the magnitudes that the kernel tells apart
+# The magnitudes that the kernel distinguishes.
+SMALLEST = 2.0**-15
+LARGEST = 4080.0
 
 
 @pytest.fixture
@@ -26,7 +30,10 @@ def counted(cuda_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def lowest(find: Any, logits_BV: Tensor, *filters_of_all: float) -> Tensor:
-    """The border of each row, as `find` sees it; all rows have the same temperature, top_k, top_p and min_p."""
+    """The border of each row, as `find` computes it.
+
+    All rows have these filters: temperature, top_k, top_p and min_p.
+    """
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
     columns = [
         torch.full(logits_BV.shape[:1], x, dtype=dtype, device=DEVICE)
@@ -41,7 +48,7 @@ def lowest(find: Any, logits_BV: Tensor, *filters_of_all: float) -> Tensor:
 def by_definition(
     logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
 ) -> Tensor:
-    """In float64, over all ranks."""
+    """The border, in float64 and over all ranks."""
     sorted_BV = logits_BV.double().sort(dim=1, descending=True).values
     rank_V = torch.arange(logits_BV.shape[1], device=DEVICE)
     score_BV = (sorted_BV - sorted_BV[:, :1]) / temperature_B.double()[:, None]
@@ -55,16 +62,20 @@ def by_definition(
 def same_tokens_are_kept(
     find: Any, logits_BV: Tensor, temperature: float, k: int, p: float, min_p: float
 ) -> None:
-    """As by definition; a sum of float32 may see a share that is all but top_p on either side of it."""
+    """Check that `find` keeps the tokens that the definition keeps.
+
+    A sum of float32 may put a mass that nearly equals top_p on either side of it.
+    """
     result_B = lowest(find, logits_BV, temperature, k, p, min_p)
     kept_B = (logits_BV.float() >= result_B[:, None]).sum(dim=1)
-    told_apart_BV = logits_BV.float().masked_fill(logits_BV.abs() < SMALLEST, 0.0)
-    most_B, fewest_B = (
-        (
-            told_apart_BV >= lowest(by_definition, told_apart_BV, temperature, k, q, min_p)[:, None]
-        ).sum(dim=1)
-        for q in (min(p * (1 + 1e-5), 1.0), p * (1 - 1e-5) if p < 1 else p)
-    )
+    seen_BV = logits_BV.float().masked_fill(logits_BV.abs() < SMALLEST, 0.0)
+
+    def num_kept_by_definition(top_p: float) -> Tensor:
+        border_B = lowest(by_definition, seen_BV, temperature, k, top_p, min_p)
+        return (seen_BV >= border_B[:, None]).sum(dim=1)
+
+    most_B = num_kept_by_definition(min(p * (1 + 1e-5), 1.0))
+    fewest_B = num_kept_by_definition(p * (1 - 1e-5) if p < 1 else p)
     assert (kept_B >= fewest_B).all(), (kept_B, fewest_B)
     assert (kept_B <= most_B).all(), (kept_B, most_B)
 
@@ -167,7 +178,8 @@ def test_infinite_logits(counted: Any, top_p: float) -> None:
 def test_not_a_number_is_survived(counted: Any) -> None:
     logits_BV = numbers(3, 100, 1.0)
     logits_BV[0] = math.nan
-    logits_BV[1, 3], logits_BV[2, 3] = math.nan, -math.nan
+    logits_BV[1, 3] = math.nan
+    logits_BV[2, 3] = -math.nan
     assert not lowest(counted, logits_BV, 1.0, 5, 0.9, 0.1).isnan().any()
 
 

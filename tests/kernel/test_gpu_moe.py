@@ -1,5 +1,8 @@
 """The Triton kernels of a mixture of experts against the references."""
 
+# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
+# J pairs of a token and an expert it chose, T tokens of a step, U both halves of a gated mlp: 2 F.
+
 from __future__ import annotations
 
 import pytest
@@ -19,9 +22,8 @@ FEW = 4  # tokens whose experts are not listed
 def distinct_logits(
     random: torch.Generator, tokens: int, num_experts: int, dtype: torch.dtype
 ) -> Tensor:
-    return (
-        torch.rand(tokens, num_experts, generator=random, device=DEVICE).argsort(dim=1) / 16
-    ).to(dtype)
+    rank_TE = torch.rand(tokens, num_experts, generator=random, device=DEVICE).argsort(dim=1)
+    return (rank_TE / 16).to(dtype)
 
 
 def routed(logits_TE: Tensor, each: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -74,18 +76,18 @@ def test_each_expert_lists_its_pairs_in_order(
         max(1, num_experts - 2), (tokens, each), generator=random, device=DEVICE
     )
     for dtype in (torch.int32, torch.int64):
-        pair_EP, count_E = gpu.list_pairs(expert_TA.to(dtype), num_experts)
+        pair_EJ, count_E = gpu.list_pairs(expert_TA.to(dtype), num_experts)
         for expert, count in enumerate(count_E.tolist()):
             assert torch.equal(
-                pair_EP[expert, :count], (expert_TA.flatten() == expert).nonzero().flatten().int()
+                pair_EJ[expert, :count], (expert_TA.flatten() == expert).nonzero().flatten().int()
             )
 
 
 def experts(
     random: torch.Generator, num: int, width: int, mlp_width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    gate_up_EXD = numbers(random, num, 2 * mlp_width, width, dtype=dtype) / width**0.5
-    return gate_up_EXD, numbers(random, num, width, mlp_width, dtype=dtype) / mlp_width**0.5
+    gate_up_EUD = numbers(random, num, 2 * mlp_width, width, dtype=dtype) / width**0.5
+    return gate_up_EUD, numbers(random, num, width, mlp_width, dtype=dtype) / mlp_width**0.5
 
 
 def check(
@@ -138,20 +140,19 @@ def test_rows_longer_than_a_block(
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize(("tokens", "num_experts"), [(1, 40), (9, 40), (300, 40), (300, 4)])
-def test_experts_that_everybody_or_nobody_chose(
+def test_experts_that_all_tokens_or_none_chose(
     random: torch.Generator, tokens: int, num_experts: int, dtype: torch.dtype
 ) -> None:
-    gate_up_EXD, down_EDF = experts(random, num_experts, 70, 5, dtype)
+    gate_up_EUD, down_EDF = experts(random, num_experts, 70, 5, dtype)
     expert_TA = torch.tensor([num_experts - 1, 0], device=DEVICE).repeat(tokens, 1)
     expert_TA[1:7, 1] = 2
     unused = torch.ones(num_experts, dtype=torch.bool, device=DEVICE)
     unused[expert_TA.flatten()] = False
-    gate_up_EXD[unused], down_EDF[unused] = torch.nan, torch.nan
-    x_TD, weight_TA = (
-        numbers(random, tokens, 70, dtype=dtype),
-        numbers(random, tokens, 2, dtype=dtype),
-    )
-    check(x_TD, (gate_up_EXD, down_EDF), weight_TA, expert_TA)
+    gate_up_EUD[unused] = torch.nan
+    down_EDF[unused] = torch.nan
+    x_TD = numbers(random, tokens, 70, dtype=dtype)
+    weight_TA = numbers(random, tokens, 2, dtype=dtype)
+    check(x_TD, (gate_up_EUD, down_EDF), weight_TA, expert_TA)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
@@ -161,10 +162,8 @@ def test_experts_of_real_widths_in_a_graph(
     random: torch.Generator, tokens: int, dtype: torch.dtype
 ) -> None:
     weights = experts(random, 128, 2048, 768, dtype)
-    x_TD, logits_TE = (
-        numbers(random, tokens, 2048, dtype=dtype),
-        distinct_logits(random, tokens, 128, dtype),
-    )
+    x_TD = numbers(random, tokens, 2048, dtype=dtype)
+    logits_TE = distinct_logits(random, tokens, 128, dtype)
     y_TD = moe(x_TD, *weights, *route(logits_TE, 8, True))  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -181,8 +180,9 @@ def test_a_cpu_takes_the_references(
     monkeypatch: pytest.MonkeyPatch, random: torch.Generator
 ) -> None:
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: object())
-    logits_TE, weights = torch.randn(3, 5), experts(random, 5, 8, 4, torch.float32)
+    logits_TE = torch.randn(3, 5)
+    weights = tuple(w.cpu() for w in experts(random, 5, 8, 4, torch.float32))
     routes = route(logits_TE, 2, True)
-    x_TD, weights = torch.randn(3, 8), tuple(w.cpu() for w in weights)
+    x_TD = torch.randn(3, 8)
     assert torch.equal(moe(x_TD, *weights, *routes), moe_reference(x_TD, *weights, *routes))
     assert torch.equal(routes[0], route_reference(logits_TE, 2, True)[0])

@@ -1,4 +1,4 @@
-"""CpuLinear against float64, whichever way it multiplies."""
+"""CpuLinear against float64, whichever kernel it chooses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from minisgl.kernel import CpuLinear
 
-INPUTS, OUTPUTS = 96, 40
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 2.0**-7,
-}  # relative to the sum of absolute products
+# Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+
+INPUTS = 96
+OUTPUTS = 40
+# Relative to the sum of absolute products.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
 @pytest.fixture
@@ -31,26 +32,26 @@ def test_cpu_linear_equals_float64(
     dtype: torch.dtype, pack: bool, bias: bool, num_tokens: int
 ) -> None:
     random = torch.Generator().manual_seed(num_tokens)
-    weight_FD = torch.randn(OUTPUTS, INPUTS, generator=random).to(dtype)
-    bias_F = torch.randn(OUTPUTS, generator=random).to(dtype) if bias else None
-    x_TD = torch.randn(num_tokens, INPUTS, generator=random).to(dtype)
+    weight_OI = torch.randn(OUTPUTS, INPUTS, generator=random).to(dtype)
+    bias_O = torch.randn(OUTPUTS, generator=random).to(dtype) if bias else None
+    x_TI = torch.randn(num_tokens, INPUTS, generator=random).to(dtype)
 
-    y_TF = CpuLinear(weight_FD, pack=pack)(x_TD, bias_F)
+    y_TO = CpuLinear(weight_OI, pack=pack)(x_TI, bias_O)
 
-    offset = bias_F.double() if bias_F is not None else 0.0
-    expected = x_TD.double() @ weight_FD.double().T + offset
-    size = x_TD.double().abs() @ weight_FD.double().abs().T + abs(offset)
-    assert y_TF.dtype == dtype
-    assert y_TF.shape == expected.shape
-    assert ((y_TF.double() - expected).abs() <= TOLERANCE[dtype] * size).all()
+    offset = bias_O.double() if bias_O is not None else 0.0
+    expected = x_TI.double() @ weight_OI.double().T + offset
+    size = x_TI.double().abs() @ weight_OI.double().abs().T + abs(offset)
+    assert y_TO.dtype == dtype
+    assert y_TO.shape == expected.shape
+    assert ((y_TO.double() - expected).abs() <= TOLERANCE[dtype] * size).all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_view_with_strides_is_multiplied_like_a_copy(num_tokens: int) -> None:
     random = torch.Generator().manual_seed(0)
     linear = CpuLinear(torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16(), pack=True)
-    x_TD = torch.randn(num_tokens, 2 * INPUTS, generator=random).bfloat16()[:, ::2]
-    assert torch.equal(linear(x_TD, None), linear(x_TD.contiguous(), None))
+    x_TI = torch.randn(num_tokens, 2 * INPUTS, generator=random).bfloat16()[:, ::2]
+    assert torch.equal(linear(x_TI, None), linear(x_TI.contiguous(), None))
 
 
 @pytest.mark.usefixtures("mkldnn_enabled")

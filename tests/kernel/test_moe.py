@@ -8,20 +8,24 @@ from torch import Tensor
 
 from minisgl.kernel import moe_reference
 
-WIDTH, MLP_WIDTH = 12, 10
+# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
+# T tokens of a step, U both halves of a gated mlp: 2 F.
+
+WIDTH = 12
+MLP_WIDTH = 10
 
 
 def loop(
-    x_TD: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
+    x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """In float64, token by token."""
+    """Sum in float64, token by token and expert by expert."""
     out_TD = torch.zeros_like(x_TD, dtype=torch.float64)
     for token, x_D in enumerate(x_TD.double()):
         for weight, expert in zip(
             weight_TA[token].tolist(), expert_TA[token].tolist(), strict=True
         ):
-            gate_F = gate_up_EXD[expert, :MLP_WIDTH].double() @ x_D
-            up_F = gate_up_EXD[expert, MLP_WIDTH:].double() @ x_D
+            gate_F = gate_up_EUD[expert, :MLP_WIDTH].double() @ x_D
+            up_F = gate_up_EUD[expert, MLP_WIDTH:].double() @ x_D
             out_TD[token] += weight * (
                 down_EDF[expert].double() @ (gate_F / (1 + torch.exp(-gate_F)) * up_F)
             )
@@ -33,22 +37,23 @@ def loop(
 def test_moe_reference_equals_a_loop(num_tokens: int, num_experts: int, each: int) -> None:
     random = torch.Generator().manual_seed(num_tokens)
     x_TD = torch.randn(num_tokens, WIDTH, generator=random)
-    gate_up_EXD = torch.randn(num_experts, 2 * MLP_WIDTH, WIDTH, generator=random)
+    gate_up_EUD = torch.randn(num_experts, 2 * MLP_WIDTH, WIDTH, generator=random)
     down_EDF = torch.randn(num_experts, WIDTH, MLP_WIDTH, generator=random)
     weight_TA, expert_TA = torch.rand(num_tokens, num_experts, generator=random).topk(each)
 
-    out_TD = moe_reference(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA)
+    out_TD = moe_reference(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA)
 
     assert out_TD.dtype == torch.float32
-    expected = loop(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA)
+    expected = loop(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA)
     torch.testing.assert_close(out_TD.double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_experts_that_no_token_chose_are_not_read() -> None:
-    gate_up_EXD = torch.full((3, 2 * MLP_WIDTH, WIDTH), torch.nan)
+    gate_up_EUD = torch.full((3, 2 * MLP_WIDTH, WIDTH), torch.nan)
     down_EDF = torch.full((3, WIDTH, MLP_WIDTH), torch.nan)
-    gate_up_EXD[1], down_EDF[1] = 1.0, 1.0
+    gate_up_EUD[1] = 1.0
+    down_EDF[1] = 1.0
     out_TD = moe_reference(
-        torch.ones(2, WIDTH), gate_up_EXD, down_EDF, torch.ones(2, 1), torch.ones(2, 1).long()
+        torch.ones(2, WIDTH), gate_up_EUD, down_EDF, torch.ones(2, 1), torch.ones(2, 1).long()
     )
     assert torch.isfinite(out_TD).all()

@@ -37,7 +37,7 @@ def random() -> torch.Generator:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """What the compiled kernel and what the reference makes of the same input."""
+    """The results of the compiled kernel and of the reference for one input."""
     assert native.load_cpu_kernels() is not None
     compiled = call()
     with monkeypatch.context() as patch:
@@ -112,17 +112,14 @@ def test_heads_are_normed_turned_and_stored(
     slot_T = torch.randperm(500, generator=random)[:tokens]
 
     def call() -> Tensor:
-        pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(
-            1, 2
-        )  # head first, as the pool has it
+        # Head first, as the pool of a CPU has it.
+        pools = torch.zeros(2, 2, 500, width, dtype=dtype).transpose(1, 2)
         norms = HeadNorms(weights[0], weights[1], 1e-5) if has_norms else None
-        mine = qkv.clone()
-        rotate_and_store(mine, norms, rotation, slot_T, pools[0], pools[1])
-        return torch.cat((mine.flatten(), pools.flatten()))
+        rotated = qkv.clone()
+        rotate_and_store(rotated, norms, rotation, slot_T, pools[0], pools[1])
+        return torch.cat((rotated.flatten(), pools.flatten()))
 
-    tolerance = {torch.float32: 2e-5, torch.bfloat16: 6e-2}[
-        dtype
-    ]  # torch rounds after every operator
+    tolerance = 2e-5 if dtype == torch.float32 else 6e-2  # torch rounds after every operator
     compiled, reference = both(monkeypatch, call)
     torch.testing.assert_close(compiled, reference, atol=tolerance, rtol=tolerance)
 
@@ -137,15 +134,14 @@ def test_decodes(
     group: int,
     dtype: torch.dtype,
 ) -> None:
-    page_size, num_kv_heads = 4, 2
+    page_size = 4
+    num_kv_heads = 2
     pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
     page_table = torch.randperm(100, generator=random).int().view(4, 25)
     q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
-    token, row, position = (
-        torch.tensor([8, 0, 3]),
-        torch.tensor([2, 0, 3]),
-        torch.tensor([0, 98, 41]),
-    )
+    token = torch.tensor([8, 0, 3])
+    row = torch.tensor([2, 0, 3])
+    position = torch.tensor([0, 98, 41])
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
@@ -168,9 +164,9 @@ def test_causal_softmax(
     score = (torch.randn(2, 3 * length, start + length, generator=random) * 30).to(dtype)
 
     def call() -> Tensor:
-        mine = score.clone()
-        causal_softmax(mine, start, length, 0.3)
-        return mine
+        weight = score.clone()
+        causal_softmax(weight, start, length, 0.3)
+        return weight
 
     same(both(monkeypatch, call), dtype)
     visible = call().unflatten(1, (3, length)) > 0
@@ -192,7 +188,7 @@ def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
         (partial(native.load_cuda_kernels.__wrapped__, 9, 0), "nvcc"),
     ],
 )
-def test_without_a_compiler_the_reference_is_used_and_it_is_said_why(
+def test_without_a_compiler_the_reference_is_used_and_a_warning_names_the_compiler(
     load: Callable[[], object],
     compiler: str,
     monkeypatch: pytest.MonkeyPatch,

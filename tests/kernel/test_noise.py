@@ -27,14 +27,17 @@ def lowbias32(x: int) -> int:
 
 
 def one_by_one(seed: int, position: int, token: int) -> float:
-    """The same function, written with Python's integers and floats."""
+    """The noise of one token, written with Python's integers and floats."""
     key = lowbias32(seed & MASK ^ lowbias32(seed >> 32 & MASK ^ lowbias32(position)))
     bits = lowbias32(lowbias32(token ^ key) ^ key)
     return -math.log(-math.log((bits + 0.5) / 2**32))
 
 
 def uniform(noise_V: Tensor) -> Tensor:
-    """The number in (0, 1) that was made Gumbel; rounding bends it little, while noise in the tails is bent much."""
+    """The number in (0, 1) that was made Gumbel.
+
+    Rounding changes this number little, while it changes noise in the tails much.
+    """
     return torch.exp(-torch.exp(-noise_V.double()))
 
 
@@ -78,10 +81,10 @@ def test_noise_has_the_quantiles_of_a_gumbel_distribution(quantile: float) -> No
 @pytest.mark.parametrize("vary", ["seed", "seed's high half", "position"])
 def test_neighbouring_requests_have_unrelated_noise(vary: str) -> None:
     steps = torch.arange(64)
-    seed_B = {"seed": steps, "seed's high half": steps << 32, "position": torch.zeros_like(steps)}[
-        vary
-    ]
-    position_B = steps if vary == "position" else torch.zeros_like(steps)
+    zeros = torch.zeros_like(steps)
+    seeds = {"seed": steps, "seed's high half": steps << 32, "position": zeros}
+    seed_B = seeds[vary]
+    position_B = steps if vary == "position" else zeros
     noise_BV = gumbel_noise(seed_B, position_B, 4096).double()
     correlation_BB = torch.corrcoef(noise_BV) - torch.eye(64)
     assert correlation_BB.abs().max() < 6 / math.sqrt(4096)
@@ -94,7 +97,8 @@ def test_neighbouring_tokens_have_unrelated_noise() -> None:
 
 
 def test_noise_of_a_request_is_the_same_in_any_batch_and_any_vocabulary() -> None:
-    seed_B, position_B = torch.tensor([5, 9, -3]), torch.tensor([2, 2, 40])
+    seed_B = torch.tensor([5, 9, -3])
+    position_B = torch.tensor([2, 2, 40])
     together = gumbel_noise(seed_B, position_B, 1000)
     alone = torch.stack(
         [noise(int(s), int(p), 1000) for s, p in zip(seed_B, position_B, strict=True)]
@@ -104,14 +108,17 @@ def test_noise_of_a_request_is_the_same_in_any_batch_and_any_vocabulary() -> Non
 
 
 def test_noise_leaves_its_arguments_alone() -> None:
-    seed_B, position_B = torch.tensor([2**40 + 3]), torch.tensor([17])
+    seed_B = torch.tensor([2**40 + 3])
+    position_B = torch.tensor([17])
     gumbel_noise(seed_B, position_B, 10)
     assert (seed_B.item(), position_B.item()) == (2**40 + 3, 17)
 
 
 def test_noise_is_finite_even_where_the_hash_is_all_ones() -> None:
     """Infinite noise would choose its token whatever the logits say."""
-    seed, position, token = 64, 7, 9096  # whose highest 24 bits are ones
+    seed = 64
+    position = 7
+    token = 9096  # with this seed and position, the highest 24 bits of its hash are ones
     assert one_by_one(seed, position, token) > 16
     assert torch.isfinite(noise(seed, position, token + 1)).all()
 

@@ -27,7 +27,8 @@ def by_formula(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def test_rms_norm_equals_its_formula(
     size: float, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    x, weight_D = (numbers(*shape) * size).to(dtype), numbers(shape[-1], seed=1).to(dtype)
+    x = (numbers(*shape) * size).to(dtype)
+    weight_D = numbers(shape[-1], seed=1).to(dtype)
     normed = rms_norm(x, weight_D, EPS)
     assert normed.dtype == dtype
     torch.testing.assert_close(
@@ -37,14 +38,16 @@ def test_rms_norm_equals_its_formula(
 
 @pytest.mark.parametrize("mean", [1.0, 100.0])
 def test_a_mean_is_not_taken_away(mean: float) -> None:
-    x, weight_D = numbers(4, 32) + mean, torch.ones(32)
+    x = numbers(4, 32) + mean
+    weight_D = torch.ones(32)
     torch.testing.assert_close(
         rms_norm(x, weight_D, EPS).double(), by_formula(x, weight_D, EPS), atol=1e-5, rtol=0
     )
 
 
 def test_epsilon_counts() -> None:
-    x, weight_D = numbers(4, 32), torch.ones(32)
+    x = numbers(4, 32)
+    weight_D = torch.ones(32)
     torch.testing.assert_close(
         rms_norm(x, weight_D, 2.0).double(), by_formula(x, weight_D, 2.0), atol=1e-5, rtol=0
     )
@@ -66,7 +69,8 @@ def test_one_outlier_leaves_the_other_rows_alone() -> None:
 
 
 def test_rows_that_lie_apart_are_normed_like_a_copy_and_left_alone() -> None:
-    x, weight_D = numbers(5, 48), numbers(16, seed=1)
+    x = numbers(5, 48)
+    weight_D = numbers(16, seed=1)
     before = x.clone()
     rows = x[:, 16:32]
     assert torch.equal(rms_norm(rows, weight_D, EPS), rms_norm(rows.contiguous(), weight_D, EPS))

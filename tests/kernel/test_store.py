@@ -9,7 +9,12 @@ from torch import Tensor
 from minisgl.errors import KernelInputError
 from minisgl.kernel import store_kv
 
-SLOTS, HEADS, WIDTH = 33, 2, 8
+# Dimensions: H head width, K kv heads, M all heads of a token: N + 2 K, S kv slots,
+# T tokens of a step.
+
+SLOTS = 33
+HEADS = 2
+WIDTH = 8
 EMPTY = -7.0
 
 

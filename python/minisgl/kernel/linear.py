@@ -58,7 +58,7 @@ class CpuLinear:
         return y_TO
 
     def _one_token(self, x_1I: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Compute with torch's own kernel; the switch that turns oneDNN off is the process's."""
+        """Compute with torch's own kernel: meanwhile oneDNN is off for the whole process."""
         was_enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:

@@ -1,7 +1,7 @@
 """Bans tokens by grammar masks."""
 
 # Dimensions: B requests of a step, V vocabulary, W words of 32 bits,
-# X a selection out of another dimension: the requests that have a mask.
+# X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def mask_logits(logits_BV: Tensor, mask_B: Tensor, bits_XW: Tensor) -> None:
 
     Args:
         mask_B: int32, which mask applies to a row; -1: none.
-        bits_XW: int32, W = ceil(V / 32); bit v % 32 of word v // 32 is set if token v may stay.
-            It may lie in pinned host memory, which a GPU reads.
+        bits_XW: int32, X masks of W = ceil(V / 32) words. Bit v % 32 of word v // 32 is set if
+            token v may stay. The masks may lie in pinned host memory, which a GPU reads.
     """
     kernels = kernels_for(logits_BV)
     if kernels is None:

@@ -7,7 +7,7 @@ Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
 # Dimensions: B requests of a step, V vocabulary,
-# X a selection out of another dimension: the requests that are not greedy.
+# X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def choose_tokens(
         )
         return token_B
     token_B = logits_BV.argmax(dim=-1)
-    index_X = temperature_B.nonzero().flatten()
+    index_X = temperature_B.nonzero().flatten()  # the requests that are not greedy
     if len(index_X):
         score_XV = logits_BV[index_X].float()
         if lowest_B is not None:

@@ -1,6 +1,6 @@
 """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
-# Dimensions: D model width, or whatever width is normed, T tokens of a step.
+# Dimensions: D model width, T tokens of a step.
 
 from __future__ import annotations
 

@@ -6,13 +6,15 @@
 
 using tvm::ffi::TensorView;
 
-// Sets how many blocks run at once. They run in order if the seed is 0, else in an order that it draws, with threads that fall behind.
+// Sets how many blocks run at once. They run in order if the seed is 0, else in an order that it
+// draws, with threads that fall behind.
 void set_blocks(int64_t seed, int64_t num_together) {
   cuda_on_cpu::seed = static_cast<uint64_t>(seed);
   cuda_on_cpu::num_together = static_cast<size_t>(num_together);
 }
 
-// Makes the contiguous `place` hold `value` only when a block has waited for its inputs, until `forget_late`.
+// Makes the contiguous `place` hold `value` only when a block has waited for its inputs, until
+// `forget_late`.
 void arrives_late(TensorView place, TensorView value) {
   size_t num_bytes = static_cast<size_t>(place.numel()) * place.dtype().bits / 8;
   auto to = static_cast<char*>(place.data_ptr()), from = static_cast<char*>(value.data_ptr());

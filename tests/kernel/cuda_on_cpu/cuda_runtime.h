@@ -1,9 +1,10 @@
-// Stands in for CUDA's header of this name, so that a C++ compiler makes csrc/*.cu a program of a CPU.
+// Stands in for CUDA's header of this name, so that a C++ compiler builds csrc/*.cu for a CPU.
 //
-// One thread runs at a time, up to the next point where it meets others: its block, or, at the functions of warps, its
-// warp. Who is first changes from one turn to the next, and so does the direction, which shows a meeting that is missing.
-// A launch fails if threads that have to meet come to different points. Blocks run one after the other, or as
-// control.cpp is told.
+// One thread runs at a time, up to the next point where it waits for others: for its block, or, at
+// the functions of warps, for its warp. The first thread and the direction change from one turn to
+// the next, which reveals a missing synchronisation. A launch fails if threads that have to wait
+// for each other stop at different points. Blocks run one after the other, or as control.cpp sets
+// it.
 
 #pragma once
 
@@ -63,7 +64,8 @@ inline void __threadfence() {}
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   uint64_t bytes = low | uint64_t(high) << 32;
   uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  for (int i = 0; i < 4; ++i)
+    result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
 
@@ -90,12 +92,14 @@ inline jmp_buf scheduler;
 inline void (*body)(void*);
 inline void* body_argument;
 
-// How blocks run: so many of them at once; if there is a seed, in any order, and threads fall behind now and then.
+// How many blocks run at once. With a seed they run in any order, and threads sometimes fall
+// behind.
 inline uint64_t seed = 0;
 inline size_t num_together = 1;
 inline std::mt19937_64 random;
 
-// Inputs that the kernel before still writes: they have their value once somebody of a block has waited for it.
+// Inputs that the kernel before still writes: they hold their value once a thread of a block has
+// waited for that kernel.
 struct LateInput {
   char* place;
   std::vector<char> value, before;
@@ -113,7 +117,8 @@ inline void run_thread() {
   _longjmp(scheduler, 1);
 }
 
-// Contexts are only begun as such: to change them takes a call of the operating system, a jump takes none.
+// Contexts are used to begin threads only: changing them takes a system call, and a jump takes
+// none.
 [[gnu::noinline]] inline void resume(Thread& thread) {
   current = &thread;
   blockIdx.x = thread.block;
@@ -181,7 +186,8 @@ inline void run_blocks(const unsigned* blocks, size_t num_blocks, unsigned block
     any_runs |= release_some(block_size);
   }
   for (const Thread& thread : threads)
-    if (thread.at != Point::end) throw std::runtime_error("threads that have to meet are at different points");
+    if (thread.at != Point::end)
+      throw std::runtime_error("threads that have to meet are at different points");
 }
 
 inline void run_grid(unsigned num_blocks, unsigned block_size) {
@@ -193,14 +199,17 @@ inline void run_grid(unsigned num_blocks, unsigned block_size) {
     run_blocks(&blocks[i], std::min(num_together, num_blocks - i), block_size);
 }
 
-// What `read` makes of the values of this thread's warp: it gets a function from a lane to that lane's value.
+// Calls `read` on the values of this thread's warp, with a function from a lane to that lane's
+// value.
 template <class T, class Read>
 auto with_warp(Point at, const T& mine, Read read) {
   static_assert(sizeof mine <= sizeof current->offer);
   std::memcpy(current->offer, &mine, sizeof mine);
   meet(at);
   const Thread* warp = current - threadIdx.x % kWarp;
-  auto result = read([&](unsigned lane) -> const T& { return reinterpret_cast<const T&>(warp[lane].offer); });
+  auto result = read([&](unsigned lane) -> const T& {
+    return reinterpret_cast<const T&>(warp[lane].offer);
+  });
   meet(at);
   return result;
 }
@@ -256,7 +265,8 @@ struct cudaLaunchConfig_t {
 };
 
 template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments... arguments) {
   auto call = [&] { kernel(arguments...); };
   cuda_on_cpu::body_argument = &call;
   cuda_on_cpu::body = [](void* x) { (*static_cast<decltype(call)*>(x))(); };

@@ -6,14 +6,15 @@
 
 inline float of_bfloat16(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
-// To the nearest, of two equally near ones to the even.
+// Rounds to the nearest, and a tie to the even one.
 inline uint32_t to_bfloat16(float x) {
   uint32_t bits = std::bit_cast<uint32_t>(x);
   return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// The thread of row g = lane / 4 and column c = lane % 4 has of a the rows g and g + 8, of b the column g, and of both the
-// numbers 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of 16; of the sum it has the rows g and g + 8, and the columns 2 c and 2 c + 1.
+// The thread of row g = lane / 4 and column c = lane % 4 holds rows g and g + 8 of a, and column g
+// of b. From both it holds the numbers 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of 16. From the sum it
+// holds rows g and g + 8, and columns 2 c and 2 c + 1.
 inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
   struct Words {
     uint32_t a[4], b[2];
@@ -30,7 +31,8 @@ inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
     }
     return true;
   };
-  cuda_on_cpu::with_warp(cuda_on_cpu::Point::product, Words{{a.x, a.y, a.z, a.w}, {b.x, b.y}}, read);
+  Words words{{a.x, a.y, a.z, a.w}, {b.x, b.y}};
+  cuda_on_cpu::with_warp(cuda_on_cpu::Point::product, words, read);
 }
 
 inline uint32_t pack(float low, float high) { return to_bfloat16(low) | to_bfloat16(high) << 16; }

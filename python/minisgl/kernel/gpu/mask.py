@@ -4,7 +4,7 @@ Masks may lie in pinned host memory, from which few large reads are faster than 
 """
 
 # Dimensions: B requests of a step, V vocabulary, W words of 32 bits,
-# X a selection out of another dimension: the requests that have a mask.
+# X a selection out of another dimension.
 
 from __future__ import annotations
 
