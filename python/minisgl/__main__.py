@@ -6,9 +6,8 @@ import sys
 
 
 def main() -> None:
-    from minisgl.server import (
-        launch_server,
-    )  # here: every worker that is started imports this file, and no server
+    # Imported here: every worker imports this file, and no worker needs the server.
+    from minisgl.server import launch_server
 
     sys.exit(launch_server())
 

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
-from minisgl.checkpoint.gguf import GGUFFile, unpack
+from minisgl.checkpoint.gguf import GGUFFile, write_hf_folder
 from minisgl.errors import CheckpointError
 from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
 from minisgl.models.weight import GGUFCheckpoint
@@ -176,7 +176,7 @@ def test_a_rank_dequantizes_the_rows_of_its_part_only(
 
 def config_of(path: Path, folder: Path) -> ModelConfig:
     """As it is read from the folder that the file unpacks to."""
-    unpack(path, folder)
+    write_hf_folder(path, folder)
     return ModelConfig.from_folder(folder)
 
 
@@ -306,7 +306,7 @@ def test_the_unpacked_folder_has_the_weights_and_the_tokenizer(
 ) -> None:
     from transformers import AutoTokenizer
 
-    unpack(written("llama"), tmp_path)
+    write_hf_folder(written("llama"), tmp_path)
     assert isinstance(open_checkpoint(tmp_path, torch.float32, CPU), GGUFCheckpoint)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "The quick brown fox, 世界!"
@@ -403,7 +403,9 @@ def test_a_file_without_an_embedding_is_an_error_of_the_checkpoint(
     weights = saved_weights(checkpoint("llama"))
     del weights["model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
-        unpack(write_gguf(tmp_path / "one.gguf", tiny_model("llama"), weights), tmp_path / "out")
+        write_hf_folder(
+            write_gguf(tmp_path / "one.gguf", tiny_model("llama"), weights), tmp_path / "out"
+        )
 
 
 def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
@@ -413,7 +415,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_an_error_of_the_checkpoint(
         tmp_path, checkpoint, {"tokenizer.ggml.tokens": None, "tokenizer.ggml.model": "martian"}
     )
     with pytest.raises(CheckpointError, match=r"the tokenizer of .*one\.gguf cannot be converted"):
-        unpack(path, tmp_path / "out")
+        write_hf_folder(path, tmp_path / "out")
 
 
 def test_the_context_is_that_of_the_file(written: Callable[..., Path]) -> None:

@@ -27,12 +27,12 @@ class Alone(SingleCommunicator):
         self.info = DistributedInfo(rank, size)
 
 
-def in_group(size: int, meeting: Path, work: Callable[[DistributedCommunicator], T]) -> list[T]:
+def in_group(size: int, rendezvous: Path, work: Callable[[DistributedCommunicator], T]) -> list[T]:
     """What `work` returns on each rank; the ranks are threads."""
 
     def join(rank: int) -> T:
         comm = create_communicator(
-            DistributedInfo(rank, size), torch.device("cpu"), meeting, timeout_s=60
+            DistributedInfo(rank, size), torch.device("cpu"), rendezvous, timeout_s=60
         )
         try:
             return work(comm)

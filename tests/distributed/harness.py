@@ -113,7 +113,7 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
     folder.mkdir(exist_ok=True, parents=True)
     config = config_of(job.model, tp=info.size, **job.options)
     inbox = _inbox(info, job, folder)
-    engine = WatchedEngine(config, info, folder / "meeting")
+    engine = WatchedEngine(config, info, folder / "rendezvous")
     outbox = MemoryOutbox()
     Scheduler(config, engine, inbox, outbox).run()
     engine.close()

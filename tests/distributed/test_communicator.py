@@ -27,7 +27,7 @@ def test_all_reduce_adds_up_in_place(size: int, tmp_path: Path) -> None:
         return x
 
     expected = sum(numbers(rank, 3, 4) for rank in range(size))
-    for x in in_group(size, tmp_path / "meeting", work):
+    for x in in_group(size, tmp_path / "rendezvous", work):
         torch.testing.assert_close(x, expected)
 
 
@@ -38,7 +38,7 @@ def test_all_reduce_min_takes_the_least_in_place(size: int, tmp_path: Path) -> N
         assert comm.all_reduce_min(x) is x
         return int(x)
 
-    assert in_group(size, tmp_path / "meeting", work) == [101 - size] * size
+    assert in_group(size, tmp_path / "rendezvous", work) == [101 - size] * size
 
 
 @sizes
@@ -47,7 +47,7 @@ def test_all_gather_joins_the_last_dimension_in_the_order_of_ranks(
 ) -> None:
     expected = torch.cat([numbers(rank, 3, 4) for rank in range(size)], dim=1)
     for x in in_group(
-        size, tmp_path / "meeting", lambda comm: comm.all_gather(numbers(comm.info.rank, 3, 4))
+        size, tmp_path / "rendezvous", lambda comm: comm.all_gather(numbers(comm.info.rank, 3, 4))
     ):
         assert torch.equal(x, expected)
 
@@ -55,7 +55,7 @@ def test_all_gather_joins_the_last_dimension_in_the_order_of_ranks(
 @sizes
 def test_gather_gives_rank_0_everything_and_the_others_nothing(size: int, tmp_path: Path) -> None:
     results = in_group(
-        size, tmp_path / "meeting", lambda comm: comm.gather(numbers(comm.info.rank, 3, 4))
+        size, tmp_path / "rendezvous", lambda comm: comm.gather(numbers(comm.info.rank, 3, 4))
     )
     assert torch.equal(results[0], torch.cat([numbers(rank, 3, 4) for rank in range(size)], dim=1))
     assert results[1:] == [None] * (size - 1)
@@ -66,7 +66,7 @@ def test_gather_gives_rank_0_everything_and_the_others_nothing(size: int, tmp_pa
 def test_a_view_with_strides_is_gathered_like_a_copy(name: str, size: int, tmp_path: Path) -> None:
     results = in_group(
         size,
-        tmp_path / "meeting",
+        tmp_path / "rendezvous",
         lambda comm: getattr(comm, name)(numbers(comm.info.rank, 4, 3).T),
     )
     assert torch.equal(
@@ -76,7 +76,7 @@ def test_a_view_with_strides_is_gathered_like_a_copy(name: str, size: int, tmp_p
 
 @sizes
 def test_no_rows_are_gathered_as_no_rows(size: int, tmp_path: Path) -> None:
-    results = in_group(size, tmp_path / "meeting", lambda comm: comm.gather(torch.empty(0, 5)))
+    results = in_group(size, tmp_path / "rendezvous", lambda comm: comm.gather(torch.empty(0, 5)))
     assert results[0].shape == (0, 5 * size)
 
 
@@ -87,7 +87,7 @@ def test_broadcast_gives_all_what_rank_0_has_in_place(size: int, tmp_path: Path)
         assert comm.broadcast(x) is x
         return x.tolist()
 
-    assert in_group(size, tmp_path / "meeting", work) == [[0, 7]] * size
+    assert in_group(size, tmp_path / "rendezvous", work) == [[0, 7]] * size
 
 
 def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ EVERYWHERE = {"mlp.gate.weight"}  # the router
 def test_a_sharded_layer_equals_the_whole_one(forward: Forward, size: int, tmp_path: Path) -> None:
     expected = forward(SingleCommunicator(), RandomSource())
     source = RandomSource()
-    outputs = in_group(size, tmp_path / "meeting", lambda comm: forward(comm, source))
+    outputs = in_group(size, tmp_path / "rendezvous", lambda comm: forward(comm, source))
     for output in outputs[:1] if outputs[1] is None else outputs:
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
 

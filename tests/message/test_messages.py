@@ -79,7 +79,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (FrontendMsg, CodecReply(3, text="ä", error=ERROR)),
     (TokenizerMsg, AbortMsg(4)),
     (TokenizerMsg, ShutdownMsg()),
-    (TokenizerMsg, ShutdownMsg(pass_on=True)),
+    (TokenizerMsg, ShutdownMsg(stops_scheduler=True)),
     (
         TokenizerMsg,
         BatchTokenizerMsg(

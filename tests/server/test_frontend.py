@@ -215,7 +215,7 @@ def test_at_the_end_every_tokenizer_is_told_and_one_passes_it_on(num_tokenizer: 
         async with office(num_tokenizer=num_tokenizer) as (frontend, worker):
             frontend.shut_down()
             told = [await worker.take(i) for i in range(num_tokenizer)]
-            assert told == [ShutdownMsg(pass_on=i == 0) for i in range(num_tokenizer)]
+            assert told == [ShutdownMsg(stops_scheduler=i == 0) for i in range(num_tokenizer)]
 
     run(scene())
 

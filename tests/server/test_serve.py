@@ -14,9 +14,9 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
 from minisgl.server.serve import served_model
-from minisgl.utils.supervisor import Report, Vocabulary
+from minisgl.utils.supervisor import StartupReport, TokenizerInfo
 
-RANKS = [Report(max_seq_len=9), Report(max_seq_len=8)]
+RANKS = [StartupReport(max_seq_len=9), StartupReport(max_seq_len=8)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_the_names_that_are_offered_are_those_that_there_are() -> None:
 
 def test_a_prompt_may_be_as_long_as_its_ranks_can_hold(model: ModelConfig) -> None:
     served = served_model(
-        "m", model, [Report(vocabulary=Vocabulary(None, {})), *RANKS], ServerConfig()
+        "m", model, [StartupReport(tokenizer=TokenizerInfo(None, {})), *RANKS], ServerConfig()
     )
     assert (served.name, served.max_seq_len, served.width) == ("m", 8, model.width)
 
@@ -40,7 +40,11 @@ def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_
     model: ModelConfig,
 ) -> None:
     def dialect(template: str | None, markers: dict[str, int], **options: str) -> Dialect:
-        reports = [*RANKS, Report(vocabulary=Vocabulary(template, markers)), Report()]
+        reports = [
+            *RANKS,
+            StartupReport(tokenizer=TokenizerInfo(template, markers)),
+            StartupReport(),
+        ]
         return served_model("m", model, reports, ServerConfig(**options)).dialect
 
     said = dialect("<tool_call>", {"<tool_call>": 7})

@@ -160,9 +160,9 @@ def test_the_template_that_is_shown_is_the_one_for_tools(tmp_path: Path) -> None
 
 
 def test_markers_are_the_tokens_that_are_never_split(tokenizer: Callable[[str], Tokenizer]) -> None:
-    markers = tokenizer("byte level").markers
-    assert (markers["<|im_start|>"], markers["<|im_end|>"]) == (IM_START_ID, IM_END_ID)
-    assert len(markers) == 4
+    added_tokens = tokenizer("byte level").added_tokens
+    assert (added_tokens["<|im_start|>"], added_tokens["<|im_end|>"]) == (IM_START_ID, IM_END_ID)
+    assert len(added_tokens) == 4
 
 
 def test_an_unfinished_turn_is_left_open(tokenizer: Callable[[str], Tokenizer]) -> None:

@@ -33,7 +33,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer import Tokenizer
-from minisgl.tokenizer.server import TokenizeWorker, _do_without_torch
+from minisgl.tokenizer.server import TokenizeWorker, _hide_torch
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -111,9 +111,9 @@ def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> No
 
 
 def test_what_others_need_to_know_of_the_vocabulary(folder: Path) -> None:
-    vocabulary = TokenizeWorker(folder, 1000, Outbox(), Outbox()).vocabulary  # type: ignore[arg-type]
-    assert vocabulary.chat_template is None
-    assert vocabulary.markers == {"<unk>": 0, "<s>": 1, "</s>": 2}
+    info = TokenizeWorker(folder, 1000, Outbox(), Outbox()).info  # type: ignore[arg-type]
+    assert info.chat_template is None
+    assert info.added_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
 
 
 def test_an_abort_follows_its_request(folder: Path) -> None:
@@ -159,13 +159,13 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
     assert replies[3].text == "ab"
 
 
-@pytest.mark.parametrize("pass_on", [False, True])
-def test_only_one_tokenizer_tells_the_scheduler_to_end(folder: Path, pass_on: bool) -> None:
-    to_backend, to_frontend = run(folder, ShutdownMsg(pass_on=pass_on))
-    assert to_backend == ([ExitMsg()] if pass_on else [])
+@pytest.mark.parametrize("stops_scheduler", [False, True])
+def test_only_one_tokenizer_tells_the_scheduler_to_end(folder: Path, stops_scheduler: bool) -> None:
+    to_backend, to_frontend = run(folder, ShutdownMsg(stops_scheduler=stops_scheduler))
+    assert to_backend == ([ExitMsg()] if stops_scheduler else [])
     assert to_frontend == []
 
 
 def test_a_main_module_may_have_imported_torch_before() -> None:
-    _do_without_torch()
+    _hide_torch()
     assert sys.modules["torch"] is torch

@@ -1,10 +1,10 @@
-"""From what the user calls a model to a local folder, and what the folder's JSON files say. Without torch.
+"""From a model's name to a local folder, and from its JSON files to a config. Without torch.
 
-    fetch.py          `fetch_model`: a folder, a file, a hub's id or nothing, to a folder in Hugging Face's layout
-    default_model.py  the model that is served when none is named
+    fetch.py          `fetch_model`: a folder, file or hub id to a folder in Hugging Face's layout
+    default_model.py  the model that is served by default
     gguf.py           GGUF files as such folders, and their tensors
-    config.py         from the folder's JSON files to a `ModelConfig`
-    quantization.py   how the weights are quantized, as config.json says it
+    config.py         the folder's JSON files as a `ModelConfig`
+    quantization.py   how config.json says that the weights are quantized
 
 Reading weights is `models/weight.py`. Read `config.py`.
 """

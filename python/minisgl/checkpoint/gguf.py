@@ -1,8 +1,10 @@
 """GGUF files: their metadata as a Hugging Face folder, their tensors under Hugging Face's names.
 
-`unpack` writes config, tokenizer and chat template of a file into a folder once; the weights stay in the file, which
-the folder links to, and are dequantized as they are read. Architectures: llama (and Mistral, which is written as
-llama), qwen2, qwen3, qwen3moe. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+`write_hf_folder` writes config, tokenizer and chat template of a file into a folder once. The
+weights stay in the file, to which the folder has a link, and are dequantized as they are read.
+Architectures: llama (and Mistral, which is written as llama), qwen2, qwen3, qwen3moe.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -61,8 +63,14 @@ _LAYER_TENSORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a tensor lies: in which GGUF tensor, as which expert, in which order of rows."""
+class _StoredTensor:
+    """Where a Hugging Face tensor is stored in a GGUF file.
+
+    Attributes:
+        tensor: the GGUF tensor, which may stack the tensors of all experts.
+        expert: which expert of the stack; None if there is no stack.
+        row_order: the place of each row in the file; None if they are in order.
+    """
 
     tensor: gguf.ReaderTensor
     expert: int | None
@@ -76,7 +84,7 @@ class GGUFFile:
         shapes: the shape of each tensor, by its Hugging Face name.
 
     Raises:
-        CheckpointError: it is no GGUF file, or of an unknown architecture.
+        CheckpointError: the file is no GGUF file, or its architecture is unknown.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,15 +93,15 @@ class GGUFFile:
             self._reader = gguf.GGUFReader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise CheckpointError(f"{path} is no readable GGUF file: {error}") from None
-        self.kind = str(self.field("general.architecture"))
-        if self.kind not in _ARCHITECTURES:
+        self._arch = str(self.field("general.architecture"))
+        if self._arch not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            raise CheckpointError(f"{path} has the architecture {self.kind!r}; there is {known}")
+            raise CheckpointError(f"{path} has the architecture {self._arch!r}; there is {known}")
         for name in ("attention.head_count", "embedding_length"):
-            if not self.field(f"{self.kind}.{name}"):
-                raise CheckpointError(f"{path}: the field {self.kind}.{name} is missing")
-        self._sources = self._locate_all()
-        self.shapes = {name: _shape(source) for name, source in self._sources.items()}
+            if not self.field(f"{self._arch}.{name}"):
+                raise CheckpointError(f"{path}: the field {self._arch}.{name} is missing")
+        self._stored = self._find_tensors()
+        self.shapes = {name: _shape(stored) for name, stored in self._stored.items()}
         if "model.embed_tokens.weight" not in self.shapes:
             raise CheckpointError(f"{path} has no tensor 'model.embed_tokens.weight' (token_embd)")
 
@@ -101,24 +109,32 @@ class GGUFFile:
         return str(self._path)
 
     def field(self, name: str) -> Any:
-        """A metadata value, None if there is none."""
+        """Return a metadata value, or None if there is none."""
         entry = self._reader.get_field(name)
         return None if entry is None else entry.contents()
 
     def tensor(self, name: str, part: tuple[slice, ...]) -> NDArray[np.float32]:
-        """Dequantize the rows of a part and cut its columns out; the other rows are not read."""
-        source = self._sources[name]
-        data = source.tensor.data if source.expert is None else source.tensor.data[source.expert]
-        rows = part[0] if source.row_order is None else source.row_order[part[0]]
-        values = gguf.dequantize(data[rows], source.tensor.tensor_type)
+        """Return a part of a tensor, dequantized to float32. Other rows are not read.
+
+        Args:
+            part: a slice of each dimension.
+        """
+        stored = self._stored[name]
+        data: Any = stored.tensor.data
+        if stored.expert is not None:
+            data = data[stored.expert]
+        rows: Any = part[0]
+        if stored.row_order is not None:
+            rows = stored.row_order[rows]
+        values = gguf.dequantize(data[rows], stored.tensor.tensor_type)
         return np.array(values[(slice(None), *part[1:])], dtype=np.float32)
 
     def config(self) -> dict[str, Any]:
-        """What config.json would say."""
-        given = {name: self.field(f"{self.kind}.{key}") for name, key in _CONFIG_FIELDS.items()}
+        """Return the metadata as the content of a config.json."""
+        fields = {name: self.field(f"{self._arch}.{key}") for name, key in _CONFIG_FIELDS.items()}
         return {
-            "architectures": [_ARCHITECTURES[self.kind]],
-            **{name: value for name, value in given.items() if value is not None},
+            "architectures": [_ARCHITECTURES[self._arch]],
+            **{name: value for name, value in fields.items() if value is not None},
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
             "norm_topk_prob": True,
@@ -133,10 +149,11 @@ class GGUFFile:
         return sorted({token for token in ids if token is not None})
 
     def _rope_parameters(self) -> dict[str, Any]:
-        rope = f"{self.kind}.rope"
-        given = {
+        rope = f"{self._arch}.rope"
+        scaling = self.field(f"{rope}.scaling.type") or "none"
+        fields = {
             "rope_theta": self.field(f"{rope}.freq_base"),
-            "rope_type": (self.field(f"{rope}.scaling.type") or "none").replace("none", "default"),
+            "rope_type": "default" if scaling == "none" else scaling,
             "factor": self.field(f"{rope}.scaling.factor"),
             "original_max_position_embeddings": self.field(
                 f"{rope}.scaling.original_context_length"
@@ -144,38 +161,39 @@ class GGUFFile:
         }
         for tensor in self._reader.tensors:
             if tensor.name == "rope_freqs.weight":
-                given |= {"rope_type": "divided", "divisors": tensor.data.tolist()}
-        return {name: value for name, value in given.items() if value is not None}
+                fields |= {"rope_type": "divided", "divisors": tensor.data.tolist()}
+        return {name: value for name, value in fields.items() if value is not None}
 
-    def _locate_all(self) -> dict[str, _Source]:
+    def _find_tensors(self) -> dict[str, _StoredTensor]:
         try:
             return {
-                name: source
+                name: stored
                 for tensor in self._reader.tensors
-                for name, source in self._locate(tensor)
+                for name, stored in self._names_of(tensor)
             }
         except (ValueError, TypeError, MemoryError) as error:
             raise CheckpointError(f"{self}: its metadata do not fit its tensors: {error}") from None
 
-    def _locate(self, tensor: gguf.ReaderTensor) -> list[tuple[str, _Source]]:
+    def _names_of(self, tensor: gguf.ReaderTensor) -> list[tuple[str, _StoredTensor]]:
+        """Hugging Face's names of what a GGUF tensor stores: none, one, or one an expert."""
         stem, _, kind = tensor.name.rpartition(".")
         if stem in _TENSORS:
-            return [(f"{_TENSORS[stem]}.{kind}", _Source(tensor, None, None))]
+            return [(f"{_TENSORS[stem]}.{kind}", _StoredTensor(tensor, None, None))]
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         if layer is None or layer[2] not in _LAYER_TENSORS:
             return []
         name = f"model.layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}.{kind}"
         if "*" in name:
             return [
-                (name.replace("*", str(e)), _Source(tensor, e, None))
-                for e in range(len(tensor.data))
+                (name.replace("*", str(expert)), _StoredTensor(tensor, expert, None))
+                for expert in range(len(tensor.data))
             ]
-        return [(name, _Source(tensor, None, self._row_order(layer[2])))]
+        return [(name, _StoredTensor(tensor, None, self._row_order(layer[2])))]
 
     def _row_order(self, tensor: str) -> NDArray[np.int64] | None:
-        """Llama's q and k rows are stored with the two halves of each head interleaved; this undoes it."""
+        """Undo the order of llama's q and k rows, which interleaves the two halves of each head."""
         keys = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-        if self.kind != "llama" or tensor not in keys:
+        if self._arch != "llama" or tensor not in keys:
             return None
         num_heads = self.field(f"llama.{keys[tensor]}") or self.field("llama.attention.head_count")
         head_dim = self.field("llama.attention.key_length") or (
@@ -185,13 +203,13 @@ class GGUFFile:
         return rows.swapaxes(1, 2).reshape(-1)
 
 
-def _shape(source: _Source) -> tuple[int, ...]:
-    whole = tuple(int(size) for size in reversed(source.tensor.shape))
-    return whole if source.expert is None else whole[1:]
+def _shape(stored: _StoredTensor) -> tuple[int, ...]:
+    shape = tuple(int(size) for size in reversed(stored.tensor.shape))
+    return shape if stored.expert is None else shape[1:]
 
 
-def unpack(path: Path, folder: Path) -> None:
-    """Write a Hugging Face folder for a GGUF file: config, tokenizer, chat template, and a link to the file.
+def write_hf_folder(path: Path, folder: Path) -> None:
+    """Write config, tokenizer and chat template of a GGUF file, and a link to it, into a folder.
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is unknown.

@@ -1,7 +1,7 @@
-"""Tensor parallelism: who this rank is, and how it talks to the others.
+"""Tensor parallelism: which shards a rank has, and the collectives among ranks.
 
-`DistributedInfo` says rank and size; a `DistributedCommunicator` reduces and gathers tensors. It is handed to
-the layers that need it; there is no process-wide group.
+`DistributedInfo` has rank and size and divides heads and weights. A `DistributedCommunicator`
+reduces and gathers tensors; layers get it as an argument. There is no process-wide group.
 """
 
 from minisgl.distributed.communicator import (

@@ -1,7 +1,7 @@
 """Collectives among the ranks of one tensor-parallel group.
 
-Owns the process group and nothing else. Every rank calls the same methods in the same order. Reduces in
-place: no copies around a collective.
+Owns the process group and nothing else. Every rank must call the same methods in the same order.
+Reductions are in place: there are no copies around a collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minisgl.distributed.info import DistributedInfo
 
 
 class DistributedCommunicator(ABC):
-    """Collectives over the ranks of `info`. All return when the result may be used on the current stream."""
+    """Collectives over the ranks of `info`. Each returns when the stream may use the result."""
 
     def __init__(self, info: DistributedInfo) -> None:
         self.info = info
@@ -35,15 +35,15 @@ class DistributedCommunicator(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the x of all ranks, of one shape, along the last dimension."""
+        """Concatenate the x of all ranks, which have one shape, along the last dimension."""
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor | None:
-        """Like `all_gather`, but only rank 0 receives; the others get None."""
+        """Like `all_gather`, but only rank 0 gets the result; the others get None."""
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
-        """Give every rank the x of rank 0, in place; returns x."""
+        """Overwrite the x of every rank with that of rank 0; returns x."""
 
     def close(self) -> None:  # noqa: B027 - optional, not abstract
         """Leave the group."""
@@ -74,15 +74,15 @@ class SingleCommunicator(DistributedCommunicator):
 class TorchCommunicator(DistributedCommunicator):
     """torch.distributed: gloo on a CPU, NCCL on GPUs.
 
-    The ranks meet through a file, so that no port has to be chosen, and the group is an object of its own, so
-    that two groups can live in one process.
+    The ranks find each other through a file, so that no port has to be chosen. The group is an
+    object and not process-wide, so that two groups can live in one process.
     """
 
     def __init__(
-        self, info: DistributedInfo, device: torch.device, meeting: Path, timeout_s: float
+        self, info: DistributedInfo, device: torch.device, rendezvous: Path, timeout_s: float
     ) -> None:
         super().__init__(info)
-        store = FileStore(str(meeting), info.size)
+        store = FileStore(str(rendezvous), info.size)
         timeout = timedelta(seconds=timeout_s)
         self._group: Any  # torch's stubs give backends no methods
         if device.type == "cuda":
@@ -105,18 +105,19 @@ class TorchCommunicator(DistributedCommunicator):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.info.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
+        gathered = self._buffers_like(x)
+        self._group.allgather([gathered], [x.contiguous()]).wait()
+        return torch.cat(gathered, dim=-1)
 
     def gather(self, x: Tensor) -> Tensor | None:
-        parts = (
-            [torch.empty_like(x) for _ in range(self.info.size)] if self.info.is_primary else None
-        )
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
-        return torch.cat(parts, dim=-1) if parts else None
+        if not self.info.is_primary:
+            self._group.gather([], [x.contiguous()], options).wait()
+            return None
+        gathered = self._buffers_like(x)
+        self._group.gather([gathered], [x.contiguous()], options).wait()
+        return torch.cat(gathered, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         options = dist.BroadcastOptions()
@@ -127,16 +128,21 @@ class TorchCommunicator(DistributedCommunicator):
     def close(self) -> None:
         self._group.shutdown()
 
+    def _buffers_like(self, x: Tensor) -> list[Tensor]:
+        """One for the x of each rank."""
+        return [torch.empty_like(x) for _ in range(self.info.size)]
+
 
 def create_communicator(
-    info: DistributedInfo, device: torch.device, meeting: Path | None, timeout_s: float = 600.0
+    info: DistributedInfo, device: torch.device, rendezvous: Path | None, timeout_s: float = 600.0
 ) -> DistributedCommunicator:
-    """Join the group of `info`; blocks until all its ranks have come.
+    """Join the group of `info`; blocks until all its ranks have joined.
 
     Args:
-        meeting: a file path known to all ranks and to nobody else, absent at first; unused for a group of one.
+        rendezvous: path of a file that all ranks and no other process use; absent at first. A group
+            of one needs none.
     """
     if info.size == 1:
         return SingleCommunicator()
-    assert meeting is not None
-    return TorchCommunicator(info, device, meeting, timeout_s)
+    assert rendezvous is not None
+    return TorchCommunicator(info, device, rendezvous, timeout_s)

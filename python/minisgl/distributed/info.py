@@ -1,4 +1,4 @@
-"""Which part of a tensor-parallel group this process is, and which part of a tensor falls to it."""
+"""The rank of this process in its tensor-parallel group, and the shards that it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from minisgl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DistributedInfo:
-    """Rank in [0, size) of a tensor-parallel group."""
+    """Rank in [0, size) of a tensor-parallel group.
+
+    A shard is a `range` of units (heads, columns, experts, tokens of the vocabulary).
+    The ranges of ranks 0, 1, … stand in this order and cover all units.
+    """
 
     rank: int = 0
     size: int = 1
@@ -19,10 +23,10 @@ class DistributedInfo:
         return self.rank == 0
 
     def shard(self, total: int, what: str) -> range:
-        """The part of `total` equal units that this rank holds.
+        """Return the range of `total` units that this rank has; all ranks have equally many.
 
         Raises:
-            ConfigError: the units cannot be divided; names what they are.
+            ConfigError: the ranks do not divide the units, which the message calls `what`.
         """
         if total % self.size:
             raise ConfigError(f"--tp {self.size} does not divide the model's {total} {what}")
@@ -30,12 +34,18 @@ class DistributedInfo:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def shard_padded(self, total: int) -> range:
-        """Like `share`, but the last ranks may hold fewer, or none."""
+        """Like `shard`, but the last ranks may have fewer units, or an empty range."""
         each = -(-total // self.size)
         return range(min(self.rank * each, total), min((self.rank + 1) * each, total))
 
     def shard_kv_heads(self, total: int) -> range:
-        """The kv heads of this rank; where the ranks outnumber them, each head is held by several ranks."""
+        """Return the range of kv heads that this rank has.
+
+        With more ranks than heads each rank has one head, and consecutive ranks have copies of it.
+
+        Raises:
+            ConfigError: neither of both numbers divides the other.
+        """
         if total >= self.size:
             return self.shard(total, "key/value heads")
         if self.size % total:

@@ -1,7 +1,8 @@
-"""Batches without a server.
+"""Offline use, without a server.
 
-`LLM` has a scheduler and its engine in this process and steps them itself; further tensor-parallel ranks run in
-processes of their own, as they do under the server. Next to read: `scheduler/scheduler.py`.
+`LLM` has a scheduler and its engine in this process and steps them itself. Other tensor-parallel
+ranks run in processes of their own, as they do under the server. Next to read:
+`scheduler/scheduler.py`.
 """
 
 from __future__ import annotations
@@ -95,11 +96,13 @@ class LocalQueues:
         return msgs
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        assert self._to_scheduler or not block
+        if block:
+            assert self._to_scheduler, "nobody else could send a message"
         msgs, self._to_scheduler = self._to_scheduler, []
         return msgs
 
-    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002 - there is no /metrics
+    # The outbox's contract has stats; nothing here shows them.
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002
         self._from_scheduler += msgs
 
 
@@ -122,8 +125,9 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, skip_tokenizer_init: bool = False, **options: Any
     ) -> None:
-        name = None if model is None else str(model)
-        config = SchedulerConfig(model=name, **options)
+        if model is not None:
+            model = str(model)
+        config = SchedulerConfig(model=model, **options)
         folder = fetch_model(config.model, config.model_source)
         config = config.agree(folder).resolve(detect_hardware())
         self._queues = LocalQueues()
@@ -141,7 +145,7 @@ class LLM:
                     rank,
                     addresses,
                 )
-            engine = Engine(config, DistributedInfo(0, config.tp), addresses.meeting)
+            engine = Engine(config, DistributedInfo(0, config.tp), addresses.rendezvous)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)
             inbox = lead(self._queues, config.tp, addresses)
@@ -160,14 +164,15 @@ class LLM:
         """Complete texts or token ids.
 
         Args:
-            prompts: one or several; a text gets the model's special tokens, ids are taken as they are.
+            prompts: one or several. A text gets the model's special tokens; ids are used as they
+                are.
             sampling_params: for all prompts, or one for each.
 
         Returns:
             one output a prompt, in order.
 
         Raises:
-            RequestError: a prompt or its parameters are refused; none was run to its end.
+            RequestError: a prompt or its parameters are refused; all prompts are aborted.
             EngineFailed: the engine died; close this object.
         """
         prompt_list = _as_list(prompts)
@@ -190,7 +195,7 @@ class LLM:
         return [answer.output(tokenizer) for answer in answers]
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
-        """A vector of length 1 for each text or list of ids: the last hidden state behind the final norm.
+        """Return a vector for each text or list of ids: the normed last hidden state, of length 1.
 
         Raises:
             RequestError: a prompt is refused.
@@ -227,10 +232,12 @@ class LLM:
         """Answer one conversation or several, through the model's chat template; see `generate`.
 
         Args:
-            tools: what the template offers to the model, in OpenAI's format. Calls are part of the text.
+            tools: functions for the template, in OpenAI's format. Calls are part of the answer's
+                text.
         """
-        is_single = messages and isinstance(messages[0], dict)
-        conversations: Any = [messages] if is_single else messages
+        conversations: Any = messages
+        if messages and isinstance(messages[0], dict):
+            conversations = [messages]
         prompts = []
         for conversation in conversations:
             chat = Conversation(list(conversation), tools=list(tools))
@@ -267,15 +274,16 @@ class LLM:
     def _run(
         self, prompts: list[Prompt], params_list: Sequence[SamplingParams], *, wants_text: bool
     ) -> Iterator[tuple[int, DetokenizeMsg, str]]:
-        """Step until all prompts have finished; abort what has not when the iterator is closed.
+        """Step until all prompts have finished. Closing the iterator aborts the others.
 
         Yields:
-            the index of a prompt, its output of one step, and this as text, if text is wanted.
+            the index of a prompt, its output of one step, and that output's text, if text is
+            wanted.
         """
         reader = _TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
         unread: deque[DetokenizeMsg] = deque()
-        first = self._submit(prompts, params_list, unread)
-        uids = set(range(first, first + len(prompts)))
+        uids = self._submit(prompts, params_list, unread)
+        index_of = {uid: index for index, uid in enumerate(uids)}
         unfinished = set(uids)
         try:
             while unfinished:
@@ -283,10 +291,10 @@ class LLM:
                     self._check_usable()
                     self._step()
                 msg = unread.popleft()
+                if msg.uid not in unfinished:  # computed after its stop text
+                    continue
                 text = ""
                 if reader is not None:
-                    if msg.uid not in unfinished:  # computed after its stop text
-                        continue
                     msg, text = reader.read(msg)
                 if msg.error is not None:
                     error = msg.error
@@ -295,27 +303,29 @@ class LLM:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
                         self._queues.put(AbortBackendMsg(msg.uid))
-                yield msg.uid - first, msg, text
+                yield index_of[msg.uid], msg, text
         finally:
-            self._abort(uids & self._unread.keys())
+            self._abort(self._unread.keys() & uids)
 
     def _submit(
         self,
         prompts: list[Prompt],
         params_list: Sequence[SamplingParams],
         unread: deque[DetokenizeMsg],
-    ) -> int:
-        """Queue the prompts under consecutive uids, whose outputs go to `unread`; returns the first."""
+    ) -> list[int]:
+        """Queue the prompts; their outputs go to `unread`. Returns their uids."""
         self._check_usable()
         packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
         uids = [next(self._uids) for _ in prompts]
         for uid, ids, params in zip(uids, packed, params_list, strict=True):
             self._unread[uid] = unread
             self._queues.put(UserMsg(uid, ids, params))
-        return uids[0] if uids else 0
+        return uids
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        return prompt
 
     def _check_usable(self) -> None:
         if self._has_failed:
@@ -327,7 +337,7 @@ class LLM:
         """Make one step; file its outputs."""
         try:
             self._scheduler.step()
-        except BaseException as error:  # what the step had begun is lost, whatever has ended it
+        except BaseException as error:  # also Ctrl-C: the step is half done, its state is lost
             self._has_failed = True
             # A collective whose peer has died and a device that failed raise RuntimeError.
             if not isinstance(error, RuntimeError):
@@ -339,7 +349,7 @@ class LLM:
                 del self._unread[msg.uid]
 
     def _abort(self, uids: set[int]) -> None:
-        """Abort what has not finished, and step until the scheduler has ended all of it."""
+        """Abort requests, and step until the scheduler has ended them."""
         if self._has_failed or not self._scheduler.is_running:
             return
         for uid in sorted(uids):
@@ -356,7 +366,10 @@ class _TextReader:
         self._num_tokens: Counter[int] = Counter()
 
     def read(self, msg: DetokenizeMsg) -> tuple[DetokenizeMsg, str]:
-        """Return the output, without what follows a stop text, and its text. Not after the end of an answer."""
+        """Return the output, without what follows a stop text, and its text.
+
+        It must not be called after the end of an answer.
+        """
         reply = self._detokenizer.step(msg)
         assert reply is not None
         num_new = reply.num_output - self._num_tokens[msg.uid]
@@ -400,8 +413,9 @@ class _PartialAnswer:
         assert last.finish is not None
         text = "".join(self._texts)
         if tokenizer is not None:
-            # The token that says stop is no part of the text.
-            shown = self._ids[:-1] if last.finish == "stop" and last.tokens else self._ids
+            shown = self._ids
+            if last.finish == "stop" and last.tokens:  # the token that says stop is no text
+                shown = shown[:-1]
             skips = self._params.skip_special_tokens
             text = tokenizer.decode(shown, skip_special_tokens=skips)
         return GenerationOutput(

@@ -1,12 +1,14 @@
-"""What the processes say to each other.
+"""The messages between processes.
 
-    API server ─TokenizeMsg, AbortMsg─▶ tokenizer ─UserMsg, AbortBackendMsg─▶ scheduler 0 ─BatchBackendMsg─▶ ranks
-    API server ◀─────UserReply───── detokenizer ◀────────DetokenizeMsg────────┘
-    API server ─EncodeMsg, DecodeMsg─▶ tokenizer ─CodecReply─▶ API server
+    API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
+    tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
+    scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
+    API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
 
-Every message is a frozen msgspec struct with its type as a tag; `encode` and a `decoder` turn it into msgpack
-and back and check every field. Nothing is ever unpickled. Token ids travel as raw little-endian int32.
-A frame on a queue is always one message; the Batch… messages carry several.
+Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
+`decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
+little-endian int32. A frame on a queue is one message; the Batch… messages carry the messages of
+one step.
 """
 
 from minisgl.message.backend import (

@@ -13,7 +13,10 @@ class BaseBackendMsg(BaseMsg, frozen=True):
 
 
 class UserMsg(BaseBackendMsg, frozen=True):
-    """Tokenizer → scheduler 0: a tokenized request. `input_ids` is packed by `pack_ids`, never empty."""
+    """Tokenizer → scheduler 0: a tokenized request.
+
+    input_ids: packed by `pack_ids`; never empty.
+    """
 
     uid: int
     input_ids: bytes
@@ -21,7 +24,7 @@ class UserMsg(BaseBackendMsg, frozen=True):
 
 
 class AbortBackendMsg(BaseBackendMsg, frozen=True):
-    """Tokenizer → scheduler 0: end this request. Unknown or finished uids are ignored."""
+    """Tokenizer → scheduler 0: end this request. Unknown and finished uids are ignored."""
 
     uid: int
 
@@ -31,7 +34,7 @@ class ExitMsg(BaseBackendMsg, frozen=True):
 
 
 class BatchBackendMsg(BaseBackendMsg, frozen=True):
-    """Scheduler 0 → every other rank, once a step: all that scheduler 0 takes in before this step."""
+    """Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it."""
 
     msgs: list[UserMsg | AbortBackendMsg | ExitMsg]
 

@@ -1,4 +1,4 @@
-"""Encoding: msgpack with the message's type as a tag, checked against the declared fields on arrival."""
+"""Encoding: msgpack with the message's type as a tag, checked against the fields on arrival."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from minisgl.core import IntArray
 from minisgl.errors import InvalidRequest
 
-_WIRE = np.dtype("<i4")
+_WIRE_DTYPE = np.dtype("<i4")
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -24,25 +24,26 @@ def encode(msg: BaseMsg) -> bytes:
 
 
 def decoder(types: Any) -> Callable[[bytes], Any]:
-    """A function that reads messages of the given type or union of types.
+    """Make a function that reads messages of the given type or union of types.
 
-    It raises msgspec.ValidationError if the bytes are no such message.
+    The function raises msgspec.DecodeError if the bytes are no such message.
     """
     return msgspec.msgpack.Decoder(types).decode
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
-    """
+    """Write ids as little-endian int32.
+
     Raises:
         InvalidRequest: an id does not fit 32 bits.
     """
-    given = np.asarray(ids)
-    limits = np.iinfo(_WIRE)
-    if given.size and (given.min() < limits.min or given.max() > limits.max):
+    array = np.asarray(ids)
+    limits = np.iinfo(_WIRE_DTYPE)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequest(f"token ids must be in [{limits.min}, {limits.max}]", param="prompt")
-    return given.astype(_WIRE).tobytes()
+    return array.astype(_WIRE_DTYPE).tobytes()
 
 
 def unpack_ids(raw: bytes) -> IntArray:
-    """The ids as a read-only view of `raw`."""
-    return np.frombuffer(raw, dtype=_WIRE)
+    """Return the ids as a read-only int32 view of `raw`."""
+    return np.frombuffer(raw, dtype=_WIRE_DTYPE)

@@ -1,4 +1,4 @@
-"""What the API server receives."""
+"""Messages to the API server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BaseFrontendMsg(BaseMsg, frozen=True):
 
 
 class ReplyError(BaseMsg, frozen=True):
-    """An error that crosses a process border; the fields of an OpenAI error object and its HTTP status."""
+    """An error of another process: an HTTP status and the fields of an OpenAI error object."""
 
     status: int
     code: str
@@ -29,9 +29,11 @@ class ReplyError(BaseMsg, frozen=True):
 
 
 class TextLogprobs(BaseMsg, frozen=True):
-    """The text of a token and its log probability; those of the likeliest, the likeliest first.
+    """The text and log probability of a token, and those of the likeliest tokens at its place.
 
-    logprob: None for the first token of a prompt, which nothing predicts.
+    Attributes:
+        logprob: None for the first token of a prompt, which nothing predicts.
+        top: the likeliest tokens, the likeliest first.
     """
 
     text: str
@@ -40,15 +42,17 @@ class TextLogprobs(BaseMsg, frozen=True):
 
 
 class UserReply(BaseFrontendMsg, frozen=True):
-    """(De)tokenizer → API server: more text of a request, or its end.
+    """(De)tokenizer → API server: new text of a request, or its end.
 
     Attributes:
-        text: what is new; may be empty while part of a character is held back.
+        text: of all new tokens; empty while a character is incomplete.
         finish, error: either marks the last reply of the uid.
-        logprobs: one entry a new token, if they were asked for; the text of a token may still be held back.
-        prompt_logprobs: of all tokens of the prompt, if they were asked for; in the first reply.
-        embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply too.
+        logprobs: one entry a new token if they were asked for, else empty. The text of a token may
+            still be held back.
         num_prompt, num_cached, num_output: tokens so far, for usage.
+        prompt_logprobs: one entry a token of the prompt, if they were asked for; in the first
+            reply.
+        embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply.
     """
 
     uid: int
@@ -68,7 +72,13 @@ class UserReply(BaseFrontendMsg, frozen=True):
 
 
 class CodecReply(BaseFrontendMsg, frozen=True):
-    """Tokenizer → API server: `ids`, packed, for an EncodeMsg, `text` for a DecodeMsg, or why there is none."""
+    """Tokenizer → API server: the answer to an EncodeMsg or a DecodeMsg.
+
+    Attributes:
+        ids: for an EncodeMsg; packed by `pack_ids`.
+        text: for a DecodeMsg.
+        error: why there is neither.
+    """
 
     uid: int
     ids: bytes = b""
@@ -77,10 +87,10 @@ class CodecReply(BaseFrontendMsg, frozen=True):
 
 
 class EngineStats(BaseMsg, frozen=True):
-    """How scheduler 0 stands after a step. Sent along with its news when it has changed.
+    """Counts of scheduler 0 after a step. They are sent with its outputs when they have changed.
 
     Attributes:
-        num_pages_used: pages that requests hold; those that could be evicted are not among them.
+        num_pages_used: pages that requests hold; pages that can be evicted are not counted.
         num_retractions: since the start.
     """
 
@@ -92,7 +102,7 @@ class EngineStats(BaseMsg, frozen=True):
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
-    """Detokenizer → API server: all news of one step."""
+    """Detokenizer → API server: all replies of one step."""
 
     replies: list[UserReply]
     stats: EngineStats | None = None

@@ -1,4 +1,4 @@
-"""What tokenizer and detokenizer workers receive."""
+"""Messages to tokenizer and detokenizer processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ class TokenIds(BaseMsg, frozen=True):
 
 
 class Conversation(BaseMsg, frozen=True):
-    """Messages for the chat template, with options of its rendering, variables of its own, and tools in its format."""
+    """Messages for the chat template.
+
+    Attributes:
+        options: how the template is applied, such as `add_generation_prompt`.
+        variables: of the template itself.
+        tools: in the template's format.
+    """
 
     messages: list[ChatMessage]
     options: dict[str, bool] = msgspec.field(default_factory=dict)
@@ -44,9 +50,9 @@ class TokenizeMsg(BaseTokenizerMsg, frozen=True):
 
 
 class EncodeMsg(BaseTokenizerMsg, frozen=True):
-    """API server → any tokenizer: which tokens is this? Answered by a CodecReply.
+    """API server → any tokenizer: tokenize this. The answer is a CodecReply.
 
-    add_special_tokens: None for what suits the prompt: yes for a text, no for a conversation, whose template has them.
+    add_special_tokens: None adds them to a text but not to a conversation, whose template has them.
     """
 
     uid: int
@@ -55,14 +61,17 @@ class EncodeMsg(BaseTokenizerMsg, frozen=True):
 
 
 class DecodeMsg(BaseTokenizerMsg, frozen=True):
-    """API server → any tokenizer: which text is this? `ids` is packed by `pack_ids`. Answered by a CodecReply."""
+    """API server → any tokenizer: detokenize this. The answer is a CodecReply.
+
+    ids: packed by `pack_ids`.
+    """
 
     uid: int
     ids: bytes
 
 
 class AbortMsg(BaseTokenizerMsg, frozen=True):
-    """API server → the tokenizer that took the request, so that it cannot overtake it."""
+    """API server → the request's tokenizer: end this request. It cannot overtake the request."""
 
     uid: int
 
@@ -70,10 +79,10 @@ class AbortMsg(BaseTokenizerMsg, frozen=True):
 class ShutdownMsg(BaseTokenizerMsg, frozen=True):
     """API server → tokenizer, scheduler → detokenizer: no more messages will come.
 
-    pass_on: tell the scheduler too; set for one tokenizer.
+    stops_scheduler: the tokenizer sends an ExitMsg to the scheduler; set for one tokenizer.
     """
 
-    pass_on: bool = False
+    stops_scheduler: bool = False
 
 
 class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
@@ -85,8 +94,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
         tokens: the new tokens; none after an abort or an error.
         logprobs: one entry a new token, or none if they were not asked for.
         params: the request's parameters, if they say anything about text; in its first message.
-        prompt_logprobs: tokens of the prompt with their log probabilities, if they were asked for; the first token
-            has none. In the first message.
+        prompt_logprobs: tokens of the prompt with their log probabilities, if they were asked for;
+            the first token has none. In the first message.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
     """
 
@@ -103,7 +112,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
-    """Scheduler → detokenizer: all news of one step."""
+    """Scheduler → detokenizer: the outputs of one step."""
 
     msgs: list[DetokenizeMsg]
     stats: EngineStats | None = None

@@ -18,7 +18,7 @@ from minisgl.scheduler.io import (
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
-from minisgl.utils.supervisor import Ready, Report
+from minisgl.utils.supervisor import Ready, StartupReport
 
 
 def scheduler_worker(
@@ -31,9 +31,9 @@ def scheduler_worker(
     """
     config = config.resolve(detect_hardware())
     inbox, outbox = _queues(config, rank, addresses)
-    engine = Engine(config, DistributedInfo(rank, config.tp), addresses.meeting)
+    engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox)
-    ready(Report(max_seq_len=engine.limits.max_seq_len))
+    ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
     engine.close()
     if rank == 0:

@@ -256,7 +256,7 @@ class Frontend:
     def shut_down(self) -> None:
         """Let the workers end, and close the queues."""
         for i, queue in enumerate(self._tokenizers):
-            queue.put(ShutdownMsg(pass_on=i == 0))
+            queue.put(ShutdownMsg(stops_scheduler=i == 0))
             queue.close()
         self._incoming.close()
 

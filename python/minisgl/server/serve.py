@@ -29,7 +29,7 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
-from minisgl.utils.supervisor import Report, Supervisor
+from minisgl.utils.supervisor import StartupReport, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,17 @@ _DRAIN_S = 5
 
 
 def served_model(
-    name: str, model: ModelConfig, reports: Sequence[Report], config: ServerConfig
+    name: str, model: ModelConfig, reports: Sequence[StartupReport], config: ServerConfig
 ) -> ServedModel:
     """What the API says of a model, from the reports of its workers.
 
     Those of all tokenizers are equal.
     """
     limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
-    vocabulary = next(report.vocabulary for report in reports if report.vocabulary)
+    tokenizer = next(report.tokenizer for report in reports if report.tokenizer)
     dialect = Dialect.of(
-        vocabulary.chat_template,
-        vocabulary.markers,
+        tokenizer.chat_template,
+        tokenizer.added_tokens,
         config.tool_call_parser,
         config.reasoning_parser,
     )

@@ -1,10 +1,10 @@
 """Text to ids and ids to text, in processes of their own.
 
     tokenize.py     `Tokenizer`: prompts of all kinds to token ids
-    detokenize.py   `Detokenizer`: one token after the other to text, exactly
+    detokenize.py   `Detokenizer`: token ids to text, as they come
     server.py       `tokenize_worker`: the loop of a process that does either or both
 
-The scheduler sees ids only, the API server text only.
+The scheduler handles ids only, the API server text only.
 """
 
 from minisgl.tokenizer.detokenize import Detokenizer

@@ -1,14 +1,15 @@
 """Token ids to text, as they come.
 
-The texts of a request, joined, are exactly the decode of all its ids. Two things stand in the way: a character may be
-spread over several tokens, and a decode may depend on the token before. So the last few tokens are decoded together
-with their predecessors, and text that a later token could change is held back: replacement characters at the end, and
-runs of single-byte tokens, which are decoded as a whole.
+The texts of a request, joined, are exactly the decode of all its ids. There are two difficulties: a
+character may be spread over several tokens, and a decode may depend on the token before. So the
+last few tokens are decoded together with their predecessors. Text that a later token could change
+is held back: replacement characters at the end, and runs of single-byte tokens, which are decoded
+as a whole.
 
-        ids  ........│ context │ new tokens
-                     context   new             text of the window = context + new
+        ids  ........│ context │ new tokens │
+                     └──────── window ──────┘
 
-A stop text may be spread over several tokens as well: `StopTexts` holds back what may be its beginning.
+A stop text may be spread over several tokens as well: `StopTexts` holds back a possible beginning.
 """
 
 from __future__ import annotations
@@ -104,11 +105,13 @@ class IncrementalDecoder:
         return len(text.rstrip(_REPLACEMENT))
 
     def _ends_in_a_run(self, window: list[int]) -> bool:
-        """Whether the last token that has any text is a byte; special tokens and unknown ids have none."""
-        visible = (
-            token for token in reversed(window) if token in self._byte_ids or self._decode([token])
-        )
-        return next(visible, None) in self._byte_ids
+        """Whether the last token with text is a byte; special tokens and unknown ids have none."""
+        for token in reversed(window):
+            if token in self._byte_ids:
+                return True
+            if self._decode([token]):
+                return False
+        return False
 
     def _move_window(self) -> None:
         """Make the new tokens the next context, if they have text of their own."""
@@ -178,10 +181,10 @@ class Detokenizer:
         return len(self._answers)
 
     def step(self, msg: DetokenizeMsg) -> UserReply | None:
-        """Turn a request's output of one step into text. The end of an answer brings what was held back.
+        """Turn a request's output of one step into text. The end flushes what was held back.
 
-        A stop text ends the answer here, before the scheduler knows: the caller has to abort the request then. What
-        follows a stop text in its message is dropped.
+        A stop text ends the answer here, before the scheduler knows: the caller has to abort the
+        request then. What follows a stop text in its message is dropped.
 
         Returns:
             None after a stop text in an earlier message.
@@ -196,7 +199,10 @@ class Detokenizer:
             return None
 
         num_before = answer.num_tokens
-        text = answer.take_last(msg.tokens, msg.finish) if is_last else answer.take(msg.tokens)
+        if is_last:
+            text = answer.take_last(msg.tokens, msg.finish)
+        else:
+            text = answer.take(msg.tokens)
 
         has_stopped = answer.stops.has_stopped
         return UserReply(

@@ -1,8 +1,8 @@
 """The process loop of tokenizers and the detokenizer.
 
-Both run this loop; which of the two a process is depends on who writes to its queue. With `--num-tokenizer 0` the
-detokenizer's queue gets the API server's messages too. A request's messages all take the same way, so an abort
-cannot overtake its request.
+Both run this loop; what a process does depends on who writes to its queue. With `--num-tokenizer 0`
+the detokenizer's queue gets the API server's messages too. All messages of a request take one way,
+so that an abort cannot overtake its request.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from minisgl.message import (
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
-from minisgl.utils.supervisor import Ready, Report, Vocabulary
+from minisgl.utils.supervisor import Ready, StartupReport, TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
 
 class TokenizeWorker:
-    """Handles one message after the other. No message can end it but a ShutdownMsg.
+    """Handles one message after the other, until a ShutdownMsg.
 
     Args:
-        max_seq_len: tokens that no prompt can exceed; the scheduler's own limit may be lower.
+        max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class TokenizeWorker:
         self._frontend = frontend
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._tokenizer.chat_template, self._tokenizer.markers)
+    def info(self) -> TokenizerInfo:
+        return TokenizerInfo(self._tokenizer.chat_template, self._tokenizer.added_tokens)
 
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
         while not isinstance(msg := inbox.get(), ShutdownMsg):
             self._handle(msg)
-        if msg.pass_on:
+        if msg.stops_scheduler:
             self._backend.put(ExitMsg())
 
     def _handle(self, msg: TokenizerMsg) -> None:
@@ -77,7 +77,7 @@ class TokenizeWorker:
             case TokenizeMsg():
                 self._tokenize(msg)
             case EncodeMsg() | DecodeMsg():
-                self._frontend.put(self._translate(msg))
+                self._frontend.put(self._codec_reply(msg))
             case AbortMsg(uid):
                 self._backend.put(AbortBackendMsg(uid))
             case BatchTokenizerMsg():
@@ -95,16 +95,17 @@ class TokenizeWorker:
     def _detokenize(self, batch: BatchTokenizerMsg) -> None:
         replies = []
         for msg in batch.msgs:
-            if reply := self._detokenizer.step(msg):
-                replies.append(reply)
-                if reply.is_final and not (
-                    msg.finish or msg.error
-                ):  # a stop text, which the scheduler cannot see
-                    self._backend.put(AbortBackendMsg(msg.uid))
+            reply = self._detokenizer.step(msg)
+            if reply is None:
+                continue
+            replies.append(reply)
+            scheduler_knows = msg.finish is not None or msg.error is not None
+            if reply.is_final and not scheduler_knows:  # a stop text
+                self._backend.put(AbortBackendMsg(msg.uid))
         if replies or batch.stats:
             self._frontend.put(BatchFrontendMsg(replies, batch.stats))
 
-    def _translate(self, msg: EncodeMsg | DecodeMsg) -> CodecReply:
+    def _codec_reply(self, msg: EncodeMsg | DecodeMsg) -> CodecReply:
         try:
             if isinstance(msg, DecodeMsg):
                 return CodecReply(msg.uid, text=self._tokenizer.text_of(unpack_ids(msg.ids)))
@@ -117,25 +118,29 @@ class TokenizeWorker:
 def tokenize_worker(
     ready: Ready, folder: Path, max_seq_len: int, inbox: str, addresses: Addresses
 ) -> None:
-    """Body of a process: a tokenizer, the detokenizer, or both, as the address of its `inbox` says.
+    """Body of a process: a tokenizer, the detokenizer, or both.
+
+    Args:
+        inbox: address of its queue.
 
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
-    _do_without_torch()
+    _hide_torch()
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg))
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
     worker = TokenizeWorker(folder, max_seq_len, backend, frontend)
-    ready(Report(vocabulary=worker.vocabulary))
+    ready(StartupReport(tokenizer=worker.info))
     worker.run(queue)
 
 
-def _do_without_torch() -> None:
-    """Hide torch from transformers, which would import it only to know that it is there: a second and 180 MB.
+def _hide_torch() -> None:
+    """Hide torch from transformers, which imports it wherever it is installed: a second and 180 MB.
 
-    A main module that imports torch has done so in this process, too.
+    Where the main module imports torch, this process has imported it already, and it stays.
     """
     if "torch" not in sys.modules:
         silence_transformers()
-        sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's word for "there is none"
+        # None makes an import fail as if the package were not installed.
+        sys.modules["torch"] = None  # type: ignore[assignment]

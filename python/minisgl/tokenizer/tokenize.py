@@ -16,21 +16,28 @@ from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.detokenize import Detokenizer
 
 _RESERVED = {  # parameters of apply_chat_template that are not variables of the template
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *(
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-    ),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "processor_kwargs",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
 }
-
-
-_PROBE = "  \t\r\n a1!é语\u3000  "  # of which some tokenizers drop a part
+_WHITESPACE_SAMPLE = "  \t\r\n a1!é语\u3000  "  # some pre-tokenizers drop a part of it
+_NORMALIZER_SHRINKS = {  # how many times shorter a normalizer can make the UTF-8 of a text
+    "NoneType": 1,
+    "NFC": 4,  # by 3.5 at most
+}
 
 
 class Tokenizer:
@@ -41,14 +48,14 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import (
-            AutoTokenizer,
-        )  # here: it takes seconds, and the server need not wait for it
+        # Imported here: it takes seconds, and the API server need not wait for it.
+        from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # the library raises whatever its loaders do
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            lines = str(error).strip().splitlines()
+            reason = lines[0] if lines else type(error).__name__
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
 
     def encode(
@@ -58,40 +65,42 @@ class Tokenizer:
         add_special_tokens: bool | None = None,
         max_tokens: int | None = None,
     ) -> IntArray:
-        """int32 ids of a text, a conversation, or ids as they are.
+        """Return the int32 ids of a text or a conversation, or given ids as they are.
 
         Args:
-            add_special_tokens: the model's, around the text; None adds them to a text but not to a conversation, whose
-                template writes them.
-            max_tokens: a text that cannot but have more is refused unread; others may have more too.
+            add_special_tokens: the model's, around the text. None adds them to a text but not to a
+                conversation, whose template writes them.
+            max_tokens: a text that must have more tokens is refused before it is tokenized. Other
+                prompts may have more.
 
         Raises:
-            InvalidRequest: the conversation does not suit the template, or there is no template.
-            RequestError: the text cannot have as few as `max_tokens`.
+            InvalidRequest: the template refuses the conversation, or there is no template.
+            RequestError: the text must have more than `max_tokens` tokens.
         """
         if isinstance(prompt, TokenIds):
             return unpack_ids(prompt.raw)
         text = prompt if isinstance(prompt, str) else self.render(prompt)
         if max_tokens is not None and len(text) > max_tokens and self.max_token_bytes:
-            _refuse_hopeless(len(text.encode()), max_tokens, self.max_token_bytes)
-        adds = isinstance(prompt, str) if add_special_tokens is None else add_special_tokens
-        return np.array(self._tokenizer(text, add_special_tokens=adds)["input_ids"], dtype=np.int32)
+            _check_min_tokens(len(text.encode()), max_tokens, self.max_token_bytes)
+        if add_special_tokens is None:
+            add_special_tokens = isinstance(prompt, str)
+        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens)
+        return np.array(encoding["input_ids"], dtype=np.int32)
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as the model was trained to read it, open for the assistant's answer unless it says else."""
-        reserved = conversation.variables.keys() & _RESERVED
+        """Apply the chat template. By default the text ends where the answer begins."""
+        reserved = sorted(conversation.variables.keys() & _RESERVED)
         if reserved:
             raise InvalidRequest(
-                f"{sorted(reserved)[0]!r} is not the template's to take",
-                param="chat_template_kwargs",
+                f"{reserved[0]!r} is not the template's to take", param="chat_template_kwargs"
             )
-        tools = {"tools": conversation.tools} if conversation.tools else {}
-        options = {
+        options: dict[str, Any] = {
             "add_generation_prompt": True,
             **conversation.options,
             **conversation.variables,
-            **tools,
         }
+        if conversation.tools:
+            options["tools"] = conversation.tools
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
@@ -100,9 +109,7 @@ class Tokenizer:
             text: str = self._tokenizer.apply_chat_template(
                 conversation.messages, tokenize=False, **options
             )
-        except (
-            Exception
-        ) as error:  # a template is a program; whatever it raises is about these messages
+        except Exception as error:  # a template is a program; it raises what its author chose
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {reason}", param="messages"
@@ -110,17 +117,17 @@ class Tokenizer:
         return text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; bytes that are no character become U+FFFD."""
+        """Return the text of ids; bytes that are no character become U+FFFD."""
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
     def text_of(self, ids: IntArray) -> str:
-        """The text that ids stand for, special tokens included.
+        """Return the text of ids with special tokens written out.
 
         Raises:
-            InvalidRequest: an id is not of the vocabulary.
+            InvalidRequest: an id is outside the vocabulary.
         """
         unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
         if unknown.size:
@@ -132,68 +139,74 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """UTF-8 of a text that one token can stand for; None where some tokens may swallow any amount.
+        """Most UTF-8 bytes of a text that become one token; None if there may be no bound.
 
-        Known of vocabularies over bytes only, into which every byte goes. NFC makes a text shorter by 3.5 at most.
+        It is known only for byte-level vocabularies that keep every byte of a text.
         """
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        shrink = {"NoneType": 1, "NFC": 4}.get(type(backend and backend.normalizer).__name__)
-        if backend is None or shrink is None or not _keeps_every_byte(backend):
+        if backend is None or not _keeps_every_byte(backend):
+            return None
+        shrinks = _NORMALIZER_SHRINKS.get(type(backend.normalizer).__name__)
+        if shrinks is None:
             return None
         added = self._tokenizer.added_tokens_decoder.values()
-        if any(token.lstrip or token.rstrip for token in added):
+        if any(token.lstrip or token.rstrip for token in added):  # they take all blanks beside them
             return None
-        return shrink * max(
-            *map(len, self._tokenizer.get_vocab()),
-            *(len(token.content.encode()) for token in added),
-        )
+        lengths = [len(token) for token in self._tokenizer.get_vocab()]
+        lengths += [len(token.content.encode()) for token in added]
+        return shrinks * max(lengths)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids end below it. A vocabulary may have gaps, and the model rows beyond it that stand for nothing."""
+        """The largest id plus one. There may be gaps below; a model may have rows beyond it."""
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         return max(vocab.values()) + 1
 
     @property
     def chat_template(self) -> str | None:
-        """Its text, the one for tools if there are several; None if there is none."""
+        """The template's text, of several the one for tools; None if there is none."""
         if not self._tokenizer.chat_template:
             return None
         text: str = self._tokenizer.get_chat_template(tools=[])
         return text
 
     @property
-    def markers(self) -> dict[str, int]:
-        """The tokens that are never split, and their ids."""
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that are never split, such as `<|im_end|>`, by their texts."""
         added: dict[str, int] = self._tokenizer.get_added_vocab()
         return added
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""
-        return Detokenizer(
-            self.decode, partial(self.decode, skip_special_tokens=False), self.byte_ids
-        )
+        decode_all = partial(self.decode, skip_special_tokens=False)
+        return Detokenizer(self.decode, decode_all, self.byte_ids)
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """The tokens that stand for a single byte, in tokenizers that fall back to bytes ("<0x0A>")."""
+        """The tokens of a single byte ("<0x0A>"), in tokenizers that fall back to bytes."""
         vocab: dict[str, int] = self._tokenizer.get_vocab()
-        return frozenset(vocab[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocab)
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        return frozenset(vocab[name] for name in names if name in vocab)
 
 
 def _keeps_every_byte(backend: Any) -> bool:
-    """Whether a tokenizer spells bytes as letters, has all of them, and drops no blanks."""
+    """Whether a tokenizer spells bytes as letters, has a token for each, and drops no blanks."""
     letters = set(ByteLevel.alphabet())
     if type(backend.decoder).__name__ != "ByteLevel" or not letters <= backend.get_vocab().keys():
         return False
-    pieces = backend.pre_tokenizer.pre_tokenize_str(_PROBE) if backend.pre_tokenizer else []
-    return sum(len(piece) for piece, _ in pieces) >= len(_PROBE.encode())
+    if not backend.pre_tokenizer:
+        return False
+    pieces = backend.pre_tokenizer.pre_tokenize_str(_WHITESPACE_SAMPLE)
+    num_kept = sum(len(piece) for piece, _ in pieces)
+    return num_kept >= len(_WHITESPACE_SAMPLE.encode())
 
 
-def _refuse_hopeless(num_bytes: int, max_tokens: int, max_token_bytes: int) -> None:
+def _check_min_tokens(num_bytes: int, max_tokens: int, max_token_bytes: int) -> None:
+    """Raise RequestError if a text of so many bytes must have more than `max_tokens` tokens."""
     least = -(-num_bytes // max_token_bytes)
     if least > max_tokens:
         raise RequestError(
-            f"the prompt is {num_bytes} bytes of text, at least {least} tokens; the limit is {max_tokens}",
+            f"the prompt is {num_bytes} bytes of text, at least {least} tokens; "
+            f"the limit is {max_tokens}",
             code=PromptTooLong.code,
         )

@@ -1,4 +1,13 @@
-"""Small tools without knowledge of the engine: logging, queues between processes, hardware, registries."""
+"""Tools that do not know the engine.
+
+arch.py         the hardware; memory; a process that ends with its parent
+env.py          environment variables
+logger.py       logging
+mp.py           queues between processes
+registry.py     tables of named backends and models
+staging.py      copies from pinned host memory to the device
+supervisor.py   child processes
+"""
 
 from minisgl.utils.arch import Hardware, detect_hardware, die_with_parent
 from minisgl.utils.logger import set_up_logging

@@ -1,4 +1,4 @@
-"""What the machine is: processor, memory, and how a child process is tied to its parent."""
+"""The machine: its devices, its memory, and ties between a child process and its parent."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_M_TRIM_THRESHOLD = -1  # mallopt(3)
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The device that "auto" means here, and what it can do."""
+    """The device that "auto" stands for, and what it can do.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        has_bf16: whether it multiplies bf16 in hardware.
+        num_devices: GPUs; 0 on a CPU.
+    """
 
     device: str
     has_bf16: bool
@@ -21,26 +30,27 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    import torch  # here: of those that import this file only schedulers need it
+    # Imported here: processes without torch import this file too.
+    import torch
 
     if torch.cuda.is_available():
-        has_bf16 = torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )  # which no rank tries on another's GPU
+        # To find out about emulation, torch would allocate memory on the first GPU from every rank.
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return Hardware("cuda", has_bf16, torch.cuda.device_count())
     return Hardware("cpu", _cpu_has_bf16(), 0)
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 in hardware; without, bf16 is slower than float32."""
-    flags = (
-        Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    )
+    """Whether the CPU multiplies bf16 in hardware. If not, bf16 is slower than float32."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return False
+    flags = cpuinfo.read_text(errors="replace")
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be taken without swapping, within this process's control group."""
+    """Bytes of host memory that this process's control group can allocate without swapping."""
     with open("/proc/meminfo") as info:
         fields = dict(line.split(":", 1) for line in info)
     free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -53,20 +63,20 @@ def available_memory() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for the next allocation, instead of giving it back to the system.
+    """Make the C library keep freed memory for the next allocation.
 
-    A step frees and takes the same megabytes of activations again and again; each time the system would hand out zeroed
-    pages, one fault each.
+    Every step frees and allocates megabytes of activations. If the memory went back to the system,
+    each step would get zeroed pages, at one page fault a page.
     """
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of mallopt(3)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    for parameter, value in ((trim_threshold, 2**30), (top_pad, 2**26), (mmap_threshold, 2**25)):
-        if mallopt:
-            mallopt(parameter, value)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
+        mallopt(_M_TOP_PAD, 2**26)
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, however that happens (Linux)."""
+    """Make the kernel kill this process when its parent ends in any way (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent ended before the call above
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The environment, read and written in this one place."""
+"""Environment variables. No other file reads or writes them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where downloaded and converted models are kept: MINISGL_CACHE, or minisgl in the user's cache."""
-    own = os.environ.get("MINISGL_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minisgl"
+    """The folder of downloaded and converted models: MINISGL_CACHE, or ~/.cache/minisgl."""
+    folder = os.environ.get("MINISGL_CACHE")
+    if folder:
+        return Path(folder).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(user_cache).expanduser() / "minisgl"
 
 
 def overlap_disabled() -> bool:
@@ -21,21 +22,19 @@ def overlap_disabled() -> bool:
 
 
 def api_keys() -> str | None:
-    """MINISGL_API_KEY: keys as `--api-key` takes them, which the process list does not show."""
+    """MINISGL_API_KEY: keys as for `--api-key`, but invisible in the list of processes."""
     return os.environ.get("MINISGL_API_KEY")
 
 
 def nvcc() -> str:
-    """CUDA's compiler: that of CUDA_HOME, else that of the PATH, else where it is installed by default."""
+    """CUDA's compiler: that of CUDA_HOME, else that of PATH, else that of the default folder."""
+    folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     home = os.environ.get("CUDA_HOME")
-    folders = [
-        *([f"{home}/bin"] if home else []),
-        os.environ.get("PATH", os.defpath),
-        "/usr/local/cuda/bin",
-    ]
+    if home:
+        folders.insert(0, f"{home}/bin")
     return shutil.which("nvcc", path=os.pathsep.join(folders)) or "nvcc"
 
 
 def silence_transformers() -> None:
-    """TRANSFORMERS_NO_ADVISORY_WARNINGS: it would advise to install torch where tokenizers do without."""
+    """Set TRANSFORMERS_NO_ADVISORY_WARNINGS, else tokenizers advise to install torch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,8 +1,8 @@
 """Queues between processes: ZMQ push and pull over a private folder, one message a frame.
 
-Lossless by construction: no high-water mark, no PUB/SUB. A queue has one reader, which binds; writers connect
-and may start first. What one writer sends is read in its order. Knows no message: it is given how to encode
-and decode.
+Nothing is lost: there is no high-water mark and no PUB/SUB. A queue has one reader, which binds;
+writers connect, and may start first. The messages of one writer arrive in order. The queues know no
+message type: functions that encode and decode are arguments.
 """
 
 from __future__ import annotations
@@ -26,49 +26,52 @@ _LINGER_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the queues of one server are: sockets in a folder that its processes share.
+    """Addresses of the queues of one server: sockets in a folder that its processes have access to.
 
     Attributes:
-        num_tokenizer: tokenizers with a queue of their own; at zero the detokenizer's serves.
+        num_tokenizer: tokenizers with a queue of their own; with zero the detokenizer's queue is
+            used.
     """
 
     folder: Path
     num_tokenizer: int = 0
 
-    def _of(self, name: str) -> str:
-        return f"ipc://{self.folder / name}"
-
     @property
     def frontend(self) -> str:
-        return self._of("frontend")
+        return self._socket("frontend")
 
     @property
     def backend(self) -> str:
-        return self._of("backend")
+        return self._socket("backend")
 
     @property
     def detokenizer(self) -> str:
-        return self._of("detokenizer")
+        return self._socket("detokenizer")
 
     @property
     def tokenizers(self) -> list[str]:
-        return [self._of(f"tokenizer-{i}") for i in range(self.num_tokenizer)] or [self.detokenizer]
+        if self.num_tokenizer == 0:
+            return [self.detokenizer]
+        return [self._socket(f"tokenizer-{i}") for i in range(self.num_tokenizer)]
 
     def rank(self, rank: int) -> str:
-        return self._of(f"rank-{rank}")
+        return self._socket(f"rank-{rank}")
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous(self) -> Path:
         """The file through which tensor-parallel ranks find each other."""
-        return self.folder / "meeting"
+        return self.folder / "rendezvous"
+
+    def _socket(self, name: str) -> str:
+        return f"ipc://{self.folder / name}"
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that only this user can enter (0700), removed at the end.
+    """Make a folder that only this user can enter (0700); remove it at the end.
 
     Raises:
-        ConfigError: its path is too long for a socket.
+        ConfigError: the path is too long for the name of a socket.
     """
     with TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/tokenizer-000") > zmq.IPC_PATH_MAX_LEN:
@@ -79,7 +82,7 @@ def private_folder() -> Iterator[Path]:
 
 
 class PushQueue(Generic[M]):
-    """The writing end. `put` returns at once; a message waits here until the reader has come."""
+    """The writing end. `put` returns at once; messages wait here until the reader has connected."""
 
     def __init__(self, address: str, encode: Callable[[M], bytes]) -> None:
         self._context = zmq.Context()
@@ -93,7 +96,7 @@ class PushQueue(Generic[M]):
         self._socket.send(self._encode(msg))
 
     def close(self) -> None:
-        """Give what was put a second to leave, then drop it."""
+        """Wait up to a second until all messages are sent, then drop the rest."""
         self._context.destroy(linger=_LINGER_MS)
 
 
@@ -112,7 +115,7 @@ class PullQueue(Generic[M]):
         return self._decode(self._socket.recv())
 
     def drain(self, *, block: bool = False) -> list[M]:
-        """Everything that has come; with `block`, wait for at least one message."""
+        """Return all messages that have arrived; with `block`, wait for at least one."""
         msgs = [self.get()] if block else []
         while self._socket.poll(0):
             msgs.append(self.get())

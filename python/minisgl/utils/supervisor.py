@@ -1,7 +1,7 @@
-"""Child processes: started together, ready together, and when one dies the others follow.
+"""Child processes: they start together, are ready together, and all end when one dies.
 
-Owns the processes. Children report over a pipe of their own, in JSON: that they are ready, or
-why they cannot be. They cannot outlive this process (`die_with_parent`).
+Owns the processes. Each child reports over a pipe, in JSON, that it is ready or why it cannot
+start. No child outlives this process (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -28,94 +29,111 @@ from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
 
-_EXIT_PATIENCE_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
-    """What a tokenizer has that others need to know: its chat template, and the tokens that it never splits."""
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """What the API server needs to know of a tokenizer.
+
+    Attributes:
+        added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.
+    """
 
     chat_template: str | None
-    markers: dict[str, int]
+    added_tokens: dict[str, int]
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What a child says at its start: ready with some facts, or the reason why not."""
+class StartupReport(msgspec.Struct, frozen=True):
+    """A child's message once it is ready, or once it has failed.
+
+    Attributes:
+        failure: why it failed; None if it is ready.
+        is_config_error: whether options or model are the reason, which the user can change.
+        max_seq_len: of a scheduler.
+        tokenizer: of a tokenizer.
+    """
 
     failure: str | None = None
-    is_users_fault: bool = False
+    is_config_error: bool = False
     max_seq_len: int | None = None
-    vocabulary: Vocabulary | None = None
+    tokenizer: TokenizerInfo | None = None
 
 
-Ready = Callable[[Report], None]
+Ready = Callable[[StartupReport], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A process, and the reading end of the pipe for its reports."""
+
+    process: SpawnProcess
+    reader: Connection
+
+    def read_report(self) -> StartupReport | None:
+        """Wait for a report. None if the process has closed its end before."""
+        try:
+            return msgspec.json.decode(self.reader.recv_bytes(), type=StartupReport)
+        except EOFError:
+            return None
 
 
 class Supervisor:
     """A set of named children.
 
-    `start` them, `wait_ready`, then `watch` for the first death. At the end of the `with` block those that do not end
-    by themselves are killed: after a few seconds, or at once if the block ends with an error.
+    `start` them, `wait_ready`, then `watch` for the first death. At the end of the `with` block
+    they have a few seconds to end; then they are killed. After an error they are killed at once.
     """
 
     def __init__(self, log_level: str) -> None:
         self._log_level = log_level
         self._context = multiprocessing.get_context("spawn")
-        self._children: dict[str, tuple[SpawnProcess, Connection]] = {}
+        self._children: dict[str, _Child] = {}
 
     def start(self, name: str, body: str, *args: Any) -> None:
-        """Run body(ready, *args) in a new process. It calls ready(Report) once it can work.
+        """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
 
         Args:
-            body: "module:function", which nobody but the new process imports.
+            body: "module:function". Only the new process imports the module.
         """
-        ours, theirs = self._context.Pipe(duplex=False)
+        reader, writer = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_run_worker,
-            args=(name, os.getpid(), theirs, self._log_level, body, *args),
+            args=(name, os.getpid(), writer, self._log_level, body, *args),
             name=name,
             daemon=True,
         )
         process.start()
-        theirs.close()
-        self._children[name] = (process, ours)
+        writer.close()
+        self._children[name] = _Child(process, reader)
 
-    def wait_ready(self, timeout_s: float) -> list[Report]:
+    def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child.
 
         Raises:
             ConfigError: a child cannot run with these options or this model.
-            EngineFailed: a child died, or the time is over; names who.
+            EngineFailed: a child died or was not ready in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
-        waiting = {ours: name for name, (_, ours) in self._children.items()}
-        reports = []
+        waiting = {child.reader: name for name, child in self._children.items()}
+        reports: list[StartupReport] = []
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise EngineFailed(
-                    f"{', '.join(waiting.values())} not ready after {timeout_s:.0f} s"
-                )
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                reports.append(self._read_report(waiting.pop(connection), connection))
-            if failed := [report for report in reports if report.failure is not None]:
-                cause = max(
-                    failed, key=lambda report: report.is_users_fault
-                )  # others may fail in consequence
-                raise (ConfigError if cause.is_users_fault else EngineFailed)(cause.failure)
+                names = ", ".join(waiting.values())
+                raise EngineFailed(f"{names} not ready after {timeout_s:.0f} s")
+            for reader in ready:
+                assert isinstance(reader, Connection)
+                name = waiting.pop(reader)
+                report = self._children[name].read_report()
+                reports.append(report or StartupReport(failure=self._describe_death(name)))
+            _raise_failure(reports)
         return reports
 
-    def _read_report(self, name: str, connection: Connection) -> Report:
-        try:
-            return msgspec.json.decode(connection.recv_bytes(), type=Report)
-        except EOFError:
-            return Report(failure=self._obituary(name))
-
     async def watch(self) -> str:
-        """Return when the first child is dead; says which and how."""
+        """Wait until a child dies; return its name and exit code as a sentence."""
         loop = asyncio.get_running_loop()
         dead: asyncio.Future[str] = loop.create_future()
-        sentinels = {process.sentinel: name for name, (process, _) in self._children.items()}
+        sentinels = {child.process.sentinel: name for name, child in self._children.items()}
 
         def on_death(name: str) -> None:
             if not dead.done():
@@ -124,25 +142,20 @@ class Supervisor:
         for sentinel, name in sentinels.items():
             loop.add_reader(sentinel, on_death, name)
         try:
-            return self._obituary(await dead)
+            return self._describe_death(await dead)
         finally:
             for sentinel in sentinels:
                 loop.remove_reader(sentinel)
 
-    def _obituary(self, name: str) -> str:
-        process, connection = self._children[name]
-        process.join(_EXIT_PATIENCE_S)
-        try:
-            last_words = (
-                msgspec.json.decode(connection.recv_bytes(), type=Report).failure
-                if connection.poll()
-                else None
-            )
-        except EOFError:
-            last_words = None
-        return f"{name} died with exit code {process.exitcode}" + (
-            f": {last_words}" if last_words else ""
-        )
+    def _describe_death(self, name: str) -> str:
+        """Exit code of a dead child, and its last report's reason."""
+        child = self._children[name]
+        child.process.join(_EXIT_TIMEOUT_S)
+        report = child.read_report() if child.reader.poll() else None
+        death = f"{name} died with exit code {child.process.exitcode}"
+        if report and report.failure:
+            death += f": {report.failure}"
+        return death
 
     def __enter__(self) -> Self:
         return self
@@ -153,11 +166,15 @@ class Supervisor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop(patiently=kind is None)
+        if kind is None:
+            self._stop(_EXIT_TIMEOUT_S)
+        else:
+            self._stop(timeout_s=0.0)
 
-    def _stop(self, *, patiently: bool) -> None:
-        processes = [process for process, _ in self._children.values()]
-        deadline = time.monotonic() + (_EXIT_PATIENCE_S if patiently else 0.0)
+    def _stop(self, timeout_s: float) -> None:
+        """Wait until all have ended; kill those that still run after the timeout."""
+        processes = [child.process for child in self._children.values()]
+        deadline = time.monotonic() + timeout_s
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -165,42 +182,49 @@ class Supervisor:
                 process.kill()
         for process in processes:
             process.join()
-        for _, connection in self._children.values():
-            connection.close()
+        for child in self._children.values():
+            child.reader.close()
         self._children.clear()
+
+
+def _raise_failure(reports: list[StartupReport]) -> None:
+    """Raise if a child has failed, a ConfigError first: other failures may be consequences."""
+    failed = [report for report in reports if report.failure is not None]
+    for report in failed:
+        if report.is_config_error:
+            raise ConfigError(report.failure)
+    if failed:
+        raise EngineFailed(failed[0].failure)
 
 
 def _run_worker(
     name: str,
     parent_pid: int,
-    connection: Connection,
+    writer: Connection,
     log_level: str,
     body: str,
     *args: Any,
 ) -> None:
-    """Entry of every child: tie it to its parent, run its body, and report what goes wrong before it is ready.
+    """Entry of every child: run its body, and report an error that ends it.
 
-    Interrupts are the parent's affair: it asks the children to end.
+    Ctrl-C reaches all processes of a terminal. Children ignore it; the parent ends them in order.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level)
 
-    def report(content: Report) -> None:
-        connection.send_bytes(msgspec.json.encode(content))
+    def send(report: StartupReport) -> None:
+        writer.send_bytes(msgspec.json.encode(report))
 
     try:
-        pkgutil.resolve_name(body)(report, *args)
-    except Exception as error:  # the border of the process: said once, then the supervisor acts
+        pkgutil.resolve_name(body)(send, *args)
+    except Exception as error:  # the border of the process; the supervisor acts on the report
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())
+            reason = str(error)
         else:
             logger.exception("%s fails", name)
-        reason = (
-            str(error)
-            if isinstance(error, MiniSGLError)
-            else f"{name}: {type(error).__name__}: {error}"
-        )
-        report(Report(failure=reason, is_users_fault=isinstance(error, ConfigError)))
-        connection.close()
+            reason = f"{name}: {type(error).__name__}: {error}"
+        send(StartupReport(failure=reason, is_config_error=isinstance(error, ConfigError)))
+        writer.close()
         os._exit(1)
