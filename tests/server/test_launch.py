@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -33,6 +34,29 @@ def test_of_two_servers_that_load_at_once_the_second_to_be_ready_is_refused_the_
 def test_port_zero_takes_a_free_one_each_time() -> None:
     with _listen(ServerConfig(port=0)) as one, _listen(ServerConfig(port=0)) as other:
         assert one.getsockname()[1] != other.getsockname()[1]
+
+
+def test_a_small_write_is_sent_at_once() -> None:
+    """Nagle's algorithm would hold an answer's body back, by 40 ms, until its head is acknowledged."""
+
+    class Server(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            connection = transport.get_extra_info("socket")
+            seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def connect() -> None:
+        loop = asyncio.get_running_loop()
+        listener = _listen(ServerConfig(port=0))
+        async with await loop.create_server(Server, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            await reader.read()  # until the server has closed it
+            writer.close()
+            await writer.wait_closed()
+
+    seen: list[int] = []
+    asyncio.run(connect())
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("host", ["no such host", "203.0.113.1", ""])

@@ -72,7 +72,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     Connections are accepted when all is ready.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
+    # The protocol by name: asyncio turns Nagle's algorithm off only where the socket says TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
