@@ -61,7 +61,7 @@ class Staging:
         return self.stage(*arrays).start()
 
     def stage(self, *arrays: Numbers) -> StagedCopy:
-        """Do the host work of `send`. `StagedCopy.start` does what changes something on the device."""
+        """Do the host work of `send`; nothing changes on the device before `StagedCopy.start`."""
         if self._device.type == "cpu":
             return StagedCopy([torch.from_numpy(array) for array in arrays])
         layout = self._layout(arrays)
