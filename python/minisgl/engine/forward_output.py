@@ -40,8 +40,7 @@ class ForwardOutput:
         """The tokens of each sampling slice, today one each; waits until they are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_B1: list[list[int]] = self._token_B[:, None].tolist()
-        return token_B1
+        return [[token] for token in self._token_B.tolist()]
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """By index of the sampling slice; to be called after `wait`."""

@@ -1,7 +1,8 @@
 """The numbers that a captured graph reads of its tokens and requests, on the host.
 
 A plan is padded to the size of its graph: padding tokens stand in the padding row, at its first
-positions. Does not know where on the device the numbers go.
+positions. Does not know where on the device the numbers go. Like those of `steps.py`, the
+dataclasses are not frozen, to be made fast.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, T tokens of a step, or of a captured
@@ -18,7 +19,7 @@ from minisgl.core import BatchPlan, IntArray
 from minisgl.engine.graph_key import GraphKey, GraphKind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GraphInputs(ABC):
     """What graphs of all kinds read; int32.
 
@@ -40,7 +41,7 @@ class GraphInputs(ABC):
         """What goes to the device: row_T, position_T, and what only this kind of graph reads."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeInputs(GraphInputs):
     """One token a request; attention sees each as a slice, padding included.
 
@@ -74,7 +75,7 @@ class DecodeInputs(GraphInputs):
         return [self.row_T, self.position_T, num_shared_tokens_1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptInputs(GraphInputs):
     """One slice of a prompt; attention sees it and its padding as two slices.
 

@@ -65,7 +65,7 @@ class SamplingGraph:
         return self.token_B
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledTokens:
     """What the slices of a step that sample get.
 

@@ -3,6 +3,9 @@
 These are values; `Engine` makes them and takes them back. None of them holds a graph, only its key:
 NCCL does not leave its group as long as a graph that uses it is alive, and the frames of an
 exception may keep a step alive.
+
+They are not frozen dataclasses, since making those takes several times as long, and each step makes
+all of these before the device has work.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from minisgl.engine.sampler import SamplingInputs
 from minisgl.utils.staging import StagedCopy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedReplay:
     """All that a captured step needs to start.
 
@@ -34,7 +37,7 @@ class PreparedReplay:
     needs_eager_filters: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedStep:
     """A plan whose host work is done, as far as it can be done before the step before is sampled.
 
@@ -50,7 +53,7 @@ class PreparedStep:
     replay: PreparedReplay | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
     """A step whose logits the device computes.
 
