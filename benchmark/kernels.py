@@ -314,7 +314,7 @@ def measure(case: Case, device: str) -> list[Figure]:
     ]
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -329,7 +329,11 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="kernels whose names have this in them")
     parser.add_argument("--out", type=Path, help="append figures to this file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default_tokens = [1, 256] if device == "cuda" else [1, 16]
     figures = []

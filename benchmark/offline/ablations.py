@@ -65,7 +65,7 @@ def draw(path: Path, medians: dict[str, float]) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,8 +80,11 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="draw a picture, too; needs matplotlib")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments()
     device = detect_hardware().device
     all_variants = variants(device)
     speeds: dict[str, list[float]] = {name: [] for name in all_variants}

@@ -105,15 +105,18 @@ def speeds_of(
     return speeds
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/cpu.jsonl"))
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments()
     engines = {
         "minisgl": engine_generate(args.dtype),
         "transformers": transformers_generate(getattr(torch, args.dtype)),

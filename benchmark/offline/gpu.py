@@ -149,7 +149,7 @@ def comparison(figure: Figure, limit: float) -> str:
     return f"{figure.metric:16}{figure.value:12.2f}  limit {limit:12.2f}  {reached:6.1%}"
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,8 +168,11 @@ def main() -> None:
     parser.add_argument(
         "--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}'
     )
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments()
     known = {field.name for field in fields(SchedulerConfig)}
     assert args.engine.keys() <= known, args.engine.keys() - known
     options = {

@@ -78,7 +78,7 @@ def speed(llm: LLM, grammar: Grammar | None, args: argparse.Namespace) -> float:
     return args.requests * (args.tokens - 1) / (seconds(args.tokens) - first)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="to make for each request")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, help="append figures to this file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     speeds: dict[str, list[float]] = {name: [] for name in GRAMMARS}
     with LLM(args.model, dummy_weight=args.dummy_weight, skip_tokenizer_init=True) as llm:
         for i in range(args.repeat + 1):

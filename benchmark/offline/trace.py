@@ -103,7 +103,7 @@ def print_table(title: str, times: dict[str, list[float]], whole: float, num_row
         print(f"  {name[:70]:72}{len(each):7}{sum(each) / len(each):10.2f}{sum(each) / whole:8.1%}")
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,7 +117,11 @@ def main() -> None:
         "--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}'
     )
     parser.add_argument("--out", type=Path, help="append figures to this file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     figures = []
     options = {"max_seq_len": 4352, "max_prefill_length": 16384, **args.engine}
     with LLM(MODELS / args.model, skip_tokenizer_init=True, dummy_weight=True, **options) as llm:
