@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: threads that wait by spinning make tiny models many times slower on a busy machine.
+# Before torch is imported: waiting threads that spin make tiny models slow on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not Path("/dev/nvidiactl").exists():  # no GPU: its kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,6 +19,11 @@ from tests.checkpoints import tiny_checkpoint
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """From one of tests.checkpoints.ARCHITECTURES to the folder of its tiny checkpoint; not to be written to."""
+    """From one of tests.checkpoints.ARCHITECTURES to the folder of its tiny checkpoint."""
     root = tmp_path_factory.mktemp("checkpoints")
     return cache(lambda arch: tiny_checkpoint(arch, root / arch))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run whole processes first: a long file that began last would leave the other cores idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

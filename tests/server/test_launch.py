@@ -37,7 +37,7 @@ def test_port_zero_takes_a_free_one_each_time() -> None:
 
 
 def test_a_small_write_is_sent_at_once() -> None:
-    """Nagle's algorithm would hold an answer's body back, by 40 ms, until its head is acknowledged."""
+    """Nagle's algorithm would hold an answer's body back until its head is acknowledged: 40 ms."""
 
     class Server(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import tiny_checkpoint
-from tests.system.harness import Program, small
+from tests.system.harness import Program, small_server
 from tests.system.oracle import ARCH, CONTEXT
 
 
@@ -23,20 +23,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def running_server(folder: Path) -> Iterator[Callable[[], Program]]:
-    """A function that returns the server, and starts another one if a test has spoilt it."""
+    """A function that returns the server, and starts another one if a test has broken it."""
     with ExitStack() as programs:
-        current: list[Program] = []
+        started: list[Program] = []
 
         def get() -> Program:
-            if not (current and current[-1].is_healthy() and current[-1].has_all_places()):
-                program = Program(*small(folder, "--overlap"))
-                current.append(programs.enter_context(program).wait_ready())
-            return current[-1]
+            if not started or not started[-1].is_healthy():
+                program = Program(*small_server(folder, "--overlap"))
+                started.append(programs.enter_context(program).wait_ready())
+            return started[-1]
 
         yield get
 
 
 @pytest.fixture
 def server(running_server: Callable[[], Program]) -> Program:
-    """It has few rows and places, and all of them are free."""
+    """A server of MAX_RUNNING rows; the tests of a worker share it, and each leaves it idle."""
     return running_server()

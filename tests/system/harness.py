@@ -21,17 +21,17 @@ import httpx
 import psutil
 from openai import OpenAI
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 MODEL = "tiny"
-ROWS = 3
-PLACES = 40
+MAX_RUNNING = 3
+MAX_OPEN = 40
 
 
-def eventually(holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Wait until something holds; what it is then."""
-    deadline = time.monotonic() + timeout_s
+def wait_until(holds: Callable[[], Any], what: str) -> Any:
+    """Call a function until it returns something true, and return that."""
+    deadline = time.monotonic() + TIMEOUT_S
     while not (value := holds()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {what}"
         time.sleep(0.01)
     return value
 
@@ -39,11 +39,11 @@ def eventually(holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_
 class Program:
     """`python -m minisgl` with these arguments, in a temporary folder and a session of its own.
 
-    What is left of it at the end of the `with` block is killed.
+    The end of the `with` block kills whatever process is left.
     """
 
     def __init__(self, *argv: str, env: dict[str, str] | None = None, **streams: Any) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # of a short name: it holds sockets
+        self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets have short names
         self._log = self.folder / "stderr"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -53,18 +53,18 @@ class Program:
                 start_new_session=True,
                 **streams,
             )
-        self._family: set[psutil.Process] = set()
+        self._processes: set[psutil.Process] = set()
 
     @property
     def stderr(self) -> str:
         return self._log.read_text(errors="replace")
 
     def wait_ready(self) -> Self:
-        """Until it says where it serves and does."""
-        eventually(lambda: self._url or self.process.poll() is not None, "it serves")
+        """Wait until it has logged its address and answers there."""
+        wait_until(lambda: self._url or self.process.poll() is not None, "it serves")
         assert self._url, f"ended with {self.process.returncode}:\n{self.stderr}"
-        eventually(self.is_healthy, "it answers")
-        self.know_workers()
+        wait_until(self.is_healthy, "it answers")
+        self.remember_processes()
         return self
 
     @property
@@ -83,43 +83,41 @@ class Program:
 
     def is_healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=PATIENCE_S).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=TIMEOUT_S).status_code == 200
         except httpx.TransportError:
             return False
 
-    def has_all_places(self) -> bool:
-        """Whether as many requests may be open as there can be: none has kept its place."""
-        body = endless(prompt=["a"] * PLACES, max_tokens=1)
-        return (
-            httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code
-            == 200
-        )
+    def is_idle(self) -> bool:
+        """Whether no request is open: MAX_OPEN prompts, as many as may be, are accepted at once."""
+        body = endless_body(prompt=["a"] * MAX_OPEN, max_tokens=1)
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+        return response.status_code == 200
 
     def workers(self) -> list[psutil.Process]:
-        """The schedulers by rank, the detokenizer, the tokenizers: in the order of their start."""
+        """The schedulers by rank, the detokenizer, the tokenizers, in the order of their start."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return sorted(
             (child for child in children if "spawn_main" in " ".join(child.cmdline())),
             key=lambda child: child.pid,
         )
 
-    def know_workers(self) -> None:
-        """Remember those that run now, to see whether they are left at the end."""
-        self._family |= {psutil.Process(self.process.pid), *self.workers()}
+    def remember_processes(self) -> None:
+        """Add the processes that run now to those that must have ended at the end."""
+        self._processes |= {psutil.Process(self.process.pid), *self.workers()}
 
     def wait(self) -> int:
-        """Until it ends; its exit code."""
-        return self.process.wait(PATIENCE_S)
+        """Wait until it ends; return its exit code."""
+        return self.process.wait(TIMEOUT_S)
 
     def assert_nothing_is_left(self, *, folder: bool = False) -> None:
-        """No process that it ever had, and no folder unless it had no chance to remove it."""
-        assert self._family
-        eventually(lambda: all(map(_has_ended, self._family)), f"all of {self._family} end")
+        """No process is left, and no folder unless `folder`: a killed program cannot remove it."""
+        assert self._processes
+        wait_until(lambda: all(map(_has_ended, self._processes)), f"all of {self._processes} end")
         if not folder:
             assert list(self.folder.glob("minisgl-*")) == []
 
     def client(self, api_key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=PATIENCE_S)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -148,35 +146,23 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def small(folder: Path, *more: str) -> list[str]:
-    """Arguments to serve a tiny checkpoint with few rows and places and a free port."""
-    return [
-        *(
-            "--model",
-            str(folder),
-            "--served-model-name",
-            MODEL,
-            "--port",
-            "0",
-            "--dtype",
-            "float32",
-        ),
-        *(
-            "--page-size",
-            "4",
-            "--num-pages",
-            "8192",
-            "--max-running-requests",
-            str(ROWS),
-            "--max-body-mb",
-            "1",
-        ),
-        *("--max-open-requests", str(PLACES)),
-        *more,
-    ]
+def small_server(folder: Path, *more: str) -> list[str]:
+    """Arguments to serve a tiny checkpoint on a free port, with few requests at a time."""
+    options = {
+        "--model": folder,
+        "--served-model-name": MODEL,
+        "--port": 0,
+        "--dtype": "float32",
+        "--page-size": 4,
+        "--num-pages": 8192,
+        "--max-running-requests": MAX_RUNNING,
+        "--max-open-requests": MAX_OPEN,
+        "--max-body-mb": 1,
+    }
+    return [str(word) for option in options.items() for word in option] + list(more)
 
 
-def endless(**fields: Any) -> dict[str, Any]:
+def endless_body(**fields: Any) -> dict[str, Any]:
     """The body of a text completion that takes far longer than a test."""
     return {
         "model": MODEL,
@@ -191,15 +177,15 @@ def endless(**fields: Any) -> dict[str, Any]:
 @contextmanager
 def open_stream(program: Program, **fields: Any) -> Iterator[Iterator[Any]]:
     """The events of an endless stream, the first of which has come. Leaving it hangs up."""
-    body = endless(stream=True, **fields)
+    body = endless_body(stream=True, **fields)
     with httpx.stream(
-        "POST", f"{program.url}/v1/completions", json=body, timeout=PATIENCE_S
+        "POST", f"{program.url}/v1/completions", json=body, timeout=TIMEOUT_S
     ) as response:
         assert response.status_code == 200, response.read()
         events = (
-            json.loads(line[6:])
+            json.loads(line.removeprefix("data: "))
             for line in response.iter_lines()
-            if line and line != "data: [DONE]"
+            if line not in ("", "data: [DONE]")
         )
         next(events)
         yield events

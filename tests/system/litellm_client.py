@@ -1,4 +1,7 @@
-"""What LiteLLM makes of a server, as one line of JSON: run by test_clients.py in an environment that has it."""
+"""Use a server through LiteLLM and print the results as one line of JSON.
+
+Run by test_clients.py in the environment that has LiteLLM.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,14 @@ TOOL = {
 
 def main(url: str, model: str) -> None:
     def ask(**options: Any) -> Any:
+        defaults = {"max_tokens": 30, "temperature": 0, "extra_body": {"ignore_eos": True}}
         return litellm.completion(
-            model=f"openai/{model}", api_base=url, api_key="none", messages=[{"role": "user", "content": "the dog"}],
-            **{"max_tokens": 30, "temperature": 0, "extra_body": {"ignore_eos": True}, **options},
-        )  # fmt: skip
+            model=f"openai/{model}",
+            api_base=url,
+            api_key="none",
+            messages=[{"role": "user", "content": "the dog"}],
+            **{**defaults, **options},
+        )
 
     whole = ask()
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))

@@ -1,4 +1,4 @@
-"""What the tiny model says according to transformers: greedy text, one token at a time, on and on past its end."""
+"""What transformers computes with the tiny model: greedy text, token by token, beyond its end."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def answer_to(content: str, num_tokens: int) -> str:
 
 @torch.inference_mode()
 def logprobs_of(ids: list[int]) -> list[float]:
-    """Of each token but the first, given those before it."""
+    """The log probability of each token but the first, given those before it."""
     logprob_TV = torch.log_softmax(_parts()[0](torch.tensor([ids])).logits[0].float(), dim=-1)
     return [float(logprob_TV[i, token]) for i, token in enumerate(ids[1:])]
 
 
 @torch.inference_mode()
 def embedding_of(text: str) -> list[float]:
-    """The hidden state of its last token behind the final norm, at length 1."""
+    """The hidden state of the last token after the final norm, scaled to length 1."""
     model, tokenizer = _parts()
     last_D = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0, -1]
     vector: list[float] = (last_D / last_D.norm()).tolist()

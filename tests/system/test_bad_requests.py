@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a 4xx with OpenAI's error object, soon, and the server is as before."""
+"""The answer to a bad request is a 4xx with OpenAI's error object, and the server is as before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.system.harness import MODEL, Program
 
 pytestmark = pytest.mark.slow
 SOON_S = 20.0
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 TURN = {"role": "user", "content": "hi"}
 
 
@@ -120,13 +121,14 @@ def assert_is_openais_error(response: httpx.Response) -> None:
     assert 400 <= response.status_code < 500, response.text
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str) and error["message"]
+    assert isinstance(error["message"], str)
+    assert error["message"]
     assert isinstance(error["type"], str)
 
 
 def assert_is_as_before(server: Program) -> None:
     assert server.is_healthy()
-    assert server.has_all_places()
+    assert server.is_idle()
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -1,4 +1,4 @@
-"""Clients that others wrote, against a server of real processes; and Schemathesis, which reads our OpenAPI schema."""
+"""Clients of other projects against real processes, and Schemathesis on the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from tests.system.harness import MODEL, PATIENCE_S, Program, eventually, small
+from tests.system.harness import MODEL, TIMEOUT_S, Program, small_server, wait_until
 
 pytestmark = pytest.mark.slow
 LITELLM = Path(sys.prefix) / "clients" / "bin" / "python"
@@ -38,16 +38,22 @@ def weather(city: Literal["Ulm", "Bonn"]) -> str:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Program]:
-    with Program(*small(folder, "--tool-call-parser", "hermes", "--max-seq-len", "512")) as program:
+    with Program(
+        *small_server(folder, "--tool-call-parser", "hermes", "--max-seq-len", "512")
+    ) as program:
         yield program.wait_ready()
-        eventually(program.has_all_places, "the engine is free again")
+        wait_until(program.is_idle, "no request is open")
 
 
 def langchain(server: Program, **options: Any) -> ChatOpenAI:
     return ChatOpenAI(
-        model=MODEL, base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S,
+        model=MODEL,
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=TIMEOUT_S,
         **{"temperature": 0, "max_tokens": 100, **options},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
@@ -57,7 +63,8 @@ def test_langchain_chats(server: Program, use_responses_api: bool) -> None:
     pieces = list(model.stream(QUESTION))
     assert len(pieces) > 5
     assert "".join(piece.text for piece in pieces) == whole.text != ""
-    assert whole.usage_metadata is not None and 0 < whole.usage_metadata["output_tokens"] <= 100
+    assert whole.usage_metadata is not None
+    assert 0 < whole.usage_metadata["output_tokens"] <= 100
     assert [answer.text for answer in model.batch([QUESTION] * 3)] == [whole.text] * 3
 
 
@@ -73,21 +80,22 @@ def test_langchain_calls_tools(server: Program) -> None:
     bound = model.bind_tools([weather], tool_choice="weather", strict=True)
     answer: Any = bound.invoke(QUESTION)
     [call] = answer.tool_calls
-    assert call["name"] == "weather" and call["args"]["city"] in ("Ulm", "Bonn")
+    assert call["name"] == "weather"
+    assert call["args"]["city"] in ("Ulm", "Bonn")
     result = weather.invoke(call)
     final = langchain(server).bind_tools([weather]).invoke([("user", QUESTION), answer, result])
     assert isinstance(final.text, str)
 
 
 def test_litellm(server: Program) -> None:
-    """It wants an older client of OpenAI's, and so an environment of its own, which scripts/test makes."""
+    """LiteLLM wants an older client of OpenAI's; scripts/test makes an environment for it."""
     if not LITELLM.exists():
         pytest.skip(f"{LITELLM} is missing; scripts/test makes it")
     script = Path(__file__).with_name("litellm_client.py")
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     command = [LITELLM, script, f"{server.url}/v1", MODEL]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False, env=env
+        command, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False, env=env
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
@@ -100,36 +108,23 @@ def test_litellm(server: Program) -> None:
 
 def test_schemathesis_finds_no_server_error(folder: Path) -> None:
     """Whatever the OpenAPI schema allows or nearly allows."""
-    with Program(*small(folder, "--max-seq-len", "64", "--tool-call-parser", "hermes")) as server:
+    with Program(
+        *small_server(folder, "--max-seq-len", "64", "--tool-call-parser", "hermes")
+    ) as server:
         server.wait_ready()
-        command = [
-            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
-            *(
-                "--checks",
-                "not_a_server_error",
-                "--max-examples",
-                "20",
-                "--seed",
-                "1",
-                "--generation-deterministic",
-            ),
-            *(
-                "--request-timeout",
-                "30",
-                "--suppress-health-check",
-                "all",
-                "--phases",
-                "coverage,fuzzing",
-                "--no-color",
-            ),
-        ]
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+        options = (
+            "--checks not_a_server_error --phases coverage,fuzzing --max-examples 20 --seed 1"
+            " --generation-deterministic --suppress-health-check all --request-timeout 30"
+            " --no-color"
+        )
         env = {
             **os.environ,
             "SCHEMATHESIS_HOOKS": "schemathesis_hooks",
             "PYTHONPATH": str(Path(__file__).parent),
         }
         done = subprocess.run(
-            command,
+            command + options.split(),
             capture_output=True,
             text=True,
             timeout=280,
@@ -139,4 +134,4 @@ def test_schemathesis_finds_no_server_error(folder: Path) -> None:
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         assert re.search(r"[0-9]{4} generated, [0-9]{4} passed", done.stdout)
-        eventually(server.has_all_places, "the engine is free again")
+        wait_until(server.is_idle, "no request is open")

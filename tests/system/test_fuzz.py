@@ -1,4 +1,4 @@
-"""Two thousand bodies, each a good one with some of its fields spoilt: no 5xx, no hang, and the server is as before."""
+"""Two thousand valid bodies with some fields spoilt: no 5xx, no hang, and nothing left open."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.harness import MODEL, Program, eventually
+from tests.system.harness import MODEL, Program, wait_until
 from tests.system.oracle import text_after
 
 pytestmark = pytest.mark.slow
 NUM_BODIES = 2000
 HANGS_S = 30.0
-GENERATE, EMBED = "/generate", "/v1/embeddings"
-CHAT, TEXT, RESPONSES, TOKENIZE = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/tokenize",
-)
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+GENERATE = "/generate"
+EMBED = "/v1/embeddings"
+TOKENIZE = "/tokenize"
 SAMPLING: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 3,
@@ -163,17 +162,12 @@ NASTY: list[Any] = [
         [{"role": "user", "content": "a", "x": 1}],
     ),
 ]
-ENDLESS = (
-    None,
-    300,
-    2**31,
-    2**63,
-    10**30,
-)  # until the end of a long context: no hang, but no test either
+# Answers until the end of a long context: no hang, but they take far too long for a test.
+ENDLESS = (None, 300, 2**31, 2**63, 10**30)
 
 
 def spoil(value: Any, source: random.Random) -> Any:
-    """One thing in it, at any depth, is other than it was."""
+    """A copy with one value changed, at any depth."""
     if isinstance(value, dict) and value and source.random() < 0.85:
         key = source.choice(list(value))
         match source.randrange(8):
@@ -195,7 +189,8 @@ def spoil(value: Any, source: random.Random) -> Any:
 
 
 def bodies() -> list[tuple[str, bytes]]:
-    source, made = random.Random(0), []
+    source = random.Random(0)
+    made = []
     for _ in range(NUM_BODIES):
         path = source.choice(
             [CHAT, CHAT, TEXT, TEXT, RESPONSES, RESPONSES, GENERATE, EMBED, TOKENIZE]
@@ -225,10 +220,10 @@ def _has_ended(path: str, events: str) -> bool:
 
 async def send(url: str) -> Counter[int]:
     seen: Counter[int] = Counter()
-    places = asyncio.Semaphore(16)
+    slots = asyncio.Semaphore(16)
 
     async def post(client: httpx.AsyncClient, path: str, body: bytes) -> None:
-        async with places:
+        async with slots:
             try:
                 answer = await client.post(
                     url + path, content=body, headers={"Content-Type": "application/json"}
@@ -252,7 +247,7 @@ def test_spoilt_bodies(server: Program) -> None:
     assert seen.keys() <= {200, 400, 404}
     assert min(seen[200], seen[400]) > NUM_BODIES // 10
     assert server.is_healthy()
-    eventually(server.has_all_places, "nothing is left of them")
+    wait_until(server.is_idle, "no request is open")
     with server.client() as client:
         answer = client.completions.create(
             model=MODEL,

@@ -1,4 +1,7 @@
-"""How it ends: told to, killed in part or whole, or never started. Nothing is left, and everybody is told."""
+"""How the program ends: by a signal, a killed process or a failed start.
+
+No process and no file is left, and every open request gets an error with the reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.harness import PATIENCE_S, ROWS, Program, endless, eventually, open_stream, small
+from tests.system.harness import (
+    MAX_RUNNING,
+    TIMEOUT_S,
+    Program,
+    endless_body,
+    open_stream,
+    small_server,
+    wait_until,
+)
 from tests.system.oracle import text_after
 
 pytestmark = pytest.mark.slow
@@ -22,36 +33,35 @@ pytestmark = pytest.mark.slow
 
 def assert_answers(program: Program) -> None:
     answer = httpx.post(
-        f"{program.url}/v1/completions", json=endless(max_tokens=24), timeout=PATIENCE_S
+        f"{program.url}/v1/completions", json=endless_body(max_tokens=24), timeout=TIMEOUT_S
     )
     assert answer.json()["choices"][0]["text"] == text_after("the dog", 24)
 
 
 def send(program: Program, **fields: Any) -> HTTPConnection:
-    """A request whose response nobody reads yet."""
-    connection = HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE_S)
+    """Send a request; its response is not read yet."""
+    connection = HTTPConnection("127.0.0.1", program.port, timeout=TIMEOUT_S)
     connection.request(
         "POST",
         "/v1/completions",
-        json.dumps(endless(**fields)),
+        json.dumps(endless_body(**fields)),
         {"content-type": "application/json"},
     )
     return connection
 
 
 class OpenRequests:
-    """A stream that runs, two whole answers that do, and one that waits for a row, all of them endless."""
+    """A stream and two whole answers that run, and one that waits for a row; all are endless."""
 
     def __init__(self, program: Program, resources: ExitStack) -> None:
         self._stream = resources.enter_context(open_stream(program))
-        self._whole = [resources.enter_context(closing(send(program))) for _ in range(ROWS)]
+        self._whole = [resources.enter_context(closing(send(program))) for _ in range(MAX_RUNNING)]
         with closing(send(program, prompt=[10**6])) as last:
-            assert (
-                last.getresponse().status == 400
-            )  # by the scheduler: the others have reached it before
+            # The scheduler refuses this one: the others have reached it before.
+            assert last.getresponse().status == 400
 
-    def assert_told(self, reason: str) -> None:
-        """Each has got an error that gives the reason."""
+    def assert_failed(self, reason: str) -> None:
+        """Each got an error that gives the reason."""
         *_, last = self._stream
         assert reason in last["error"]["message"]
         for connection in self._whole:
@@ -64,7 +74,7 @@ def last_line(program: Program) -> str:
     return program.stderr.splitlines()[-1]
 
 
-def test_a_signal_ends_it_and_everybody_is_told(folder: Path) -> None:
+def test_a_signal_ends_it_and_every_request(folder: Path) -> None:
     options = [
         "--tp",
         "2",
@@ -76,13 +86,13 @@ def test_a_signal_ends_it_and_everybody_is_told(folder: Path) -> None:
         "--max-prefill-length",
         "3",
     ]
-    with Program(*small(folder, *options)) as program:
+    with Program(*small_server(folder, *options)) as program:
         program.wait_ready()
         assert_answers(program)
         with ExitStack() as resources:
             opened = OpenRequests(program, resources)
             program.process.send_signal(signal.SIGTERM)
-            opened.assert_told("shutting down")
+            opened.assert_failed("shutting down")
         assert program.wait() == 0
         program.assert_nothing_is_left()
         assert "Traceback" not in program.stderr
@@ -96,15 +106,15 @@ def test_a_signal_ends_it_and_everybody_is_told(folder: Path) -> None:
         ("tokenizer-1", 3, ["--num-tokenizer", "2"]),
     ],
 )
-def test_when_a_worker_is_killed_everybody_is_told_why_and_all_end(
+def test_when_a_worker_is_killed_every_request_gets_the_reason_and_all_end(
     name: str, index: int, argv: list[str], folder: Path
 ) -> None:
-    with Program(*small(folder, *argv)) as program:
+    with Program(*small_server(folder, *argv)) as program:
         program.wait_ready()
         with ExitStack() as resources:
             opened = OpenRequests(program, resources)
             program.workers()[index].kill()
-            opened.assert_told(f"{name} died")
+            opened.assert_failed(f"{name} died")
         assert program.wait() == 1
         assert f"{name} died with exit code -9" in last_line(program)
         program.assert_nothing_is_left()
@@ -112,7 +122,7 @@ def test_when_a_worker_is_killed_everybody_is_told_why_and_all_end(
 
 def test_when_the_parent_is_killed_its_children_vanish(folder: Path) -> None:
     env = {"MINISGL_DISABLE_OVERLAP_SCHEDULING": "1"}
-    with Program(*small(folder, "--num-tokenizer", "0", "--overlap"), env=env) as program:
+    with Program(*small_server(folder, "--num-tokenizer", "0", "--overlap"), env=env) as program:
         program.wait_ready()
         assert_answers(program)
         with open_stream(program) as stream:
@@ -135,16 +145,16 @@ def has_all_workers(program: Program) -> bool:
 def test_a_signal_while_it_loads_ends_it(
     number: int, moment: Callable[[Program], bool], folder: Path
 ) -> None:
-    with Program(*small(folder)) as program:
-        eventually(lambda: moment(program), "it has begun to load")
-        program.know_workers()
+    with Program(*small_server(folder)) as program:
+        wait_until(lambda: moment(program), "it has begun to load")
+        program.remember_processes()
         program.process.send_signal(number)
         assert program.wait() == 130
         program.assert_nothing_is_left()
 
 
 def test_a_port_in_use_is_one_line(server: Program, folder: Path) -> None:
-    with Program(*small(folder), "--port", str(server.port)) as program:
+    with Program(*small_server(folder), "--port", str(server.port)) as program:
         assert program.wait() == 1
         (line,) = program.stderr.splitlines()
         assert line.startswith("minisgl: error: ")
@@ -159,13 +169,13 @@ def unknown(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def test_what_the_ranks_find_out_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_what_the_ranks_refuse_is_one_line(folder: Path, tmp_path: Path) -> None:
     cases = [
         (folder, ["--tp", "2", "--device", "cpu", "--attn", "fi"], "--attn fi needs a GPU"),
         (unknown(folder, tmp_path / "unknown"), [], "unknown architecture 'BertModel'"),
     ]
     for model, options, reason in cases:
-        with Program(*small(model, *options)) as program:
+        with Program(*small_server(model, *options)) as program:
             assert program.wait() == 1
             (line,) = program.stderr.splitlines()
             assert line.startswith(f"minisgl: error: {reason}")
@@ -179,7 +189,7 @@ def damaged(folder: Path, copy: Path) -> Path:
 
 
 def test_damaged_weights_are_one_line(folder: Path, tmp_path: Path) -> None:
-    with Program(*small(damaged(folder, tmp_path / "damaged"))) as program:
+    with Program(*small_server(damaged(folder, tmp_path / "damaged"))) as program:
         assert program.wait() == 1
         assert "Traceback" not in program.stderr
         assert last_line(program).startswith("minisgl: error: ")

@@ -1,4 +1,4 @@
-"""A server as it is operated: with keys, and watched."""
+"""A server as operators run it: with API keys and metrics."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.system.harness import MODEL, PATIENCE_S, ROWS, Program, endless, eventually, small
+from tests.system.harness import (
+    MAX_RUNNING,
+    MODEL,
+    TIMEOUT_S,
+    Program,
+    endless_body,
+    small_server,
+    wait_until,
+)
 from tests.system.oracle import answer_to
 
 pytestmark = pytest.mark.slow
-KEY, OTHER_KEY = "sk-of-the-environment", "sk-of-the-arguments"
+KEY = "sk-of-the-environment"
+OTHER_KEY = "sk-of-the-arguments"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path) -> Iterator[Program]:
-    """A server with keys that logs all there is to log."""
-    argv = small(folder, "--api-key", OTHER_KEY, "--log-level", "DEBUG")
+    """A server with two keys, which logs at DEBUG."""
+    argv = small_server(folder, "--api-key", OTHER_KEY, "--log-level", "DEBUG")
     with Program(*argv, env={"MINISGL_API_KEY": KEY}) as program:
         yield program.wait_ready()
 
@@ -55,7 +64,7 @@ def test_openais_client_is_refused_without_one_and_no_key_is_ever_written(guarde
 
 
 def scrape(program: Program) -> dict[str, float]:
-    response = httpx.get(f"{program.url}/metrics", headers=BEARER, timeout=PATIENCE_S)
+    response = httpx.get(f"{program.url}/metrics", headers=BEARER, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     return {
         sample.name.removeprefix("minisgl_")
@@ -112,20 +121,22 @@ def test_what_was_asked_is_what_is_counted(guarded: Program) -> None:
 
 def test_the_schedulers_state_is_seen_while_it_works_and_when_it_rests(guarded: Program) -> None:
     aborts = scrape(guarded)["aborts_total"]
-    stream = endless(stream=True, prompt=["a"] * ROWS)
+    stream = endless_body(stream=True, prompt=["a"] * MAX_RUNNING)
     with (
         httpx.stream(
-            "POST", f"{guarded.url}/v1/completions", json=stream, headers=BEARER, timeout=PATIENCE_S
+            "POST", f"{guarded.url}/v1/completions", json=stream, headers=BEARER, timeout=TIMEOUT_S
         ),
-        closing(HTTPConnection("127.0.0.1", guarded.port, timeout=PATIENCE_S)) as one_more,
+        closing(HTTPConnection("127.0.0.1", guarded.port, timeout=TIMEOUT_S)) as one_more,
     ):
         headers = {"content-type": "application/json", **BEARER}
-        one_more.request("POST", "/v1/completions", json.dumps(endless()), headers)
-        seen = eventually(
+        one_more.request("POST", "/v1/completions", json.dumps(endless_body()), headers)
+        seen = wait_until(
             lambda: (now := scrape(guarded))["requests_waiting"] and now, "it is said what waits"
         )
-        assert (seen["requests_running"], seen["requests_waiting"]) == (ROWS, 1)
+        assert (seen["requests_running"], seen["requests_waiting"]) == (MAX_RUNNING, 1)
         assert 0 < seen["kv_pages_used_ratio"] < 1
-    eventually(lambda: scrape(guarded)["aborts_total"] == aborts + ROWS + 1, "all are given up")
+    wait_until(
+        lambda: scrape(guarded)["aborts_total"] == aborts + MAX_RUNNING + 1, "all are aborted"
+    )
     names = ("requests_running", "requests_waiting", "kv_pages_used_ratio")
-    eventually(lambda: all(scrape(guarded)[name] == 0 for name in names), "all have ended")
+    wait_until(lambda: all(scrape(guarded)[name] == 0 for name in names), "all have ended")

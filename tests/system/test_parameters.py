@@ -9,9 +9,10 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types import Completion
 
 from tests.checkpoints import tiny_tokenizer
-from tests.system.harness import MODEL, PATIENCE_S, Program, eventually
+from tests.system.harness import MODEL, TIMEOUT_S, Program, wait_until
 from tests.system.oracle import answer_to, embedding_of, logprobs_of, text_after
 
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 GO_ON = {"ignore_eos": True}
 
 
-def test_a_stop_text_never_shows_in_a_stream_and_frees_the_engine(server: Program) -> None:
+def test_a_stop_text_never_shows_in_a_stream_and_ends_the_request(server: Program) -> None:
     whole = text_after(PROMPT, 24)
     with server.client() as client:
         for at in range(2, 12, 3):
@@ -41,8 +42,9 @@ def test_a_stop_text_never_shows_in_a_stream_and_frees_the_engine(server: Progra
         long = client.completions.create(
             prompt=PROMPT, stop=stop, extra_body=GO_ON, **{**GREEDY, "max_tokens": 200}
         )
-        assert long.usage is not None and long.usage.completion_tokens < 24
-    eventually(server.has_all_places, "the engine is free again")
+        assert long.usage is not None
+        assert long.usage.completion_tokens < 24
+    wait_until(server.is_idle, "no request is open")
 
 
 def test_n_answers_are_n_seeded_requests(server: Program) -> None:
@@ -60,7 +62,8 @@ def test_n_answers_are_n_seeded_requests(server: Program) -> None:
     assert [choice.index for choice in together.choices] == list(range(8))
     assert texts == [alone[i].choices[prompt].text for prompt in range(2) for i in range(4)]
     assert len(set(texts)) == 8
-    assert together.usage is not None and alone[0].usage is not None
+    assert together.usage is not None
+    assert alone[0].usage is not None
     assert together.usage.prompt_tokens == alone[0].usage.prompt_tokens
     assert together.usage.completion_tokens == 8 * 12
 
@@ -69,7 +72,7 @@ def test_a_stream_of_n_answers_interleaves_them_under_their_indexes(server: Prog
     async def read() -> dict[int, str]:
         url = f"{server.url}/v1"
         async with AsyncOpenAI(
-            base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S
+            base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT_S
         ) as client:
             stream = await client.chat.completions.create(
                 messages=[{"role": "user", "content": PROMPT}],
@@ -100,8 +103,9 @@ def test_log_probabilities_stand_beside_their_tokens(server: Program) -> None:
         text = client.completions.create(
             prompt=PROMPT, logprobs=2, echo=True, extra_body=GO_ON, **GREEDY
         )
-    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    assert chat.choices[0].logprobs is not None
     content = chat.choices[0].logprobs.content
+    assert content is not None
     assert len(content) == 24
     for entry in content:
         assert (entry.token, entry.logprob) == (
@@ -112,21 +116,20 @@ def test_log_probabilities_stand_beside_their_tokens(server: Program) -> None:
             (t.logprob for t in entry.top_logprobs), reverse=True
         )
         assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-6
-        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
-    streamed = [
-        chunk.choices[0].logprobs for chunk in stream if chunk.choices and chunk.choices[0].logprobs
-    ]
-    assert [entry for part in streamed for entry in part.content or []] == content
+        if entry.bytes is not None:
+            assert bytes(entry.bytes).decode() == entry.token
+    choices = [choice for chunk in stream for choice in chunk.choices]
+    streamed = [choice.logprobs.content or [] for choice in choices if choice.logprobs]
+    assert [entry for entries in streamed for entry in entries] == content
     choice = text.choices[0]
     assert choice.text == PROMPT + text_after(PROMPT, 24)
-    assert (
-        choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs and text.usage
-    )
-    assert (
-        len(choice.logprobs.tokens)
-        == len(choice.logprobs.token_logprobs)
-        == text.usage.prompt_tokens + 24
-    )
+    assert choice.logprobs
+    assert choice.logprobs.tokens
+    assert choice.logprobs.token_logprobs
+    assert text.usage
+    num_tokens = text.usage.prompt_tokens + 24
+    assert len(choice.logprobs.tokens) == num_tokens
+    assert len(choice.logprobs.token_logprobs) == num_tokens
     assert "".join(choice.logprobs.tokens) == "<s>" + choice.text
     assert [logprob for logprob in choice.logprobs.token_logprobs if logprob is None] == [None]
 
@@ -137,26 +140,29 @@ def test_prompts_are_scored_as_lm_eval_asks_for_it(server: Program, max_tokens: 
     with server.client() as client:
         options: Any = {"logprobs": 1, "echo": True, "seed": 1, **GREEDY, "max_tokens": max_tokens}
         scored = client.completions.create(prompt=ids, **options)
-    assert scored.usage is not None and scored.usage.completion_tokens == max_tokens * 2
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == max_tokens * 2
     for prompt, choice in zip(ids, scored.choices, strict=True):
         assert choice.text.startswith(tiny_tokenizer().decode(prompt))
-        told = choice.logprobs
-        assert told and told.token_logprobs and told.top_logprobs and told.text_offset
+        logprobs = choice.logprobs
+        assert logprobs
+        assert logprobs.token_logprobs
+        assert logprobs.top_logprobs
+        assert logprobs.text_offset
+        first, *others = logprobs.token_logprobs
+        assert first is None
+        assert len(others) == len(prompt) + max_tokens - 1
         expected = logprobs_of(prompt)
-        assert (
-            told.token_logprobs[0] is None and len(told.token_logprobs) == len(prompt) + max_tokens
-        )
-        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-3)
-        for own, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
-            assert own <= max(top.values())
-        assert told.text_offset[0] == 0 and told.text_offset == sorted(told.text_offset)
+        assert others[: len(expected)] == pytest.approx(expected, abs=1e-3)
+        for chosen, top in zip(others, logprobs.top_logprobs[1:], strict=True):
+            assert chosen <= max(top.values())
+        assert logprobs.text_offset[0] == 0
+        assert logprobs.text_offset == sorted(logprobs.text_offset)
 
 
 def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
     with server.client() as client:
-        plain = client.embeddings.create(
-            model=MODEL, input=[PROMPT, "the dog"]
-        )  # it asks for base64
+        in_base64 = client.embeddings.create(model=MODEL, input=[PROMPT, "the dog"])
         ids = client.embeddings.create(
             model=MODEL,
             input=tiny_tokenizer()("the dog")["input_ids"],
@@ -168,14 +174,14 @@ def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
         with pytest.raises(openai.BadRequestError, match="the limit is") as refusal:
             client.embeddings.create(model=MODEL, input=[5] * 20_000)
     assert refusal.value.param == "input"
-    assert [entry.index for entry in plain.data] == [0, 1]
-    for entry, text in zip(plain.data, (PROMPT, "the dog"), strict=True):
+    assert [entry.index for entry in in_base64.data] == [0, 1]
+    for entry, text in zip(in_base64.data, (PROMPT, "the dog"), strict=True):
         assert entry.embedding == pytest.approx(embedding_of(text), abs=1e-3)
-    assert ids.data[0].embedding == pytest.approx(plain.data[1].embedding, abs=1e-6)
-    assert plain.usage.prompt_tokens == sum(
+    assert ids.data[0].embedding == pytest.approx(in_base64.data[1].embedding, abs=1e-6)
+    assert in_base64.usage.prompt_tokens == sum(
         len(tiny_tokenizer()(text)["input_ids"]) for text in (PROMPT, "the dog")
     )
-    eventually(server.has_all_places, "the engine is free again")
+    wait_until(server.is_idle, "no request is open")
 
 
 def test_a_hopeless_text_is_refused_unread_and_the_field_is_named(server: Program) -> None:
@@ -189,19 +195,22 @@ def test_a_hopeless_text_is_refused_unread_and_the_field_is_named(server: Progra
         assert refusal.value.param == "messages"
 
 
+def tokens_of(answer: Completion) -> list[str]:
+    logprobs = answer.choices[0].logprobs
+    assert logprobs
+    assert logprobs.tokens
+    return logprobs.tokens
+
+
 def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:
     with server.client() as client:
         options = {"prompt": PROMPT, "logprobs": 0, "extra_body": GO_ON, **GREEDY}
-        plain = client.completions.create(**options).choices[0].logprobs
-        biased = client.completions.create(logit_bias={"5": 100}, **options).choices[0].logprobs
-        varied = (
-            client.completions.create(presence_penalty=2, frequency_penalty=2, **options)
-            .choices[0]
-            .logprobs
-        )
-    assert plain and plain.tokens and biased and biased.tokens and varied and varied.tokens
-    assert len(set(biased.tokens)) == 1
-    assert len(set(varied.tokens)) > len(set(plain.tokens))
+        plain = tokens_of(client.completions.create(**options))
+        biased = tokens_of(client.completions.create(logit_bias={"5": 100}, **options))
+        penalties = {"presence_penalty": 2, "frequency_penalty": 2}
+        varied = tokens_of(client.completions.create(**penalties, **options))
+    assert len(set(biased)) == 1
+    assert len(set(varied)) > len(set(plain))
 
 
 def test_a_model_whose_template_has_no_calls_is_offered_no_tools(server: Program) -> None:
@@ -227,7 +236,8 @@ def test_variables_of_the_template_and_an_unfinished_turn(server: Program) -> No
         continued = client.chat.completions.create(
             messages=turns, extra_body={**GO_ON, "continue_final_message": True}, **GREEDY
         )
-        assert opened.usage is not None and continued.usage is not None
+        assert opened.usage is not None
+        assert continued.usage is not None
         assert continued.usage.prompt_tokens < opened.usage.prompt_tokens
         client.chat.completions.create(
             messages=turns,

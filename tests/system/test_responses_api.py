@@ -1,4 +1,4 @@
-"""/v1/responses with OpenAI's client, against a server of real processes; transformers says what it should say."""
+"""/v1/responses through OpenAI's client, on real processes; the oracle is transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.system.harness import MODEL, Program, eventually
+from tests.system.harness import MODEL, Program, wait_until
 from tests.system.oracle import answer_to
 
 pytestmark = pytest.mark.slow
@@ -32,17 +32,18 @@ def test_a_response_says_what_chat_says_whole_and_in_a_stream(server: Program) -
         with client.responses.stream(**asked) as stream:
             events = list(stream)
     assert whole.output_text == chat.choices[0].message.content
-    assert whole.usage is not None and chat.usage is not None
+    assert whole.usage is not None
+    assert chat.usage is not None
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 24)
-    assert (whole.status, whole.incomplete_details and whole.incomplete_details.reason) == (
-        "incomplete",
-        "max_output_tokens",
-    )
+    assert whole.status == "incomplete"
+    assert whole.incomplete_details
+    assert whole.incomplete_details.reason == "max_output_tokens"
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
     assert sum(map(bool, deltas)) > 5
     last = events[-1]
-    assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == whole.output_text
 
 
 def test_an_answer_is_input_of_the_next_request(server: Program) -> None:
@@ -71,7 +72,7 @@ def test_who_hangs_up_on_a_response_leaves_nothing_behind(server: Program) -> No
         )
         assert next(event for event in stream if event.type == "response.output_text.delta")
         stream.close()
-        eventually(server.has_all_places, "the engine is free again")
+        wait_until(server.is_idle, "no request is open")
         with pytest.raises(openai.BadRequestError, match="together") as refusal:
             client.responses.create(input=PROMPT, max_output_tokens=10**6, **GREEDY)
     assert refusal.value.code == "context_length_exceeded"
@@ -92,8 +93,7 @@ def test_the_default_model_answers_as_in_chat() -> None:
             model=model, input=turns, temperature=0, max_output_tokens=48
         ) as stream:
             final = stream.get_final_response()
-    assert chat.choices[0].finish_reason == "stop" and "Paris" in (
-        chat.choices[0].message.content or ""
-    )
+    assert chat.choices[0].finish_reason == "stop"
+    assert "Paris" in (chat.choices[0].message.content or "")
     assert (whole.status, whole.output_text) == ("completed", chat.choices[0].message.content)
     assert (final.status, final.output_text) == ("completed", chat.choices[0].message.content)

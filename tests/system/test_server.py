@@ -1,4 +1,4 @@
-"""A server that is talked to as users do, with OpenAI's client; transformers says what it should answer."""
+"""A server of real processes, used through OpenAI's client; the oracle is transformers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.system.harness import (
+    MAX_OPEN,
+    MAX_RUNNING,
     MODEL,
-    PATIENCE_S,
-    PLACES,
-    ROWS,
+    TIMEOUT_S,
     Program,
-    endless,
-    eventually,
+    endless_body,
     open_stream,
+    wait_until,
 )
 from tests.system.oracle import CONTEXT, answer_to, text_after
 
@@ -37,7 +37,7 @@ PROMPTS = ["the dog", "The quick brown fox", "語 é 👍", " and the end of", "
 
 def async_client(server: Program) -> AsyncOpenAI:
     return AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
     )
 
 
@@ -61,7 +61,8 @@ def test_a_chat_completion_is_what_transformers_says(server: Program) -> None:
             answer = client.chat.completions.create(messages=turn(prompt), **GREEDY)
             assert answer.choices[0].message.content == answer_to(prompt, 24)
             assert answer.choices[0].finish_reason == "length"
-            assert answer.usage is not None and answer.usage.completion_tokens == 24
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 24
 
 
 def test_only_the_scheduler_has_torch(server: Program) -> None:
@@ -91,7 +92,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Program) -> None:
     assert [chunk.choices[0].finish_reason for chunk in texts] == [None] * (len(texts) - 1) + [
         "length"
     ]
-    assert usage.usage is not None and usage.usage.completion_tokens == 24
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens == 24
 
 
 def test_several_prompts_give_several_choices_each_as_if_alone(server: Program) -> None:
@@ -105,12 +107,11 @@ def test_equal_prompts_share_their_beginning(server: Program) -> None:
     with server.client() as client:
         first, second = (client.completions.create(prompt=prompt, **GREEDY) for _ in range(2))
     assert second.choices[0].text == first.choices[0].text
-    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
     num_cached = second.usage.prompt_tokens_details.cached_tokens
-    assert (
-        num_cached is not None
-        and second.usage.prompt_tokens - 4 <= num_cached < second.usage.prompt_tokens
-    )
+    assert num_cached is not None
+    assert second.usage.prompt_tokens - 4 <= num_cached < second.usage.prompt_tokens
 
 
 def test_a_seed_gives_the_same_answer_again_and_another_seed_another(server: Program) -> None:
@@ -141,19 +142,16 @@ def test_thirty_two_at_once_answer_as_each_alone(server: Program) -> None:
 
 
 def test_the_bytes_of_a_stream_are_events_and_nothing_else(server: Program) -> None:
-    body = endless(max_tokens=40, stream=True, stream_options={"include_usage": True})
+    body = endless_body(max_tokens=40, stream=True, stream_options={"include_usage": True})
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S
+        "POST", f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S
     ) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         raw = b"".join(response.iter_raw())
     *events, last = raw.split(b"\n\n")
     assert last == b""
     assert events[-1] == b"data: [DONE]"
-    assert all(
-        event.startswith(b"data: {") and b"\n" not in event and b"\r" not in event
-        for event in events[:-1]
-    )
+    assert all(re.fullmatch(rb"data: \{[^\r\n]*", event) for event in events[:-1])
     chunks = [json.loads(event[6:]) for event in events[:-1]]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == text_after(
         "the dog", 40
@@ -162,13 +160,13 @@ def test_the_bytes_of_a_stream_are_events_and_nothing_else(server: Program) -> N
 
 
 def assert_nothing_is_open(server: Program) -> None:
-    eventually(server.has_all_places, "all places are free")
+    wait_until(server.is_idle, "no request is open")
     assert ask(server) == text_after("the dog", 24)
     assert server.is_healthy()
 
 
 def test_clients_that_hang_up_in_mid_stream_leave_nothing_behind(server: Program) -> None:
-    for _ in range(3 * ROWS):
+    for _ in range(3 * MAX_RUNNING):
         with open_stream(server) as events:
             next(events)
     assert_nothing_is_open(server)
@@ -176,12 +174,12 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing_behind(server: Program
 
 def test_clients_that_hang_up_before_the_first_token_leave_nothing_behind(server: Program) -> None:
     def give_up(stream: bool) -> None:
-        body = endless(stream=stream)
+        body = endless_body(stream=stream)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{server.url}/v1/completions",
                 json=body,
-                timeout=httpx.Timeout(PATIENCE_S, read=0.2),
+                timeout=httpx.Timeout(TIMEOUT_S, read=0.2),
             )
 
     with open_stream(server), open_stream(server), open_stream(server):  # all rows are taken
@@ -195,8 +193,8 @@ def test_a_client_that_hangs_up_on_a_whole_answer_leaves_nothing_behind(server: 
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{server.url}/v1/completions",
-                json=endless(),
-                timeout=httpx.Timeout(PATIENCE_S, read=0.1),
+                json=endless_body(),
+                timeout=httpx.Timeout(TIMEOUT_S, read=0.1),
             )
     assert_nothing_is_open(server)
 
@@ -211,11 +209,11 @@ def test_more_requests_than_places_are_refused_and_the_open_ones_finish(server: 
 
     async def all_of_them() -> list[str | None]:
         async with async_client(server) as client:
-            return await asyncio.gather(*(one(client) for _ in range(PLACES + 20)))
+            return await asyncio.gather(*(one(client) for _ in range(MAX_OPEN + 20)))
 
     answers = asyncio.run(all_of_them())
     assert set(answers) <= {text_after("the dog", 24), None}
-    assert sum(answer is not None for answer in answers) >= PLACES
+    assert sum(answer is not None for answer in answers) >= MAX_OPEN
     assert_nothing_is_open(server)
 
 
@@ -244,8 +242,8 @@ def test_more_requests_than_places_are_refused_and_the_open_ones_finish(server: 
 def test_extreme_values_are_answered_or_refused_and_the_engine_lives(
     server: Program, fields: dict[str, Any]
 ) -> None:
-    body = endless(max_tokens=4, **fields) if "max_tokens" not in fields else endless(**fields)
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    body = endless_body(**{"max_tokens": 4, **fields})
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert response.status_code in (200, 400), response.text
     assert ask(server) == text_after("the dog", 24)
 
@@ -254,8 +252,8 @@ def test_a_prompt_that_fills_the_context_is_answered_and_one_more_token_is_too_l
     server: Program,
 ) -> None:
     def post(num_prompt: int) -> httpx.Response:
-        body = endless(prompt=[5] * num_prompt, max_tokens=4)
-        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        body = endless_body(prompt=[5] * num_prompt, max_tokens=4)
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
 
     too_long = post(CONTEXT - 3)
     assert too_long.status_code == 400
@@ -281,7 +279,7 @@ def test_the_model_is_retrieved_and_another_is_not_found(server: Program) -> Non
 
 def test_a_prompt_is_tokenized_as_for_a_completion_and_comes_back(server: Program) -> None:
     def post(route: str, **body: Any) -> Any:
-        response = httpx.post(f"{server.url}{route}", json=body, timeout=PATIENCE_S)
+        response = httpx.post(f"{server.url}{route}", json=body, timeout=TIMEOUT_S)
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -293,9 +291,7 @@ def test_a_prompt_is_tokenized_as_for_a_completion_and_comes_back(server: Progra
         assert usage["prompt_tokens"] == encoded["count"]
     text = post("/tokenize", prompt="the dog, 語 é 👍", add_special_tokens=False)["tokens"]
     assert post("/detokenize", tokens=text)["prompt"] == "the dog, 語 é 👍"
-    refusal = httpx.post(
-        f"{server.url}/detokenize", json={"tokens": [1, 10**6]}, timeout=PATIENCE_S
-    )
+    refusal = httpx.post(f"{server.url}/detokenize", json={"tokens": [1, 10**6]}, timeout=TIMEOUT_S)
     assert refusal.status_code == 400
     assert re.search(r"1000000 is outside \[0, \d+\)", refusal.json()["error"]["message"])
     assert_nothing_is_open(server)

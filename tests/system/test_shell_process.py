@@ -1,4 +1,4 @@
-"""The chat as it is met in a terminal, and behind a pipe."""
+"""The shell as a user meets it: in a terminal, and with a pipe as its input."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.harness import MODEL, PATIENCE_S, Program, small
+from tests.system.harness import MODEL, TIMEOUT_S, Program, small_server
 
 pytestmark = pytest.mark.slow
 CTRL_C = b"\x03"
 
 
 class Terminal:
-    """Our end of a terminal: keys in, screen out."""
+    """The other end of a pseudo-terminal: presses keys and reads the screen."""
 
     def __init__(self, master: int) -> None:
         self._master = master
@@ -37,7 +37,7 @@ class Terminal:
 
     def see(self, pattern: str) -> str:
         """Wait until a pattern is shown after what was seen last; all up to its end."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not (found := re.search(pattern, shown := _without_colours(self._seen), re.DOTALL)):
             remaining = deadline - time.monotonic()
             ready = remaining > 0 and select.select([self._master], [], [], remaining)[0]
@@ -81,7 +81,7 @@ def endless_model(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_in_a_terminal_it_streams_stops_at_ctrl_c_goes_on_and_leaves(endless_model: Path) -> None:
-    with chat_in_terminal(*small(endless_model)) as (program, terminal):
+    with chat_in_terminal(*small_server(endless_model)) as (program, terminal):
         terminal.see(f"Chat with {MODEL}.*you>")
         program.wait_ready()
         terminal.press(CTRL_C)  # at the prompt: nothing is stopped
@@ -108,8 +108,8 @@ def piped(*argv: str) -> Program:
 
 
 def test_lines_of_a_pipe_are_answered_and_its_end_ends_it(folder: Path) -> None:
-    with piped(*small(folder, "--max-seq-len", "60", "--seed", "1")) as program:
-        out, _ = program.process.communicate(b"hi\n/help\n/what\nthere\n", timeout=PATIENCE_S)
+    with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
+        out, _ = program.process.communicate(b"hi\n/help\n/what\nthere\n", timeout=TIMEOUT_S)
         assert program.process.returncode == 0
         shown = out.decode()
         assert shown.startswith(f"Chat with {MODEL}.")
@@ -122,9 +122,10 @@ def test_lines_of_a_pipe_are_answered_and_its_end_ends_it(folder: Path) -> None:
 
 
 def test_between_answers_an_interrupt_ends_a_shell_on_a_pipe(folder: Path) -> None:
-    with piped(*small(folder, "--max-seq-len", "60", "--seed", "1")) as program:
+    with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
         program.wait_ready()
-        assert program.process.stdin and program.process.stdout
+        assert program.process.stdin
+        assert program.process.stdout
         program.process.stdin.write(b"hi\n/what\n")
         program.process.stdin.flush()
         while b"/what" not in program.process.stdout.readline():

@@ -1,4 +1,4 @@
-"""Answers in a format, as OpenAI's client asks for them, from a server of real processes."""
+"""Structured output through OpenAI's client, from a server of real processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.system.harness import MODEL, Program, eventually
+from tests.system.harness import MODEL, Program, wait_until
 
 pytestmark = pytest.mark.slow
 ASK: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_n_streams_with_a_stop_text_follow_the_schema(server: Program) -> None:
         for choice in stopped.choices:
             whole = texts[choice.index]
             assert choice.message.content == whole[: whole.index('"legs')]
-    eventually(server.has_all_places, "the engine is free again")
+    wait_until(server.is_idle, "no request is open")
 
 
 def test_an_object_choices_and_a_pattern(server: Program) -> None:

@@ -1,4 +1,4 @@
-"""Tools against real processes: calls that have to come do, whatever the model would like to say."""
+"""Tools against real processes: a forced call comes, whatever the model would generate."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from tests.system.harness import MODEL, Program, eventually, small
+from tests.system.harness import MODEL, Program, small_server, wait_until
 
 pytestmark = pytest.mark.slow
-TEMPLATE = "{{ tools | tojson }}{% for turn in messages %}{{ turn.content }}{% endfor %} <tool_call> [TOOL_CALLS]"
+TEMPLATE = (
+    "{{ tools | tojson }}"
+    "{% for turn in messages %}{{ turn.content }}{% endfor %} <tool_call> [TOOL_CALLS]"
+)
 CLOSED = {"type": "object", "additionalProperties": False}
 CITY = {**CLOSED, "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
 SCHEMAS = {"weather": CITY, "time": CLOSED}
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": it, "parameters": SCHEMAS[it]}} for it in SCHEMAS
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
 ]
+ARGUMENTS = {"weather": [{"city": "Ulm"}, {"city": "Bonn"}], "time": [{}]}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 ASK: dict[str, Any] = {
     "model": MODEL,
@@ -38,7 +43,7 @@ def server(
 ) -> Iterator[Program]:
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("tools") / "model")
     (copy / "chat_template.jinja").write_text(TEMPLATE)
-    argv = small(copy, "--tool-call-parser", request.param, "--reasoning-parser", "qwen3")
+    argv = small_server(copy, "--tool-call-parser", request.param, "--reasoning-parser", "qwen3")
     with Program(*argv) as program:
         yield program.wait_ready()
 
@@ -46,10 +51,10 @@ def server(
 @pytest.mark.parametrize(
     "options", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": NAMED}]
 )
-def test_a_call_that_has_to_come_does_and_a_stream_is_the_same(
+def test_a_forced_call_comes_and_a_stream_is_the_same(
     server: Program, options: dict[str, Any]
 ) -> None:
-    thoughtless = {"chat_template_kwargs": {"enable_thinking": False}}
+    no_thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     with server.client() as client:
         for seed in range(3):
             asked: dict[str, Any] = {
@@ -57,22 +62,23 @@ def test_a_call_that_has_to_come_does_and_a_stream_is_the_same(
                 **options,
                 "seed": seed,
                 "tools": TOOLS,
-                "extra_body": thoughtless,
+                "extra_body": no_thinking,
             }
             whole = client.chat.completions.create(**asked).choices[0].message
             with client.chat.completions.stream(**asked) as stream:
                 streamed = stream.get_final_completion().choices[0].message
-            assert whole.content is None and whole.tool_calls and streamed.tool_calls
-            (said,), (again,) = whole.tool_calls, streamed.tool_calls
-            assert isinstance(said, ChatCompletionMessageFunctionToolCall)
-            assert (said.function.name, said.function.arguments) == (
-                again.function.name,
-                again.function.arguments,
-            )
-            cities = [{}] if said.function.name == "time" else [{"city": "Ulm"}, {"city": "Bonn"}]
-            assert json.loads(said.function.arguments) in cities
-            assert said.function.name == "weather" or options["tool_choice"] != NAMED
-    eventually(server.has_all_places, "the engine is free again")
+            assert whole.content is None
+            assert whole.tool_calls
+            assert streamed.tool_calls
+            (call,) = whole.tool_calls
+            (again,) = streamed.tool_calls
+            assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+            assert call.function.name == again.function.name
+            assert call.function.arguments == again.function.arguments
+            assert json.loads(call.function.arguments) in ARGUMENTS[call.function.name]
+            if options["tool_choice"] == NAMED:
+                assert call.function.name == "weather"
+    wait_until(server.is_idle, "no request is open")
 
 
 def test_a_schema_that_cannot_be_followed_is_a_400(server: Program) -> None:
@@ -85,9 +91,9 @@ def test_a_schema_that_cannot_be_followed_is_a_400(server: Program) -> None:
     assert refusal.value.param == "tools"
 
 
-THOUGHTLESS: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
-MUST: dict[str, Any] = {
-    **THOUGHTLESS,
+NO_THINKING: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+FORCED: dict[str, Any] = {
+    **NO_THINKING,
     "tool_choice": "required",
     "parallel_tool_calls": False,
     "model": MODEL,
@@ -95,45 +101,50 @@ MUST: dict[str, Any] = {
 
 
 def use(name: str, arguments: str) -> str:
-    """The tools themselves."""
+    """What the tool of that name returns."""
     tools: dict[str, Any] = {"weather": lambda city: f"sun in {city}", "time": lambda: "noon"}
-    said: str = tools[name](**json.loads(arguments))
-    return said
+    result: str = tools[name](**json.loads(arguments))
+    return result
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_chat_goes_on_with_what_a_tool_said(server: Program, as_json: bool) -> None:
+def test_a_chat_goes_on_with_a_tools_result(server: Program, as_json: bool) -> None:
     turns: list[Any] = list(ASK["messages"])
     with server.client() as client:
         chosen = client.chat.completions.create(
-            messages=turns, max_tokens=400, tools=TOOLS, **MUST
+            messages=turns, max_tokens=400, tools=TOOLS, **FORCED
         ).choices[0]
-        assert chosen.finish_reason == "tool_calls" and chosen.message.tool_calls
+        assert chosen.finish_reason == "tool_calls"
+        assert chosen.message.tool_calls
         (call,) = chosen.message.tool_calls
         assert isinstance(call, ChatCompletionMessageFunctionToolCall)
-        said = use(call.function.name, call.function.arguments)
+        result = use(call.function.name, call.function.arguments)
         turns += [chosen.message.model_dump(exclude_none=True) if as_json else chosen.message]
-        turns += [{"role": "tool", "tool_call_id": call.id, "content": said}]
+        turns += [{"role": "tool", "tool_call_id": call.id, "content": result}]
         plain: dict[str, Any] = {
             "model": MODEL,
             "tools": TOOLS,
             "tool_choice": "none",
             "temperature": 0,
-            **THOUGHTLESS,
+            **NO_THINKING,
         }
         answer = client.chat.completions.create(messages=turns, max_tokens=8, **plain)
-        untold = client.chat.completions.create(messages=turns[:-1], max_tokens=8, **plain)
-    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
-    assert answer.usage and untold.usage and answer.usage.prompt_tokens > untold.usage.prompt_tokens
+        without_result = client.chat.completions.create(messages=turns[:-1], max_tokens=8, **plain)
+    assert answer.choices[0].message.content
+    assert not answer.choices[0].message.tool_calls
+    assert answer.usage
+    assert without_result.usage
+    assert answer.usage.prompt_tokens > without_result.usage.prompt_tokens
 
 
-def test_a_response_goes_on_with_what_a_tool_said(server: Program) -> None:
+def test_a_response_goes_on_with_a_tools_result(server: Program) -> None:
     tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     turns: list[Any] = list(ASK["messages"])
     with server.client() as client:
-        first = client.responses.create(input=turns, max_output_tokens=400, tools=tools, **MUST)
+        first = client.responses.create(input=turns, max_output_tokens=400, tools=tools, **FORCED)
         (call,) = first.output
-        assert call.type == "function_call" and first.status == "completed"
+        assert call.type == "function_call"
+        assert first.status == "completed"
         turns += [
             call,
             {
@@ -147,12 +158,15 @@ def test_a_response_goes_on_with_what_a_tool_said(server: Program) -> None:
             "tools": tools,
             "tool_choice": "none",
             "temperature": 0,
-            **THOUGHTLESS,
+            **NO_THINKING,
         }
         answer = client.responses.create(input=turns, max_output_tokens=8, **plain)
-        untold = client.responses.create(input=turns[:-1], max_output_tokens=8, **plain)
-    assert answer.output_text and [item.type for item in answer.output] == ["message"]
-    assert answer.usage and untold.usage and answer.usage.input_tokens > untold.usage.input_tokens
+        without_result = client.responses.create(input=turns[:-1], max_output_tokens=8, **plain)
+    assert answer.output_text
+    assert [item.type for item in answer.output] == ["message"]
+    assert answer.usage
+    assert without_result.usage
+    assert answer.usage.input_tokens > without_result.usage.input_tokens
 
 
 def test_a_call_comes_in_pieces_to_a_client_that_does_not_block(server: Program) -> None:
@@ -160,7 +174,7 @@ def test_a_call_comes_in_pieces_to_a_client_that_does_not_block(server: Program)
         async with AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0
         ) as client:
-            asked: Any = {"messages": ASK["messages"], "max_tokens": 400, "tools": TOOLS, **MUST}
+            asked: Any = {"messages": ASK["messages"], "max_tokens": 400, "tools": TOOLS, **FORCED}
             stream = await client.chat.completions.create(stream=True, **asked)
             return [chunk.choices[0] async for chunk in stream]
 
