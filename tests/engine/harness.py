@@ -1,5 +1,7 @@
 """Prompts in, tokens and logits out: an engine and a scheduler in one process."""
 
+# Dimensions: B requests of a step, T tokens of a step, V vocabulary.
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

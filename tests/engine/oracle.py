@@ -1,5 +1,7 @@
 """What the engine is compared with: transformers, one prompt at a time."""
 
+# Dimensions: T tokens of a step, V vocabulary.
+
 from __future__ import annotations
 
 import torch

@@ -3,6 +3,9 @@
 Without a GPU, a graph is an object that calls the captured function again.
 """
 
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, T tokens of a step,
+# V vocabulary, Z entries of a flat list.
+
 from __future__ import annotations
 
 import gc
@@ -38,7 +41,7 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import ForwardOutput
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph_runner as graph_module
-from minisgl.engine.graph_key import GraphKey, GraphKind, graph_sizes, has_room
+from minisgl.engine.graph_key import GraphKey, GraphKind, graph_sizes
 from minisgl.engine.graph_runner import GraphRunner
 from minisgl.kernel import attend_decode
 from minisgl.message import AbortBackendMsg
@@ -247,9 +250,8 @@ def test_tokens_are_those_without_graphs(
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     assert log["forward"] > 15
     assert log["writes"] == 1, "pages are appended by graphs"
-    assert (log["choose"] == log["forward"]) == (
-        kind not in ("processed", "all") and (captures_filters or kind != "filtered")
-    )
+    is_eager = kind in ("processed", "all") or (kind == "filtered" and not captures_filters)
+    assert (log["choose"] < log["forward"]) == is_eager
 
 
 def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
@@ -351,25 +353,6 @@ def test_a_filter_that_is_not_captured_does_not_concern_greedy_requests(hosts: H
             SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True),
         )
         assert (log["forward"], log["choose"]) == (9, expected)
-
-
-@pytest.mark.parametrize(
-    ("num_pages", "num_tokens", "key", "expected"),
-    [
-        (0, 0, GraphKey(GraphKind.DECODES, 1), True),
-        (8, 0, GraphKey(GraphKind.DECODES, 8), True),
-        (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8), False),
-        (0, 1, GraphKey(GraphKind.DECODES, 8), False),
-        (1, 0, GraphKey(GraphKind.PROMPT, 64), True),
-        (2, 0, GraphKey(GraphKind.PROMPT, 64), False),
-    ],
-)
-def test_a_graph_has_room_for_a_page_a_request(
-    num_pages: int, num_tokens: int, key: GraphKey, expected: bool
-) -> None:
-    pages = np.zeros(num_pages, dtype=np.int32)
-    tokens = np.zeros(num_tokens, dtype=np.int32)
-    assert has_room(TableWrites(pages, pages, tokens, tokens), key) == expected
 
 
 def test_a_trial_captures_few_and_counts_the_rest(

@@ -3,6 +3,8 @@
 Tokens differ only where logits nearly tie.
 """
 
+# Dimensions: B requests of a step, T tokens of a step, V vocabulary.
+
 from __future__ import annotations
 
 import random

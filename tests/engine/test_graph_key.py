@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams, TableWrites
 from minisgl.engine.graph_key import (
     GraphKey,
     GraphKind,
     find_graph_key,
     graph_sizes,
+    has_room,
     size_ladder,
 )
 
@@ -82,3 +83,22 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
     """A graph returns those of last tokens."""
     scored = plan([length], params=SamplingParams(prompt_logprobs=0))
     assert find_graph_key(scored, graph_sizes(256, 1024)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_tokens", "key", "expected"),
+    [
+        (0, 0, GraphKey(GraphKind.DECODES, 1), True),
+        (8, 0, GraphKey(GraphKind.DECODES, 8), True),
+        (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8), False),
+        (0, 1, GraphKey(GraphKind.DECODES, 8), False),
+        (1, 0, GraphKey(GraphKind.PROMPT, 64), True),
+        (2, 0, GraphKey(GraphKind.PROMPT, 64), False),
+    ],
+)
+def test_a_graph_has_room_for_a_page_a_request(
+    num_pages: int, num_tokens: int, key: GraphKey, expected: bool
+) -> None:
+    pages = np.zeros(num_pages, dtype=np.int32)
+    tokens = np.zeros(num_tokens, dtype=np.int32)
+    assert has_room(TableWrites(pages, pages, tokens, tokens), key) == expected

@@ -1,5 +1,7 @@
 """The sampler: what it may choose, and how often it does."""
 
+# Dimensions: B requests of a step, C candidates, V vocabulary.
+
 from __future__ import annotations
 
 import math

@@ -42,8 +42,8 @@ class BatchBuilder:
         self._num_row_tokens = context.token_pool_RL.shape[1]
 
     def build(self, plan: BatchPlan) -> EagerBatch:
-        """The batch of a plan, whose writes are done already."""
-        # Of each slice: its row, its first and last position, and whether it samples.
+        """Build the batch of a plan, whose table writes are done already."""
+        # The slices: row, start, end, and whether it samples.
         numbers = [
             (req_slice.row, req_slice.start, req_slice.end, req_slice.samples)
             for req_slice in plan.slices
@@ -52,13 +52,13 @@ class BatchBuilder:
         lengths = ends - starts
         is_sampling = samples > 0
 
-        # Of each token: its row and position. The slices lie one after the other in the batch.
+        # The tokens: row and position. The slices lie one after the other in the batch.
         batch_ends = np.cumsum(lengths, dtype=np.int32)
         offsets = np.repeat(starts - (batch_ends - lengths), lengths)
         row_T = np.repeat(rows, lengths)
         position_T = np.arange(batch_ends[-1], dtype=np.int32) + offsets
 
-        # Of each slice that samples: where its token goes, and how it is chosen.
+        # The slices that sample: where the token goes, and how it is chosen.
         end_B = ends[is_sampling]
         token_index_B = rows[is_sampling] * self._num_row_tokens + end_B
         sampling_slices = plan.sampling_slices
@@ -85,7 +85,7 @@ class BatchBuilder:
 
 
 def _hidden_state_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:
-    """Which tokens of the batch the model returns the hidden states of."""
+    """The tokens of the batch whose hidden states the model returns."""
     ranges = (
         range(end - req_slice.num_hidden_states, end)
         for end, req_slice in zip(batch_ends, plan.slices, strict=True)
