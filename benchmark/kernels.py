@@ -29,6 +29,7 @@ from torch import Tensor
 from minisgl import kernel
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.kernel import HeadNorms, Rotation, dispatch
+from minisgl.moe import create_moe_backend
 
 # Sizes of the model, by the letters of minisgl.core.
 D = 1024  # model width
@@ -235,9 +236,11 @@ def experts(data: Data, T: int) -> Iterator[Case]:
     yield Case("route", f"{T} x {A} of {E}", route, has_kernel=data.on_gpu)
     weight, expert = route()
     num_bytes = 6 * EXPERT_MLP * EXPERT_D * len(expert.unique())
-    moe = lambda: kernel.moe(x, gate_up, down, weight, expert)
+    backend = create_moe_backend(x.device, x.dtype)
+    moe = lambda: backend.forward(x, gate_up, down, weight, expert)
     shape = f"{T} x {A} of {E} x {EXPERT_D} x {EXPERT_MLP}"
-    yield Case("moe", shape, moe, num_bytes, has_kernel=data.on_gpu, reference_waits=True)
+    reference = lambda: kernel.moe_reference(x, gate_up, down, weight, expert)
+    yield Case("moe", shape, moe, num_bytes, reference, reference_waits=True)
 
 
 def microseconds(call: Call, device: str, *, graph: bool) -> list[float]:

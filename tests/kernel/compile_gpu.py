@@ -109,7 +109,8 @@ def experts() -> None:
             weight = logits[:, :each].contiguous()
             expert = torch.empty(tokens, each, dtype=torch.int32)
             gpu.route(logits, weight, expert, tokens > 1)
-            gpu.moe(x, gate_up, down, weight, expert, x)
+            multiply = gpu.moe_by_token if tokens == 1 else gpu.moe_by_expert
+            multiply(x, gate_up, down, weight, expert, x)
 
 
 def cuda(source: Path) -> None:

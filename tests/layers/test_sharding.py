@@ -49,7 +49,8 @@ def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: b
     layer.load(source, "mlp")
     nothing: Any = None
     return layer.forward(
-        X_TD, Context(nothing, nothing, nothing, nothing, create_moe_backend("torch"))
+        X_TD,
+        Context(nothing, nothing, nothing, nothing, create_moe_backend(X_TD.device, X_TD.dtype)),
     )
 
 

@@ -1,31 +1,109 @@
-"""One contract for every MoE backend."""
+"""One contract for every MoE backend, and which backend is taken."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from minisgl.errors import ConfigError
 from minisgl.kernel import moe_reference
-from minisgl.moe import MOE_BACKENDS, create_moe_backend
+from minisgl.moe import BaseMoeBackend, FusedMoeBackend, TorchMoeBackend, create_moe_backend
+from minisgl.moe import fused as fused_module
+
+CPU = torch.device("cpu")
+NUM_EXPERTS = 5
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
-@pytest.mark.parametrize("name", MOE_BACKENDS.names)
-def test_a_backend_equals_the_reference(name: str) -> None:
-    random = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(7, 12, generator=random)
-    gate_up_EXD = torch.randn(5, 20, 12, generator=random)
-    down_EDF = torch.randn(5, 12, 10, generator=random)
-    weight_TA, expert_TA = torch.rand(7, 5, generator=random).topk(2)
+def arguments(num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    random = torch.Generator().manual_seed(num_tokens)
+    weight_TA, expert_TA = torch.rand(num_tokens, NUM_EXPERTS, generator=random).topk(2)
+    floats = [
+        torch.randn(num_tokens, 12, generator=random),
+        torch.randn(NUM_EXPERTS, 20, 12, generator=random) / 12**0.5,
+        torch.randn(NUM_EXPERTS, 12, 10, generator=random) / 10**0.5,
+        weight_TA,
+    ]
+    return [*(x.to(device, dtype) for x in floats), expert_TA.to(device)]
+
+
+def check(backend: BaseMoeBackend, num_tokens: int, dtype: torch.dtype, device: str) -> None:
+    x_TD, *others = arguments(num_tokens, dtype, torch.device(device))
     before = x_TD.clone()
-
-    out_TD = create_moe_backend(name).forward(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA)
-
-    expected = moe_reference(x_TD, gate_up_EXD, down_EDF, weight_TA, expert_TA)
-    torch.testing.assert_close(out_TD, expected, atol=1e-4, rtol=0)
+    y_TD = backend.forward(x_TD, *others)
+    wide = [x.float() if x.is_floating_point() else x for x in (x_TD, *others)]
+    expected = moe_reference(wide[0], wide[1], wide[2], wide[3], wide[4])
+    assert y_TD.dtype == dtype
+    torch.testing.assert_close(y_TD.float(), expected, atol=TOLERANCE[dtype], rtol=0.02)
     assert torch.equal(x_TD, before)
 
 
-def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"unknown MoE backend 'triton-x'; there is .*torch"):
-        create_moe_backend("triton-x")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 40])
+def test_the_torch_backend_equals_the_reference(num_tokens: int, dtype: torch.dtype) -> None:
+    check(TorchMoeBackend(), num_tokens, dtype, "cpu")
+
+
+def test_the_torch_backend_does_not_read_experts_that_no_token_chose() -> None:
+    gate_up_EUD = torch.full((3, 20, 12), torch.nan)
+    down_EDF = torch.full((3, 12, 10), torch.nan)
+    gate_up_EUD[1] = 1.0
+    down_EDF[1] = 1.0
+    x_TD = torch.ones(2, 12)
+    chosen_TA = torch.ones(2, 1)
+    y_TD = TorchMoeBackend().forward(x_TD, gate_up_EUD, down_EDF, chosen_TA, chosen_TA.long())
+    assert torch.isfinite(y_TD).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 5, 40])
+def test_the_fused_backend_equals_the_reference(num_tokens: int, dtype: torch.dtype) -> None:
+    check(FusedMoeBackend(), num_tokens, dtype, "cuda")
+
+
+class Kernels:
+    """Kernels that note their names and compute nothing."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def moe_by_token(self, *_arguments: Any) -> None:
+        self.called.append("by token")
+
+    def moe_by_expert(self, *_arguments: Any) -> None:
+        self.called.append("by expert")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kernel"),
+    [(0, "by token"), (1, "by token"), (4, "by token"), (5, "by expert"), (40, "by expert")],
+)
+def test_the_fused_backend_lists_tokens_that_share_experts(
+    num_tokens: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = Kernels()
+    monkeypatch.setattr(fused_module, "kernels_for", lambda x: kernels)
+    x_TD, *others = arguments(num_tokens, torch.float32, CPU)
+    assert FusedMoeBackend().forward(x_TD, *others).shape == x_TD.shape
+    assert kernels.called == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "backend"),
+    [
+        ("cuda", torch.bfloat16, FusedMoeBackend),
+        ("cuda", torch.float16, FusedMoeBackend),
+        ("cuda", torch.float32, FusedMoeBackend),
+        ("cuda", torch.float64, TorchMoeBackend),
+        ("cpu", torch.bfloat16, TorchMoeBackend),
+        ("cpu", torch.float32, TorchMoeBackend),
+    ],
+)
+def test_the_backend_follows_from_device_and_dtype(
+    device: str, dtype: torch.dtype, backend: type[BaseMoeBackend]
+) -> None:
+    assert type(create_moe_backend(torch.device(device), dtype)) is backend

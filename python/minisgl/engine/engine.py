@@ -179,7 +179,7 @@ class Engine:
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
             kv_pool=pool,
             attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
-            moe_backend=create_moe_backend("fused" if self._device.type == "cuda" else "torch"),
+            moe_backend=create_moe_backend(self._device, self._dtype),
         )
 
     def _capture_graphs(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:

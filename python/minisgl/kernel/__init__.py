@@ -17,7 +17,7 @@ from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, one_token_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
-from minisgl.kernel.moe import moe, moe_reference, route, route_reference
+from minisgl.kernel.moe import moe_reference, route, route_reference
 from minisgl.kernel.noise import choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
@@ -45,7 +45,6 @@ __all__ = [
     "lowest_kept_reference",
     "mask_logits",
     "mask_logits_reference",
-    "moe",
     "moe_reference",
     "one_token_linear",
     "rms_norm",

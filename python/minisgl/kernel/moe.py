@@ -1,4 +1,4 @@
-"""Mixture of experts: routes tokens to experts, and sums the weighted outputs of those experts."""
+"""Mixture of experts: routes tokens to experts; the reference of what the experts compute."""
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
 # T tokens of a step, U both halves of a gated mlp: 2 F.
@@ -40,34 +40,12 @@ def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tupl
     return weight_TA.to(logits_TE.dtype), expert_TA.int()
 
 
-def moe(
-    x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
-) -> Tensor:
-    """Sum weight * down(silu(gate(x)) * up(x)) over the experts of each token.
-
-    Args:
-        gate_up_EUD: the rows of gate, then those of up. A row of x, gate_up and down is contiguous.
-        weight_TA: routing weights, in x's dtype.
-        expert_TA: the experts of each token, of any integer dtype, distinct. Not range-checked on
-            CUDA (it would sync).
-
-    Returns:
-        y_TD: a new tensor in x's dtype.
-    """
-    kernels = kernels_for(x_TD)
-    if kernels is None or not x_TD.is_cuda:
-        return moe_reference(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA)
-    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    kernels.moe(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA, y_TD)
-    return y_TD
-
-
 def moe_reference(
     x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """Compute what `moe` does, in plain torch, one expert after the other.
+    """The contract of `moe/base.py` in plain torch, which every other way is compared with.
 
-    It reads the weights of those experts only that some token chose.
+    It takes one expert after the other, and reads those only that some token chose.
     """
     out_TD = torch.zeros_like(x_TD)
     for expert in expert_TA.unique().tolist():

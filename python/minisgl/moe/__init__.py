@@ -1,21 +1,23 @@
-"""Mixture of experts: how a step's tokens meet their experts.
+"""Mixture of experts: which way a step's tokens are multiplied with the experts they chose.
 
-`MoELayer` routes and holds the weights; a backend multiplies. Read `base.py`.
+`MoELayer` routes, `ExpertBank` holds the weights, a backend multiplies. The engine chooses the
+backend by device and dtype; the backend chooses its kernels by the number of tokens. Read
+`base.py`.
 """
+
+import torch
 
 from minisgl.moe.base import BaseMoeBackend
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.torch_backend import TorchMoeBackend
-from minisgl.utils import Registry
 
-MOE_BACKENDS: Registry[type[BaseMoeBackend]] = Registry("MoE backend")
-MOE_BACKENDS.register("torch")(TorchMoeBackend)
-MOE_BACKENDS.register("fused")(FusedMoeBackend)
+# The first that runs is taken; the last runs everywhere.
+MOE_BACKENDS: tuple[type[BaseMoeBackend], ...] = (FusedMoeBackend, TorchMoeBackend)
 
 
-def create_moe_backend(name: str) -> BaseMoeBackend:
-    """Make a registered backend."""
-    return MOE_BACKENDS[name]()
+def create_moe_backend(device: torch.device, dtype: torch.dtype) -> BaseMoeBackend:
+    """Make the fastest backend for weights of a dtype on a device."""
+    return next(backend() for backend in MOE_BACKENDS if backend.runs(device, dtype))
 
 
 __all__ = [

@@ -1,32 +1,42 @@
 """Contract of an MoE backend."""
 
-# Dimension key: T tokens in the batch, D model width, F mlp width, E experts, A experts a token, X = 2 F.
+# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
+# T tokens of a step, U both halves of a gated mlp.
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
 class BaseMoeBackend(ABC):
-    """Runs each token through its experts and adds up."""
+    """Runs each token through its experts and sums their weighted outputs."""
+
+    @classmethod
+    @abstractmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it computes in a dtype on a device."""
 
     @abstractmethod
     def forward(
         self,
         x_TD: Tensor,
-        gate_up_EXD: Tensor,
+        gate_up_EUD: Tensor,
         down_EDF: Tensor,
         weight_TA: Tensor,
         expert_TA: Tensor,
     ) -> Tensor:
         """
         Args:
-            gate_up_EXD: the gate's rows over the up projection's.
-            weight_TA: routing weights, x's dtype.
-            expert_TA: any integer dtype, distinct within a row.
+            gate_up_EUD: the gate's rows over the up projection's. A row of x, gate_up and down is
+                contiguous.
+            weight_TA: routing weights, in x's dtype.
+            expert_TA: any integer dtype, distinct within a row. Not range-checked on CUDA, because
+                the host would wait for the device.
 
         Returns:
-            [T, D], x's dtype; the sum over experts of weight * down(silu(gate(x)) * up(x)).
+            y_TD: a new tensor in x's dtype; the sum over a token's experts of
+                weight * down(silu(gate(x)) * up(x)).
         """

@@ -7,7 +7,7 @@ An index has the small letter of its dimension. Read `launch.py`, then `norm.py`
 
 from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.attention import attend_decode
-from minisgl.kernel.gpu.experts import list_pairs, moe, route
+from minisgl.kernel.gpu.experts import list_pairs, moe_by_expert, moe_by_token, route
 from minisgl.kernel.gpu.linear import one_token_linear
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
@@ -23,7 +23,8 @@ __all__ = [
     "list_pairs",
     "look_up",
     "mask_logits",
-    "moe",
+    "moe_by_expert",
+    "moe_by_token",
     "one_token_linear",
     "rms_norm",
     "rotate_and_store",

@@ -1,9 +1,10 @@
 """Mixture of experts whose routing stays on the device: the host never reads it.
 
-A few tokens are bound by reading the weights, and read them row by row as `one_token_linear` does.
-More tokens are first listed by expert. Then a program multiplies a tile of an expert's weight with
-the tokens of that expert's list, or with every n-th block of the list. So grids depend on the
-number of tokens alone, and the launches can be captured in a CUDA graph.
+`moe_by_token` reads an expert's weight for each token that chose it, row by row as
+`one_token_linear` does. `moe_by_expert` first lists the tokens by expert. Then a program multiplies
+a tile of an expert's weight with the tokens of that expert's list, or with every n-th block of the
+list. So grids depend on the number of tokens alone, and the launches can be captured in a CUDA
+graph. `moe/fused.py` chooses.
 """
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
@@ -22,8 +23,7 @@ from torch import Tensor
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 from minisgl.kernel.gpu.linear import products
 
-_FEW = 4  # tokens that seldom share an expert
-# For a few tokens, at a time: rows of gate and up, numbers of such a row, numbers of rows of down.
+# By token, at a time: rows of gate and up, numbers of such a row, numbers of rows of down.
 _ROWS = 4
 _BLOCK = 1024
 _DOWN_NUMBERS = 4096
@@ -238,7 +238,7 @@ def _sum_of_pairs(
     tl.store(total + t * width + d, acc.to(total.dtype.element_ty), mask=d < width)
 
 
-def moe(
+def moe_by_expert(
     x_TD: Tensor,
     gate_up_EUD: Tensor,
     down_EDF: Tensor,
@@ -246,11 +246,10 @@ def moe(
     expert_TA: Tensor,
     y_TD: Tensor,
 ) -> None:
-    h_JF = x_TD.new_empty(expert_TA.numel(), down_EDF.shape[2])
-    if len(x_TD) <= _FEW:
-        _few_tokens(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA, h_JF, y_TD)
-        return
     tokens, width = x_TD.shape
+    if tokens == 0:
+        return
+    h_JF = x_TD.new_empty(expert_TA.numel(), down_EDF.shape[2])
     each = expert_TA.shape[1]
     pair_EJ, count_E = list_pairs(expert_TA, len(down_EDF))
     _multiply_all(x_TD, gate_up_EUD, pair_EJ, count_E, h_JF, each=each, is_gated=True)
@@ -260,14 +259,20 @@ def moe(
     _sum_of_pairs[grid](y_JD, weight_TA, y_TD, width, EACH=each, BLOCK=_BLOCK, **pdl(x_TD))
 
 
-def _few_tokens(
-    x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor,
-    h_JF: Tensor, y_TD: Tensor,
-) -> None:  # fmt: skip
+def moe_by_token(
+    x_TD: Tensor,
+    gate_up_EUD: Tensor,
+    down_EDF: Tensor,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    y_TD: Tensor,
+) -> None:
     tokens, width = x_TD.shape
     if tokens == 0:
         return
-    num_pairs, mlp_width = h_JF.shape
+    num_pairs = expert_TA.numel()
+    mlp_width = down_EDF.shape[2]
+    h_JF = x_TD.new_empty(num_pairs, mlp_width)
     each = expert_TA.shape[1]
     each_2 = triton.next_power_of_2(each)
     _gate_up_rows[(triton.cdiv(2 * mlp_width, _ROWS), num_pairs)](
