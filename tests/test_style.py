@@ -1,13 +1,14 @@
-"""One idea a line, read off the syntax trees: what a formatter and a linter do not say.
+"""One idea a line: rules that no formatter or linter knows, read off the syntax trees.
 
-Each rule is a function from a syntax node to whether the node breaks it. The rules hold for the package, its tests and
-its benchmarks alike.
+Each rule is a function from a syntax node to whether the node breaks it. The rules hold for the
+package, its tests and its benchmarks.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def is_tuple_packing(node: ast.AST) -> bool:
-    """Several assignments in one, other than a swap or take-and-clear (`taken, self.x = self.x, None`)."""
+    """Several assignments in one; a swap and `taken, self.x = self.x, None` are none."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     if not any(isinstance(target, ast.Tuple) for target in node.targets):
@@ -61,12 +62,37 @@ def is_formula(node: ast.AST) -> bool:
     return isinstance(node, ast.Assert) and isinstance(node.test, ast.BoolOp)
 
 
+def is_splat_of_a_temporary(node: ast.AST) -> bool:
+    """A function that puts values into a tuple only to splat it into one call."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    packed = set()
+    splat = set()
+    num_uses: Counter[str] = Counter()
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple()):
+                packed.add(name)
+            case ast.Starred(value=ast.Name(id=name)):
+                splat.add(name)
+            case ast.Name(id=name, ctx=ast.Load()):
+                num_uses[name] += 1
+    return any(num_uses[name] == 1 for name in packed & splat)
+
+
 RULES: list[Callable[[ast.AST], bool]] = [
     is_tuple_packing,
     is_wide_conditional,
     is_filtered_twice,
     is_formula,
+    is_splat_of_a_temporary,
 ]
+
+
+def statements_and_expressions(path: Path) -> Iterator[ast.stmt | ast.expr]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.stmt | ast.expr):
+            yield node
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -74,8 +100,7 @@ def test_one_idea_a_line(rule: Callable[[ast.AST], bool]) -> None:
     broken = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)[:80]}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.stmt | ast.expr)
+        for node in statements_and_expressions(path)
         if rule(node)
     ]
 

@@ -12,6 +12,7 @@ from tests.system.oracle import answer_to
 
 pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox"
+FEW_PAGES = "--port 0 --page-size 16 --num-pages 64 --max-running-requests 1".split()
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -80,8 +81,7 @@ def test_who_hangs_up_on_a_response_leaves_nothing_behind(server: Program) -> No
 
 def test_the_default_model_answers_as_in_chat() -> None:
     turns: list[Any] = [{"role": "user", "content": "What is the capital of France? One word."}]
-    few = ("--port", "0", "--page-size", "16", "--num-pages", "64", "--max-running-requests", "1")
-    with Program(*few).wait_ready() as program, program.client() as client:
+    with Program(*FEW_PAGES).wait_ready() as program, program.client() as client:
         model = client.models.list().data[0].id
         chat = client.chat.completions.create(
             model=model, messages=turns, temperature=0, max_tokens=48
