@@ -1,4 +1,4 @@
-"""Small GGUF files of tiny models, as llama.cpp's convert_hf_to_gguf.py writes them."""
+"""Small GGUF files, written as llama.cpp's convert_hf_to_gguf.py does, from the weights of a tiny model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(weight: Array, num_heads: int) -> Array:
-    """Order the rows of a Llama's q or k for llama.cpp, which rotates neighbours, not halves."""
+    """How llama.cpp orders the rows of q and k of a Llama: it turns neighbours, transformers turns halves."""
     return (
         weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
         .swapaxes(1, 2)
@@ -90,9 +90,8 @@ def write_gguf(
 
     Args:
         type_of: from a GGUF tensor's name to its type; vectors are F32 always.
-        fields: further metadata; a name that begins with a dot gets the architecture's prefix. None
-            leaves a field out.
-        tensors: further tensors.
+        fields, tensors: further metadata, without the architecture's prefix if it begins with a dot, and tensors;
+            a field of None leaves one out.
     """
     config = model.config
     kind = KINDS[config.model_type]

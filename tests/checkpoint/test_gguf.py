@@ -1,4 +1,4 @@
-"""GGUF files under Hugging Face's names: equal tensors, whole and in slices, and all errors."""
+"""GGUF files under Hugging Face's names: the same tensors, whole and in parts, and every way to be wrong."""
 
 from __future__ import annotations
 

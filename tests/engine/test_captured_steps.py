@@ -308,7 +308,7 @@ def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> 
     assert [answer.tokens for answer in host.ask(prompts, each)] == [
         answer.tokens for answer in expected
     ]
-    assert host.scheduler._num_retractions > 0
+    assert host.scheduler._counts.num_retractions > 0
     assert 0 < log["choose"] < log["forward"]
 
 

@@ -334,7 +334,7 @@ def test_captured_steps_are_those_that_are_computed(
                 assert log["writes"] == 1, "pages are appended by graphs"
             llm._scheduler.check_integrity()
         if "num_pages" in options:
-            assert llm._scheduler._num_retractions > 0
+            assert llm._scheduler._counts.num_retractions > 0
 
 
 def test_memory_that_is_not_owned_serves_others() -> None:

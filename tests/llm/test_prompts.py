@@ -1,4 +1,4 @@
-"""Prompt logprobs and embeddings are transformers', however the prompt was computed."""
+"""What is told of prompts: log probabilities of all tokens are transformers', however the prompt was computed."""
 
 from __future__ import annotations
 
@@ -46,12 +46,10 @@ def reference(prompt: list[int]) -> torch.Tensor:
     return torch.log_softmax(tiny_model(ARCH)(torch.tensor([prompt])).logits[0].float(), dim=-1)
 
 
-def check(prompt: list[int], entries: list[TokenLogprobs | None] | None, num_top: int) -> None:
-    assert entries is not None
-    assert entries[0] is None
-    assert len(entries) == len(prompt)
+def check(prompt: list[int], told: list[TokenLogprobs | None] | None, num_top: int) -> None:
+    assert told is not None and told[0] is None and len(told) == len(prompt)
     logprob_TV = reference(prompt)
-    for i, entry in enumerate(entries[1:]):
+    for i, entry in enumerate(told[1:]):
         assert entry is not None
         assert entry.logprob == pytest.approx(float(logprob_TV[i, prompt[i + 1]]), abs=1e-3)
         top, ids = logprob_TV[i].topk(num_top)
@@ -76,7 +74,7 @@ def test_log_probabilities_of_prompts_are_transformers(llm: LLM, max_tokens: int
             check(prompt, out.prompt_logprobs, num_top=2)
     llm._scheduler.check_integrity()
     if max_tokens and llm._scheduler.cache.num_pages == 24:
-        assert llm._scheduler._num_retractions > 0
+        assert llm._scheduler._counts.num_retractions > 0
 
 
 def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) -> None:
@@ -90,8 +88,7 @@ def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) 
     mixed = llm.generate(prompts, each, use_tqdm=False)
     assert [out.token_ids for out in mixed] == alone
     for prompt, out, params in zip(prompts, mixed, each, strict=True):
-        assert out.logprobs is not None
-        assert len(out.logprobs) == 12
+        assert out.logprobs is not None and len(out.logprobs) == 12
         if params is asking:
             check(prompt, out.prompt_logprobs, num_top=0)
         else:
@@ -150,10 +147,10 @@ def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:
     ]
     vectors: dict[int, Any] = {}
     tokens: list[list[int]] = [[] for _ in prompts]
-    for index, output, _ in llm._run(list(prompts), each, wants_text=False):
-        tokens[index] += output.tokens
-        if output.embedding:
-            vectors[index] = np.frombuffer(output.embedding, "<f4")
+    for index, news, _ in llm._run(list(prompts), each, wants_text=False):
+        tokens[index] += news.tokens
+        if news.embedding:
+            vectors[index] = np.frombuffer(news.embedding, "<f4")
     assert tokens == expected
     check_embeddings(prompts, [vectors[index] for index in range(len(prompts))])
 

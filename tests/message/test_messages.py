@@ -58,7 +58,16 @@ SAMPLING = SamplingParams(
 )
 ERROR = ReplyError(400, "invalid_value", "prompt 'ä' is bad", param="prompt")
 CHAT = [{"role": "user", "content": "grüß 神"}, {"role": "assistant", "content": ""}]
-STATS = EngineStats(num_running=1, num_waiting=2, num_pages_used=3, num_pages=4, num_retractions=5)
+STATS = EngineStats(
+    num_running=1,
+    num_waiting=2,
+    num_pages_used=3,
+    num_pages=4,
+    num_retractions=5,
+    num_steps=6,
+    num_computed_tokens=7,
+    num_cached_tokens=8,
+)
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
     (BackendMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
@@ -113,9 +122,12 @@ def test_a_message_survives_the_wire(types: Any, msg: BaseMsg) -> None:
 
 
 def test_every_message_is_tried() -> None:
-    classes = {value for value in vars(package).values() if isinstance(value, type)}
-    messages = {cls for cls in classes if issubclass(cls, BaseMsg)}
-    concrete = {cls for cls in messages if not cls.__name__.startswith("Base")}
+    declared = {
+        thing
+        for thing in vars(package).values()
+        if isinstance(thing, type) and issubclass(thing, BaseMsg)
+    }
+    concrete = {it for it in declared if not it.__name__.startswith("Base")}
     tried = {type(msg) for _, msg in ROUND_TRIPS} | {
         DetokenizeMsg,
         Conversation,
@@ -123,15 +135,15 @@ def test_every_message_is_tried() -> None:
         EngineStats,
         ReplyError,
         TokenIds,
-    }  # fields of other messages
+    }  # parts of others
 
     assert tried == concrete
 
 
 @pytest.mark.parametrize("types", [BackendMsg, BatchBackendMsg, TokenizerMsg, FrontendMsg])
-def test_a_message_of_another_process_is_refused(types: Any) -> None:
-    accepted = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
-    foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in accepted]
+def test_a_message_for_somebody_else_is_refused(types: Any) -> None:
+    own = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
+    foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in own]
 
     assert foreign
     for msg in foreign:

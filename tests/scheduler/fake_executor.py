@@ -1,10 +1,13 @@
 """An executor whose KV cache holds fingerprints of token prefixes in place of keys and values.
 
-The KV of a position depends on all tokens up to it, and so does its fingerprint. Before a slice is computed the
-executor reads back every earlier position of its request through the page table, as attention does: pages that were
-shared wrongly, given away too early or overwritten show at once. The next token is a function of the fingerprint, so
-what a request must answer is known beforehand (`reference_answer`) and does not depend on the schedule.
+The KV of a position depends on all tokens up to it, and so does its fingerprint. Before a slice is
+computed the executor reads back every earlier position of its request through the page table, as
+attention does: pages that were reused wrongly, given away too early or overwritten show at once.
+The next token is a function of the fingerprint, so the answer to a request is known beforehand
+(`reference_answer`) and does not depend on the schedule.
 """
+
+# Dimensions: L positions of a sequence, P pages, R rows of the tables, S kv slots.
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from minisgl.core import (
     TokenLogprobs,
 )
 from minisgl.engine import EngineLimits, ForwardOutput
+from tests.scheduler.script import Script
 
 Fingerprints = NDArray[np.int64]
 EMPTY_PREFIX = 1
@@ -51,12 +55,22 @@ def fingerprints(tokens: list[int], prefix: int = EMPTY_PREFIX) -> list[int]:
 def reference_answer(
     prompt: list[int], params: SamplingParams, limits: EngineLimits
 ) -> tuple[list[int], FinishReason]:
-    """What a request must be answered, whatever runs beside it."""
+    """What a request must be answered, whatever runs beside it.
+
+    A grammar is one of `tests/scheduler/script.py`: it ends the answer after some tokens.
+    """
     room = limits.max_seq_len - len(prompt)
-    prefix, answer = fingerprints(prompt)[-1], list[int]()
-    while len(answer) < min(room, room if params.max_tokens is None else params.max_tokens):
+    if params.max_tokens is not None:
+        room = min(room, params.max_tokens)
+    prefix = fingerprints(prompt)[-1]
+    answer: list[int] = []
+    while len(answer) < room:
         answer.append(next_token(prefix, limits.vocab_size))
+        if answer[-1] in params.stop_token_ids:
+            return answer, "stop"
         if answer[-1] in limits.eos_ids and not params.ignore_eos:
+            return answer, "stop"
+        if params.grammar and len(answer) == Script.of(params.grammar).num_tokens:
             return answer, "stop"
         prefix = fingerprint(prefix, answer[-1])
     return answer, "length"
@@ -64,7 +78,8 @@ def reference_answer(
 
 def endless_answer(prompt: list[int], num_tokens: int, vocab_size: int) -> list[int]:
     """Prompt and answer, num_tokens in all, as if no token ended it."""
-    tokens, prefix = list(prompt), fingerprints(prompt)[-1]
+    tokens = list(prompt)
+    prefix = fingerprints(prompt)[-1]
     while len(tokens) < num_tokens:
         tokens.append(next_token(prefix, vocab_size))
         prefix = fingerprint(prefix, tokens[-1])
@@ -72,10 +87,10 @@ def endless_answer(prompt: list[int], num_tokens: int, vocab_size: int) -> list[
 
 
 @dataclass(frozen=True)
-class _Launched:
+class _LaunchedSlice:
     """A slice, and where its request stood when it was launched."""
 
-    part: ReqSlice
+    chunk: ReqSlice
     scores_prompt: bool
     row: int
     pages: NDArray[np.int32]
@@ -92,7 +107,7 @@ class FakeStep:
 class FakeOutput(ForwardOutput):
     """Tokens that exist once they are computed: at `wait`, or when the next plan is launched."""
 
-    def __init__(self, executor: FakeExecutor, launched: list[_Launched]) -> None:
+    def __init__(self, executor: FakeExecutor, launched: list[_LaunchedSlice]) -> None:
         self._executor = executor
         self.launched = launched
         self._tokens: list[int] | None = None
@@ -108,22 +123,17 @@ class FakeOutput(ForwardOutput):
     def embeddings(self) -> dict[int, bytes]:
         """The vector of a prompt is its length."""
         return {
-            index: bytes([it.part.end])
-            for index, it in enumerate(self.launched)
-            if it.part.req.params.embeds
-            and it.part.samples
-            and it.part.end == it.part.req.num_prompt
+            index: bytes([entry.chunk.end])
+            for index, entry in enumerate(self.launched)
+            if _ends_embedded_prompt(entry.chunk)
         }
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """The log probability of a prompt's token is that token, and its position the likeliest."""
         return {
-            index: [
-                TokenLogprobs(float(it.part.req.tokens[i + 1]), [(i + 1, 0.0)])
-                for i in range(it.part.start, min(it.part.end, it.part.req.num_prompt - 1))
-            ]
-            for index, it in enumerate(self.launched)
-            if it.scores_prompt
+            index: _scores(entry.chunk)
+            for index, entry in enumerate(self.launched)
+            if entry.scores_prompt
         }
 
     def wait(self) -> list[list[int]]:
@@ -137,8 +147,8 @@ class FakeExecutor:
     """Asserts, at each launch, all that an engine takes for granted.
 
     Args:
-        asynchronous: compute nothing at launch, like a device that is always late; results then exist in device order
-            only: before the next launched plan, or once somebody waits.
+        asynchronous: compute nothing at launch, like a device that is always late. Results then
+            exist in device order only: before the next launched plan, or when they are waited for.
     """
 
     def __init__(self, limits: EngineLimits, num_rows: int, *, asynchronous: bool = False) -> None:
@@ -164,18 +174,18 @@ class FakeExecutor:
         if self._newest:
             self._newest.compute()
         self.plans.append(
-            [(part.req.uid, part.start, part.end, part.samples) for part in plan.slices]
+            [(chunk.req.uid, chunk.start, chunk.end, chunk.samples) for chunk in plan.slices]
         )
         self._write_tables(plan.writes)
         self._check_shared(plan)
-        self._newest = FakeOutput(self, [self._remember(part) for part in plan.slices])
+        self._newest = FakeOutput(self, [self._remember(chunk) for chunk in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
         return prepared
 
     def sample(self, launched: FakeStep) -> FakeOutput:
         assert self._newest is not None
-        assert [it.part for it in self._newest.launched] == launched.plan.slices
+        assert [entry.chunk for entry in self._newest.launched] == launched.plan.slices
         return self._newest
 
     def _write_tables(self, writes: TableWrites) -> None:
@@ -187,74 +197,74 @@ class FakeExecutor:
             table.reshape(-1)[index] = values
 
     def _check_shared(self, plan: BatchPlan) -> None:
-        """What a plan says all slices have in common, they have, in whole pages that are computed."""
+        """Slices have in common what a plan says, in whole pages that are computed."""
         num_pages = plan.num_shared_tokens // self.limits.page_size
-        rows = [self.page_table_RP[part.row, :num_pages].tolist() for part in plan.slices]
+        rows = [self.page_table_RP[chunk.row, :num_pages].tolist() for chunk in plan.slices]
         assert all(row == rows[0] for row in rows)
-        assert all(plan.num_shared_tokens <= part.start for part in plan.slices)
+        assert all(plan.num_shared_tokens <= chunk.start for chunk in plan.slices)
 
     def forget(self, pages: NDArray[np.int32]) -> None:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""
         self.kv_S.reshape(-1, self.limits.page_size)[pages] = GARBAGE
 
-    def compute(self, launched: list[_Launched]) -> list[int]:
-        for it in launched:
-            self._check_kv(it, it.part.start)
-        prefixes = [self._store(it) for it in launched]
-        for it in launched:
-            self._check_kv(it, it.part.end)
+    def compute(self, launched: list[_LaunchedSlice]) -> list[int]:
+        for entry in launched:
+            self._check_kv(entry, entry.chunk.start)
+        prefixes = [self._store(entry) for entry in launched]
+        for entry in launched:
+            self._check_kv(entry, entry.chunk.end)
         tokens = []
-        for it, prefix in zip(launched, prefixes, strict=True):
-            if it.part.samples:
+        for entry, prefix in zip(launched, prefixes, strict=True):
+            if entry.chunk.samples:
                 tokens.append(next_token(prefix, self.limits.vocab_size))
-                self._write_token(it, tokens[-1])
+                self._write_token(entry, tokens[-1])
         return tokens
 
-    def check_still_held(self, launched: list[_Launched]) -> None:
+    def check_still_held(self, launched: list[_LaunchedSlice]) -> None:
         """Until a plan is finished its requests keep their rows, and the rows keep their pages."""
-        for it in launched:
-            assert it.part.req.row == it.row, (
-                f"{it.part.req} was released while a launched batch refers to it"
+        for entry in launched:
+            assert entry.chunk.req.row == entry.row, (
+                f"{entry.chunk.req} was released while a launched batch refers to it"
             )
-            now = self.page_table_RP[it.row, : len(it.pages)]
-            assert np.array_equal(now, it.pages), (
-                f"{it.part.req} was remapped while a launched batch refers to it"
+            now = self.page_table_RP[entry.row, : len(entry.pages)]
+            assert np.array_equal(now, entry.pages), (
+                f"{entry.chunk.req} was remapped while a launched batch refers to it"
             )
 
-    def _remember(self, part: ReqSlice) -> _Launched:
-        row = part.req.row
+    def _remember(self, chunk: ReqSlice) -> _LaunchedSlice:
+        row = chunk.req.row
         assert row is not None
-        num_pages = -(-part.end // self.limits.page_size)
-        return _Launched(
-            part, part.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
+        num_pages = -(-chunk.end // self.limits.page_size)
+        return _LaunchedSlice(
+            chunk, chunk.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
         )
 
-    def _store(self, it: _Launched) -> int:
+    def _store(self, entry: _LaunchedSlice) -> int:
         """Write a slice's KV; the fingerprint of its last position."""
-        tokens = self.token_pool_RL[it.row, it.part.start : it.part.end].tolist()
-        slots = self._slots(it, it.part.end)
-        before = int(self.kv_S[slots[it.part.start - 1]]) if it.part.start else EMPTY_PREFIX
+        tokens = self.token_pool_RL[entry.row, entry.chunk.start : entry.chunk.end].tolist()
+        slots = self._slots(entry, entry.chunk.end)
+        before = int(self.kv_S[slots[entry.chunk.start - 1]]) if entry.chunk.start else EMPTY_PREFIX
         new = fingerprints(tokens, before)
-        self.kv_S[slots[it.part.start :]] = new
+        self.kv_S[slots[entry.chunk.start :]] = new
         return new[-1]
 
-    def _write_token(self, it: _Launched, token: int) -> None:
-        assert it.part.end < self.limits.max_seq_len, (
-            f"{it.part.req} has no place for another token"
+    def _write_token(self, entry: _LaunchedSlice, token: int) -> None:
+        assert entry.chunk.end < self.limits.max_seq_len, (
+            f"{entry.chunk.req} has no place for another token"
         )
-        self.token_pool_RL[it.row, it.part.end] = token
+        self.token_pool_RL[entry.row, entry.chunk.end] = token
 
-    def _check_kv(self, it: _Launched, end: int) -> None:
-        kv = self.kv_S[self._slots(it, end)]
-        wrong = np.flatnonzero(kv != self._truth_of(it.part.req)[:end])
+    def _check_kv(self, entry: _LaunchedSlice, end: int) -> None:
+        kv = self.kv_S[self._slots(entry, end)]
+        wrong = np.flatnonzero(kv != self._truth_of(entry.chunk.req)[:end])
         assert len(wrong) == 0, (
-            f"{it.part.req} reads wrong KV at positions {wrong.tolist()} of {end}"
+            f"{entry.chunk.req} reads wrong KV at positions {wrong.tolist()} of {end}"
         )
 
-    def _slots(self, it: _Launched, end: int) -> NDArray[np.int64]:
+    def _slots(self, entry: _LaunchedSlice, end: int) -> NDArray[np.int64]:
         position = np.arange(end)
-        pages = self.page_table_RP[it.row, position // self.limits.page_size]
-        assert (pages >= 0).all(), f"{it.part.req} has no page for a position below {end}"
+        pages = self.page_table_RP[entry.row, position // self.limits.page_size]
+        assert (pages >= 0).all(), f"{entry.chunk.req} has no page for a position below {end}"
         return pages.astype(np.int64) * self.limits.page_size + position % self.limits.page_size
 
     def _truth_of(self, req: Req) -> Fingerprints:
@@ -266,16 +276,25 @@ class FakeExecutor:
         return self._truth[req.uid]
 
 
+def _ends_embedded_prompt(chunk: ReqSlice) -> bool:
+    return chunk.req.params.embeds and chunk.samples and chunk.end == chunk.req.num_prompt
+
+
+def _scores(chunk: ReqSlice) -> list[TokenLogprobs]:
+    positions = range(chunk.start + 1, min(chunk.end + 1, chunk.req.num_prompt))
+    return [TokenLogprobs(float(chunk.req.tokens[i]), [(i, 0.0)]) for i in positions]
+
+
 def _check_plan(plan: BatchPlan) -> None:
     assert plan.slices, "an empty plan was launched"
-    uids = [part.req.uid for part in plan.slices]
+    uids = [chunk.req.uid for chunk in plan.slices]
     assert len(uids) == len(set(uids)), f"a request stands in the plan twice: {uids}"
-    for part in plan.slices:
-        req = part.req
+    for chunk in plan.slices:
+        req = chunk.req
         assert req.finish is None, f"{req} has ended and is planned"
-        assert req.num_computed == part.start < part.end <= req.num_tokens, (
-            f"{req} cannot compute {part}"
+        assert req.num_computed == chunk.start < chunk.end <= req.num_tokens, (
+            f"{req} cannot compute {chunk}"
         )
-        assert part.samples == (part.end == req.num_tokens), (
-            f"{req}: {part} must sample if it is the last"
+        assert chunk.samples == (chunk.end == req.num_tokens), (
+            f"{req}: {chunk} must sample if it is the last"
         )

@@ -19,7 +19,8 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from tests.scheduler.fake_executor import FakeExecutor, reference_answer
+from tests.scheduler.fake_executor import FakeExecutor, endless_answer, reference_answer
+from tests.scheduler.fake_matchers import FakeMatchers
 
 VOCAB_SIZE = 30
 EOS = frozenset({0, 1})
@@ -38,13 +39,14 @@ def exactly(num_tokens: int, priority: int = 0) -> SamplingParams:
 
 
 class MemoryInbox:
-    """Hands out what was put in. A scheduler that would wait for more has a bug or is stepped for nothing."""
+    """Hands out what was put in. A scheduler that would wait for more has a bug."""
 
     def __init__(self) -> None:
         self.msgs: list[BackendMsg] = []
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        assert self.msgs or not block, "the scheduler would wait forever"
+        if block:
+            assert self.msgs, "the scheduler would wait forever"
         msgs, self.msgs = self.msgs, []
         return msgs
 
@@ -67,7 +69,9 @@ class Answer:
     def take(self, msg: DetokenizeMsg) -> None:
         assert not self.is_final, f"{msg} came after the last message"
         self.tokens += msg.tokens
-        self.finish, self.error, self.num_cached = msg.finish, msg.error, msg.num_cached
+        self.finish = msg.finish
+        self.error = msg.error
+        self.num_cached = msg.num_cached
         if msg.prompt_logprobs is not None:
             assert self.prompt is None, "what is asked of a prompt is told once"
             self.prompt = msg.prompt_logprobs
@@ -84,7 +88,7 @@ class AnswerBook:
         self.stats: list[EngineStats] = []
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
-        assert msgs or stats, "it says nothing"
+        assert len(msgs) + bool(stats) > 0, "it says nothing"
         self.stats += [stats] if stats else []
         for msg in msgs:
             self.answers.setdefault(msg.uid, Answer()).take(msg)
@@ -103,9 +107,13 @@ class Host:
     ) -> None:
         self.limits = limits or make_limits()
         self.executor = FakeExecutor(self.limits, num_rows, asynchronous=asynchronous)
-        self.inbox, self._book = MemoryInbox(), AnswerBook()
+        self.inbox = MemoryInbox()
+        self._book = AnswerBook()
         config = SchedulerConfig(**{"overlap": True, "seed": 0, **options})
         self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
+        self.matchers = FakeMatchers(self._endless_answer)
+        self.scheduler.grammars = self.matchers
+        self.scheduler.outputs._grammars = self.matchers
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self._uids = itertools.count()
 
@@ -123,6 +131,11 @@ class Host:
         self.asked[uid] = (prompt, params or SamplingParams())
         self.inbox.msgs.append(UserMsg(uid, pack_ids(prompt), self.asked[uid][1]))
         return uid
+
+    def _endless_answer(self, uid: int) -> list[int]:
+        prompt, _ = self.asked[uid]
+        answer = endless_answer(prompt, self.limits.max_seq_len, self.limits.vocab_size)
+        return answer[len(prompt) :]
 
     def abort(self, uid: int) -> None:
         self.inbox.msgs.append(AbortBackendMsg(uid))
@@ -161,7 +174,10 @@ class Host:
         return self.answer(uid)
 
     def check_answers(self) -> None:
-        """Every request has its answer, or, if it was aborted, the beginning of it. Errors are left to the caller."""
+        """Every request has its answer, or the beginning of it if it was aborted.
+
+        Errors are left to the caller.
+        """
         for uid, (prompt, params) in self.asked.items():
             answer = self.answer(uid)
             assert answer.is_final, f"uid {uid} has no last message"
@@ -185,10 +201,13 @@ class Host:
                 )
 
     def check_nothing_is_left(self) -> None:
-        scheduler, cache = self.scheduler, self.scheduler.cache
-        assert not (
-            scheduler._live or scheduler._retiring or scheduler._in_flight or scheduler._news
-        )
+        scheduler = self.scheduler
+        cache = scheduler.cache
+        assert not scheduler._live
+        assert not scheduler._deferred
+        assert not scheduler._in_flight
+        assert not scheduler.outputs.has_messages
+        assert self.matchers.num_open == 0
         assert len(scheduler.prefill) == len(scheduler.decode) == len(cache._held) == 0
         assert cache.num_available == self.limits.num_pages, "a page is neither free nor evictable"
         scheduler.table.check_integrity(rows_in_use=[])

@@ -1,4 +1,4 @@
-"""Ranks stay in step: the leader's inbox and a follower's give two schedulers the same inputs, over real queues."""
+"""Ranks stay in step: the leader's inbox gives its followers equal inputs, over real queues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def connect() -> Iterator[Connect]:
 
     def make(rank: int, types: object) -> tuple[PushQueue, PullQueue]:
         address = addresses.rank(rank)
-        push, pull = PushQueue(address, encode), PullQueue(address, decoder(types))
+        push = PushQueue(address, encode)
+        pull = PullQueue(address, decoder(types))
         ends.extend([push, pull])
         return push, pull
 
@@ -169,7 +170,7 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
 def test_an_outbox_sends_the_news_of_a_step_as_one_message(connect: Connect) -> None:
     push, pull = connect(0, BatchTokenizerMsg)
     news = [DetokenizeMsg(1, [5]), DetokenizeMsg(2, finish="abort")]
-    stats = EngineStats(1, 2, 3, 4, 5)
+    stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     ZmqOutbox(push).send(news, None)
     ZmqOutbox(push).send([], stats)
 

@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from tests.scheduler.fake_executor import reference_answer
 from tests.scheduler.harness import VOCAB_SIZE, Host, make_limits
+from tests.scheduler.script import Script
 
 NUM_STEPS = 80
 MAX_OPEN = 10
@@ -67,7 +68,13 @@ class RandomClient:
             prompt_logprobs=1 if self.random.random() < 0.2 else None,
             embeds=self.random.random() < 0.1,
             cache_salt=self.random.choice([None, None, "a", "b"]),
+            grammar=self._grammar(room) if self.random.random() < 0.4 else None,
+            stop_token_ids=self.random.choice([(), (), (5,), (6, 7)]),
         )
+
+    def _grammar(self, room: int) -> Grammar:
+        runs = self.random.choice([(0,), (0, 0, 4), (2, 3, 9), (30,)])
+        return Script(self.random.randint(1, room), self.random.randint(0, 9), runs).grammar
 
     def _abort(self) -> None:
         uid = self.random.choice([*self.host.asked, *self.host.open_uids[:3] * 10, UNKNOWN_UID])

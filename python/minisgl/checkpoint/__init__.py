@@ -13,11 +13,4 @@ from minisgl.checkpoint.config import ModelConfig, RotaryConfig
 from minisgl.checkpoint.fetch import fetch_model, model_name
 from minisgl.checkpoint.quantization import Quantization, WeightFormat
 
-__all__ = [
-    "ModelConfig",
-    "Quantization",
-    "RotaryConfig",
-    "WeightFormat",
-    "fetch_model",
-    "model_name",
-]
+__all__ = ["ModelConfig", "Quantization", "RotaryConfig", "WeightFormat", "fetch_model", "model_name"]

@@ -91,7 +91,9 @@ class EngineStats(BaseMsg, frozen=True):
 
     Attributes:
         num_pages_used: pages that requests hold; pages that can be evicted are not counted.
-        num_retractions: since the start.
+        num_retractions, num_steps: retracted requests and launched steps since the start.
+        num_computed_tokens: tokens of prompts, and of retracted requests, that were computed.
+        num_cached_tokens: tokens that were not, because the prefix cache supplied them.
     """
 
     num_running: int
@@ -99,6 +101,9 @@ class EngineStats(BaseMsg, frozen=True):
     num_pages_used: int
     num_pages: int
     num_retractions: int
+    num_steps: int
+    num_computed_tokens: int
+    num_cached_tokens: int
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):

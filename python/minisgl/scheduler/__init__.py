@@ -1,10 +1,12 @@
 """Chooses what runs next. One `Scheduler` a rank, each with its engine.
 
-    scheduler.py   the step: admit, plan, launch, finish
+    scheduler.py   the step: receive, plan, launch, finish
     admission.py   which requests are refused
-    grammar.py     what answers have to match: masks before a token, acceptance after it
     prefill.py     requests that wait for admission or whose prompt is not computed yet
-    decode.py      requests that make one token a step
+    decode.py      running requests
+    outputs.py     sampled tokens become outputs: forced tokens, finish reasons, messages
+    grammar.py     grammar masks before a token, acceptance and forced tokens after it
+    events.py      what happens to requests and steps; their counts and their log
     cache.py       pages: who holds which
     table.py       rows of the page table and the token pool
     worker.py      the process of one rank
@@ -16,6 +18,7 @@ Read `scheduler.py` first.
 from minisgl.config import SchedulerConfig
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.events import Events
 from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.scheduler import Executor, Scheduler
@@ -25,6 +28,7 @@ from minisgl.scheduler.worker import lead, scheduler_worker
 __all__ = [
     "CacheManager",
     "DecodeManager",
+    "Events",
     "Executor",
     "FollowerInbox",
     "Inbox",

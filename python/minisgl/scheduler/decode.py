@@ -5,14 +5,49 @@ run than would fit if all went on to the end. When pages run short the least urg
 retracted, of equals the youngest. It gives its pages back as soon as no launched batch refers to
 it, and is computed again from its tokens later.
 
-Owns the set of running requests. Knows nothing of prompts.
+Owns the set of running requests. Knows nothing of prompts, and of forced tokens only that there may
+be several tokens to compute.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from minisgl.core import Req, ReqSlice
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.prefill import priority_of
+
+
+@dataclass(slots=True)
+class RunningPlan:
+    """What a step computes of running requests.
+
+    Attributes:
+        budget: tokens of the budget that are left.
+        decodes: slices of one token that sample. The longest contexts come first: where a kernel
+            gives each request to a processor, the last to end should be a short one.
+        chunks: slices of requests that have several tokens to compute.
+        is_short_of_pages: whether a request found no page. It waits for the next step.
+    """
+
+    budget: int
+    decodes: list[ReqSlice] = field(default_factory=list)
+    chunks: list[ReqSlice] = field(default_factory=list)
+    is_short_of_pages: bool = False
+
+    def add_chunk(self, req: Req) -> None:
+        """Add one token of a request, and as many more as the budget allows."""
+        end = min(req.num_tokens, req.num_computed + 1 + self.budget)
+        self.chunks.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
+        self.budget -= end - req.num_computed - 1
+
+    def without(self, req: Req) -> list[ReqSlice]:
+        """All slices but those of one request."""
+        return [chunk for chunk in self.slices if chunk.req is not req]
+
+    @property
+    def slices(self) -> list[ReqSlice]:
+        return self.decodes + self.chunks
 
 
 class DecodeManager:
@@ -38,19 +73,25 @@ class DecodeManager:
     def remove(self, req: Req) -> None:
         del self._running[req.uid]
 
-    def plan(self) -> tuple[list[ReqSlice], bool]:
-        """One token for each running request that is not full and has a page for it.
+    def plan(self, budget: int) -> RunningPlan:
+        """At least one token of each running request that is not full and has a page for it.
 
-        Returns:
-            the slices, and whether a request found no page; it waits for the next step. The longest
-            contexts come first: where a kernel gives each request to a processor, the last to end
-            should be a short one.
+        Args:
+            budget: tokens beyond the first of a request, of all requests together.
         """
-        ready = [req for req in self._running.values() if not req.is_full]
-        extended = [req for req in ready if self._cache.try_extend(req)]
-        extended.sort(key=lambda req: req.num_tokens, reverse=True)
-        slices = [ReqSlice(req, req.num_computed, req.num_tokens, samples=True) for req in extended]
-        return slices, len(extended) < len(ready)
+        plan = RunningPlan(budget)
+        for req in self._running.values():
+            if req.is_full:
+                continue
+            if not self._cache.try_extend(req):
+                plan.is_short_of_pages = True
+            elif req.num_tokens == req.num_computed + 1:
+                decode = ReqSlice(req, req.num_computed, req.num_tokens, samples=True)
+                plan.decodes.append(decode)
+            else:
+                plan.add_chunk(req)
+        plan.decodes.sort(key=_end, reverse=True)
+        return plan
 
     @property
     def least_urgent(self) -> Req:
@@ -60,3 +101,7 @@ class DecodeManager:
     def retract(self) -> Req:
         """Take the least urgent request out, so that its pages can go to the others."""
         return self._running.pop(self.least_urgent.uid)
+
+
+def _end(chunk: ReqSlice) -> int:
+    return chunk.end

@@ -1,19 +1,20 @@
 """Grammars of answers: which tokens may come next, and where a match is complete.
 
-llguidance compiles them and follows them token by token (derivatives of regular expressions under an Earley parser, as
-far as they are needed). It follows the tokens that the host knows, so a retracted request goes on where it was. Nothing
-here is on the device.
+llguidance compiles them and follows them token by token (derivatives of regular expressions under
+an Earley parser, as far as they are needed). A matcher has consumed the tokens that the host knows,
+so a retracted request goes on where it was. Nothing here is on the device.
 """
 
-# Dimension key: X requests that have a grammar, W words of 32 bits.
+# Dimensions: W words of 32 bits, X a selection out of another dimension: requests with a grammar.
 
 from __future__ import annotations
 
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -25,30 +26,68 @@ from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import JSON_OPTIONS
 
-# Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of short texts, since
-# near the end of a text of limited length it looks at every token that is in none.
+# Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of
+# short texts. Near the end of a text of limited length it looks at every token that is in no set.
 _SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
 _LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # about a second for a regular expression
-_STACK = (
-    2**28
-)  # bytes, of which 2**26 are enough for the longest chain of references that a grammar can be
-# What follows a reason: an excerpt of the grammar, which may be around what the request sent, or advice to programmers.
-_REST = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
+# Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
+_STACK = 2**28
+# What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
+# or advice to programmers.
+_EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
 
 
-class Grammars:
-    """The open requests that have a grammar, each with its place in a match.
+@dataclass(frozen=True, slots=True)
+class MatchState:
+    """Where a match is after some tokens.
 
-    Each has a matcher to itself: copies share the automaton that they build as they go, and wait for each other. Those
-    of ended requests are kept, with what they have built.
+    Attributes:
+        is_complete: whether the answer ends here.
+        error: set if the grammar turned out to be more than llguidance follows.
+    """
+
+    is_complete: bool = False
+    error: InvalidRequest | None = None
+
+
+IN_PROGRESS = MatchState()
+_COMPLETE = MatchState(is_complete=True)
+
+
+@dataclass(slots=True)
+class _Matcher:
+    """A compiled grammar and the place in a match; `grammar` says what it can be used for again."""
+
+    grammar: Grammar
+    matcher: LLMatcher
+
+
+class PendingMasks:
+    """Masks of a step that threads may still be making."""
+
+    def __init__(self, future: Future[None] | None = None) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Return when all masks are in their place."""
+        if self._future is not None:
+            self._future.result()
+
+
+class GrammarMatchers:
+    """The matchers of the open requests that have a grammar.
+
+    Each request has a matcher to itself: copies share the automaton that they build as they go, and
+    wait for each other. Matchers of ended requests are kept, with what they have built.
 
     Args:
-        folder: of the model, for its tokenizer, which is read when the first grammar comes.
+        folder: the model's, for its tokenizer, which is read when the first grammar comes.
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
-        bits_XW: int32, where the masks of a step go; the last ones were used before their tokens came, and the next
-            want those.
-        for_gpu: masks are made by threads beside the caller, which on a CPU would fight for cores with the model's.
+        masks_XW: int32, where the masks of a step go. The masks before were used before the tokens
+            came that the next masks depend on.
+        for_gpu: masks are made by threads beside the caller, which on a CPU would compete for cores
+            with the model's.
     """
 
     def __init__(
@@ -56,28 +95,27 @@ class Grammars:
         folder: Path,
         vocab_size: int,
         eos_ids: frozenset[int],
-        bits_XW: IntArray,
+        masks_XW: IntArray,
         *,
         for_gpu: bool,
     ) -> None:
-        self._folder, self._vocab_size = folder, vocab_size
+        self._folder = folder
+        self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._bits_XW = bits_XW
+        self._masks_XW = masks_XW
         self._executor = LLExecutor() if for_gpu else None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        before = threading.stack_size(_STACK)
+        stack_size = threading.stack_size(_STACK)
         self._helper.submit(int).result()  # which starts the thread
-        threading.stack_size(before)
-        self._filling: list[Future[None]] = []
-        self._matchers: dict[int, tuple[Grammar, LLMatcher]] = {}
-        self._idle: deque[tuple[Grammar, LLMatcher]] = deque(maxlen=len(bits_XW))
+        threading.stack_size(stack_size)
+        self._pending = PendingMasks()
+        self._matchers: dict[int, _Matcher] = {}
+        self._idle: deque[_Matcher] = deque(maxlen=len(masks_XW))
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        file, options = (
-            self._folder / "tokenizer.json",
-            (self._vocab_size, self._eos_ids or None, _SLICES),
-        )
+        file = self._folder / "tokenizer.json"
+        options = (self._vocab_size, self._eos_ids or None, _SLICES)
         if file.exists():
             return LLTokenizer(str(file), *options)
         from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
@@ -86,89 +124,110 @@ class Grammars:
         return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), *options)
 
     def open(self, uid: int, grammar: Grammar) -> None:
-        """
+        """Find or make a matcher for a request.
+
         Raises:
-            InvalidRequest: the grammar has a mistake, no match, or something in it that is not supported.
+            InvalidRequest: the grammar has a mistake, no match, or something that is not supported.
         """
-        wait(
-            self._filling
-        )  # an idle matcher may still be making a mask, of a request that has just ended
-        idle = next((it for it in reversed(self._idle) if it[0] == grammar), None)
-        if idle:
+        self._pending.wait()  # an idle matcher may still be making a mask of an ended request
+        same = (idle for idle in reversed(self._idle) if idle.grammar == grammar)
+        idle = next(same, None)
+        if idle is not None:
             self._idle.remove(idle)
-        if not idle or not idle[1].reset():
-            idle = grammar, self._helper.submit(self._compile, grammar).result()
+        if idle is None or not idle.matcher.reset():
+            compiled = self._helper.submit(self._compile, grammar).result()
+            idle = _Matcher(grammar, compiled)
         self._matchers[uid] = idle
+
+    def close(self, uid: int) -> None:
+        """Keep the matcher of an ended request, if it has one, for others with its grammar."""
+        if uid in self._matchers:
+            self._idle.append(self._matchers.pop(uid))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise _refusal(str(error)) from None
+        # A first mask, because a grammar is compiled as far as it is used.
         first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
-        llguidance.numpy.fill_next_token_bitmask(
-            matcher, first_1W
-        )  # it is compiled as far as it is looked at
+        llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)
         if reason := matcher.get_error():
             raise _refusal("nothing matches it" if reason.startswith("NoExtension") else reason)
         return matcher
 
-    def guides(self, parts: list[ReqSlice]) -> bool:
-        """Whether a grammar has a say in what the slices sample."""
-        return bool(self._matchers) and any(part.req.uid in self._matchers for part in parts)
+    def guide(self, slices: Sequence[ReqSlice]) -> bool:
+        """Whether a grammar restricts what the slices sample."""
+        return bool(self._matchers) and any(chunk.req.uid in self._matchers for chunk in slices)
 
-    def start_masks(self, parts: list[ReqSlice]) -> Callable[[], None]:
-        """Put what the slices may sample that have a grammar where it belongs, once all tokens before were accepted.
+    def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
+        """Start making the masks for sampling slices whose requests have a grammar.
 
-        The result waits for the masks. Where llguidance gives up, a mask has the end of the sequence alone, and that
-        token ends the request on all ranks.
+        All tokens before must have been accepted. If llguidance reaches a limit, a mask allows the
+        end of the sequence alone, and that token ends the request on all ranks.
         """
-        asking = [part.req.uid for part in parts if part.req.params.grammar]
-        pairs = [(self._matchers[uid][1], x) for x, uid in enumerate(asking)]
-        bits_XW, has_begun = self._bits_XW[: len(asking)], threading.Event()
-        if not self._executor:
-            for matcher, x in pairs:
-                llguidance.numpy.fill_next_token_bitmask(matcher, bits_XW, x)
-            return lambda: None
+        guided = [chunk for chunk in slices if chunk.req.params.grammar is not None]
+        masks_XW = self._masks_XW[: len(guided)]
+        matchers: list[tuple[LLMatcher, int]] = []
+        for x, chunk in enumerate(guided):
+            if chunk.end < chunk.req.num_known:
+                _allow_only(masks_XW[x], int(chunk.req.tokens[chunk.end]))
+            else:
+                matchers.append((self._matchers[chunk.req.uid].matcher, x))
 
-        def fill() -> None:
-            has_begun.set()
-            llguidance.numpy.fill_next_token_bitmask_par(
-                self._executor, pairs, bits_XW
-            )  # without Python's lock
+        if self._executor is None:
+            for matcher, x in matchers:
+                llguidance.numpy.fill_next_token_bitmask(matcher, masks_XW, x)
+            return PendingMasks()
+        has_begun = threading.Event()
+        future = self._helper.submit(self._fill, matchers, masks_XW, has_begun)
+        self._pending = PendingMasks(future)
+        # Else the caller would keep Python's lock until it waits for the masks, and they begin
+        # then.
+        has_begun.wait()
+        return self._pending
 
-        self._filling = [self._helper.submit(fill)]
-        has_begun.wait()  # else the caller would keep the lock until it waits for the masks, and they begin then
-        return self._filling[0].result
+    def _fill(
+        self, matchers: list[tuple[LLMatcher, int]], masks_XW: IntArray, has_begun: threading.Event
+    ) -> None:
+        """Make masks in parallel; runs on the helper's thread, without Python's lock."""
+        has_begun.set()
+        if matchers:
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, masks_XW)
 
-    def accept(self, uid: int, token: int) -> bool | InvalidRequest:
-        """Go on by a token of a request, if it has a grammar; whether that ends the match.
+    def accept(self, uid: int, tokens: list[int]) -> MatchState:
+        """Advance a request's match by its next tokens."""
+        matcher = self._matchers[uid].matcher
+        matcher.consume_tokens(tokens)
+        if not matcher.is_stopped():
+            return IN_PROGRESS
+        if matcher.is_error():
+            return MatchState(error=_refusal(matcher.get_error()))
+        return _COMPLETE
 
-        The result is an error if the grammar turned out to be more than llguidance follows.
+    def forced_tokens(self, uid: int) -> list[int]:
+        """The next tokens of a request, as far as its grammar leaves no choice.
+
+        A mask at this place allows the first of them alone. The match does not advance.
         """
-        if uid not in self._matchers:
-            return False
-        _, matcher = self._matchers[uid]
-        matcher.consume_token(token)
-        return bool(matcher.is_stopped()) and (
-            not matcher.is_error() or _refusal(matcher.get_error())
-        )
+        return list(self._matchers[uid].matcher.compute_ff_tokens())
 
-    def close(self, uid: int) -> None:
-        if uid in self._matchers:
-            self._idle.append(self._matchers.pop(uid))
+
+def _allow_only(mask_W: IntArray, token: int) -> None:
+    """Write a mask that allows one token."""
+    mask_W[:] = 0
+    mask_W.view(np.uint32)[token // 32] = 1 << (token % 32)
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance reads it."""
+    """A grammar as llguidance reads it."""
     if grammar.kind == "json_schema":
         return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
-    to_source = (
-        LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
-    )
-    return str(to_source(grammar.text))
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    return str(LLMatcher.grammar_from_lark(grammar.text))
 
 
 def _refusal(reason: str) -> InvalidRequest:
-    said = " ".join(_REST.split(reason)[0].split())
-    return InvalidRequest(f"the grammar is refused: {said[:400]}", param="grammar")
+    text = " ".join(_EXCERPT.split(reason)[0].split())
+    return InvalidRequest(f"the grammar is refused: {text[:400]}", param="grammar")

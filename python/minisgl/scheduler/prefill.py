@@ -16,6 +16,7 @@ from collections import deque
 from minisgl.core import Req, ReqSlice
 from minisgl.kernel import common_prefix_length
 from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.events import Events, RequestAdmitted
 from minisgl.scheduler.table import TableManager
 
 # Tokens that a prompt must have in common with one that is being computed for it to wait a step.
@@ -33,9 +34,10 @@ class PrefillManager:
     equals.
     """
 
-    def __init__(self, cache: CacheManager, table: TableManager) -> None:
+    def __init__(self, cache: CacheManager, table: TableManager, events: Events) -> None:
         self._cache = cache
         self._table = table
+        self._events = events
         self._queue: deque[Req] = deque()
 
     def __len__(self) -> int:
@@ -75,18 +77,19 @@ class PrefillManager:
         req = self.half_computed
         return self._queue.popleft() if req and priority_of(req) >= priority else None
 
-    def plan(self, budget: int, num_running: int) -> list[ReqSlice]:
+    def plan(self, budget: int, num_running: int, *, may_admit: bool) -> list[ReqSlice]:
         """Take prompts, or the first chunk of one, up to `budget` tokens.
 
         A request whose last chunk is planned leaves the queue.
 
         Args:
             num_running: requests that may each need another page soon; so many pages are left.
+            may_admit: whether requests may be admitted that are not half computed.
         """
         slices: list[ReqSlice] = []
         while budget > 0 and self._queue:
             req = self._queue[0]
-            if req.row is None and not self._try_admit(req, slices, num_running):
+            if req.row is None and not (may_admit and self._try_admit(req, slices, num_running)):
                 break
             end = min(req.num_tokens, req.num_computed + budget)
             slices.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
@@ -105,7 +108,12 @@ class PrefillManager:
     def _try_admit(self, req: Req, slices: list[ReqSlice], num_running: int) -> bool:
         if not self._table.has_free or self._should_wait(req, slices):
             return False
-        return self._cache.try_admit(req, reserve=num_running + len(slices))
+        if not self._cache.try_admit(req, reserve=num_running + len(slices)):
+            return False
+        if self._events.request_admitted:
+            event = RequestAdmitted(req.uid, req.num_tokens, num_cached=req.num_computed)
+            self._events.request_admitted.emit(event)
+        return True
 
 
 def _num_common(req: Req, chunk: ReqSlice) -> int:

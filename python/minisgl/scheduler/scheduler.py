@@ -1,33 +1,32 @@
-"""The step: admit, plan, launch, finish.
+"""The step: receive, plan, launch, finish.
 
-Owns the order of a step and the life of a request from its message to its release. Which prompts and decodes
-run is the planners' affair, pages are the cache manager's, tensors the executor's.
+Owns the order of a step and the life of a request from its message to its release. The planners
+decide which prompts and running requests are computed, the cache manager has the pages, the
+executor the tensors; `outputs.py` makes outputs of sampled tokens.
 
-A request ends (`stop`, `length`, `abort`) or is retracted at any moment; what it holds is released in one place,
-`_release`, and only when no launched batch refers to it. Next to read: `prefill.py`, `decode.py`, `cache.py`.
+A request ends (`stop`, `length`, `abort`) or is retracted at any moment. What it holds is released
+in one place, `_release`, and only when no launched batch refers to it. Next to read: `prefill.py`,
+`decode.py`, `cache.py`.
 """
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice, TokenLogprobs
+from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
-from minisgl.errors import InvalidRequest, RequestError
+from minisgl.errors import RequestError
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
-    DetokenizeMsg,
     EngineStats,
     ExitMsg,
-    ReplyError,
     UserMsg,
     unpack_ids,
 )
@@ -35,12 +34,28 @@ from minisgl.sampling_params import MAX_SEED
 from minisgl.scheduler.admission import check_request
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.grammar import Grammars
+from minisgl.scheduler.events import (
+    ChunkLaunched,
+    EventCounts,
+    Events,
+    RequestFinished,
+    RequestQueued,
+    RequestRetracted,
+    StepFinished,
+    StepLaunched,
+    StepPlanned,
+    log_events,
+)
+from minisgl.scheduler.grammar import GrammarMatchers, PendingMasks
 from minisgl.scheduler.io import Inbox, Outbox
+from minisgl.scheduler.outputs import (
+    MIN_FORCED_ON_CPU,
+    MIN_FORCED_ON_GPU,
+    Output,
+    OutputProcessor,
+)
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.table import TableManager
-
-logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -64,28 +79,32 @@ class Executor(Protocol):
 
 
 @dataclass(slots=True)
-class _Launched:
-    """A batch that is being computed.
+class InFlightStep:
+    """A launched step that is not finished.
 
     Attributes:
-        step: until its tokens are being chosen.
-        await_masks: where a grammar has a say, until they are used.
-        output: from when on its tokens are being chosen.
-        tokens: from when on they are known, each with what its request's grammar says to it.
+        number: how many steps were launched before.
+        launched: until its tokens are being chosen, because it has the logits.
+        masks: from when they are being made until they are used; None if no grammar restricts it.
+        sampled: from when its tokens are being chosen.
+        outputs: from when its tokens are on the host; for each sampling slice.
     """
 
+    number: int
     plan: BatchPlan
-    step: LaunchedStep | None
-    await_masks: Callable[[], None] | None = None
-    output: ForwardOutput | None = None
-    tokens: list[tuple[int, bool | InvalidRequest]] | None = None
+    sampling_slices: list[ReqSlice]
+    launched: LaunchedStep | None
+    masks: PendingMasks | None = None
+    sampled: ForwardOutput | None = None
+    outputs: list[Output | None] | None = None
 
 
 class Scheduler:
-    """Chooses what runs next and keeps at most one batch in flight between steps.
+    """Chooses what runs next and keeps at most one step in flight between steps.
 
-    With overlap, step n launches batch n and then finishes batch n-1 while the device computes n (NanoFlow, Zhu
-    et al. 2024, arXiv:2408.12757). Without, it finishes the batch that it launched. The tokens are the same.
+    With overlap, step n launches its batch and then finishes step n-1 while the device computes n
+    (NanoFlow, Zhu et al. 2024, arXiv:2408.12757). Without, it finishes the batch that it launched.
+    The tokens are equal.
     """
 
     def __init__(
@@ -93,30 +112,37 @@ class Scheduler:
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
         limits = executor.limits
+        is_on_gpu = config.device == "cuda"
         self.is_running = True
+        self.events = Events()
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.max_seq_len)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
-        self.prefill = PrefillManager(self.cache, self.table)
+        self.prefill = PrefillManager(self.cache, self.table, self.events)
         self.decode = DecodeManager(self.cache)
-        folder, for_gpu = Path(config.model or ""), config.device == "cuda"
-        self.grammars = Grammars(
-            folder, limits.vocab_size, limits.eos_ids, executor.grammar_masks, for_gpu=for_gpu
+        self.grammars = GrammarMatchers(
+            Path(config.model or ""),
+            limits.vocab_size,
+            limits.eos_ids,
+            executor.grammar_masks,
+            for_gpu=is_on_gpu,
         )
+        min_forced = MIN_FORCED_ON_GPU if is_on_gpu else MIN_FORCED_ON_CPU
+        self.outputs = OutputProcessor(self.grammars, self.table, limits, self.events, min_forced)
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
         self._outbox = outbox
-        self._prefill_budget = config.max_prefill_length
+        self._token_budget = config.max_prefill_length
         self._overlap = config.overlap
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
-        self._retiring: dict[
-            int, Req
-        ] = {}  # ended or retracted, but a launched batch refers to them
-        self._in_flight: _Launched | None = None
-        self._news: list[DetokenizeMsg] = []
-        self._num_retractions = 0
+        # Ended or retracted requests whose release waits for a launched batch that refers to them.
+        self._deferred: dict[int, Req] = {}
+        self._in_flight: InFlightStep | None = None
+        self._num_steps = 0
+        self._counts = EventCounts(self.events)
+        log_events(self.events)
         self._reported = self._stats()
 
     @property
@@ -132,52 +158,55 @@ class Scheduler:
     def step(self) -> None:
         """Launch batch n, then finish batch n-1 (with overlap) or n (without).
 
-        A grammar has to know the tokens of n-1 before those of n are chosen. Then those are chosen at the last moment,
-        before n+1 is launched: masks are made while n-1 is finished and n+1 prepared, and the device computes logits.
+        A grammar mask of n depends on the tokens of n-1. Therefore a step with masks is sampled as
+        late as possible, before n+1 is launched: its masks are made while n-1 is finished, n+1 is
+        prepared and the device computes logits.
         """
-        self._take_in(self._inbox.receive(block=self.is_idle))
-        plan = self._plan() if self.is_running else None  # at the end nothing is left half done
+        self._receive(self._inbox.receive(block=self.is_idle))
+        plan = self._plan() if self.is_running else None  # at the end no step is left in flight
         prepared = self._executor.prepare(plan) if plan else None
-        self._sample(self._in_flight)
-        launched = self._launch(plan, prepared) if plan and prepared else None
-        if launched and self.grammars.guides(launched.plan.sampling_slices):
-            self._read_tokens()
-            if launched.step and launched.step.has_logits:
-                launched.await_masks = self.grammars.start_masks(launched.plan.sampling_slices)
-        else:
-            self._sample(launched)
+        if self._in_flight:
+            self._sample(self._in_flight)
+        step = self._launch(plan, prepared) if plan and prepared else None
+        if step and self.grammars.guide(step.sampling_slices):
+            self._start_masks(step)
+        elif step:
+            self._sample(step)
         self._finish_in_flight()
-        self._in_flight = launched
+        self._in_flight = step
         if not self._overlap:
             self._finish_in_flight()
         self._report()
 
     def _report(self) -> None:
-        """Send the news of a step, and how it has left the scheduler if that is not what was said last."""
+        """Send the outputs of a step, and the statistics if they have changed."""
         stats = self._stats()
         has_changed = stats != self._reported
-        if self._news or has_changed:
-            self._outbox.send(self._news, stats if has_changed else None)
-            self._news, self._reported = [], stats
+        if self.outputs.has_messages or has_changed:
+            self._outbox.send(self.outputs.take_messages(), stats if has_changed else None)
+            self._reported = stats
 
     def _stats(self) -> EngineStats:
-        num_pages, num_half = self.cache.num_pages, self.prefill.half_computed is not None
+        num_half_computed = int(self.prefill.half_computed is not None)
         return EngineStats(
-            num_running=len(self.decode) + num_half,
-            num_waiting=len(self.prefill) - num_half,
-            num_pages_used=num_pages - self.cache.num_available,
-            num_pages=num_pages,
-            num_retractions=self._num_retractions,
+            num_running=len(self.decode) + num_half_computed,
+            num_waiting=len(self.prefill) - num_half_computed,
+            num_pages_used=self.cache.num_pages - self.cache.num_available,
+            num_pages=self.cache.num_pages,
+            num_retractions=self._counts.num_retractions,
+            num_steps=self._counts.num_steps,
+            num_computed_tokens=self._counts.num_computed_tokens,
+            num_cached_tokens=self._counts.num_cached_tokens,
         )
 
-    def _take_in(self, msgs: Sequence[BackendMsg]) -> None:
+    def _receive(self, msgs: Sequence[BackendMsg]) -> None:
         for msg in msgs:
             match msg:
                 case UserMsg():
                     self._accept(msg)
                 case AbortBackendMsg(uid):
                     if uid in self._live:
-                        self._tell(self._live[uid], finish="abort")
+                        self.outputs.add_abort(self._live[uid])
                         self._end(self._live[uid], "abort")
                 case ExitMsg():
                     self.is_running = False
@@ -185,157 +214,148 @@ class Scheduler:
     def _accept(self, msg: UserMsg) -> None:
         """Queue a request, or answer at once that it cannot be served."""
         assert msg.uid not in self._live
-        prompt, params = unpack_ids(msg.input_ids), msg.sampling
-        drawn = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
+        prompt = unpack_ids(msg.input_ids)
+        params = msg.sampling
+        seed = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
         try:
             max_length = check_request(prompt, params, self._limits)
-            if params.grammar:
+            if params.grammar is not None:
                 self.grammars.open(msg.uid, params.grammar)
         except RequestError as error:
-            self._news.append(
-                DetokenizeMsg(msg.uid, error=ReplyError.of(error), num_prompt=len(prompt))
-            )
+            self.outputs.add_refusal(msg.uid, len(prompt), error)
             return
-        req = Req(
-            msg.uid, prompt, params, max_length, drawn if params.seed is None else params.seed
-        )
+        if params.seed is not None:
+            seed = params.seed
+        req = Req(msg.uid, prompt, params, max_length, seed)
         self._live[req.uid] = req
         self.prefill.add(req)
+        if self.events.request_queued:
+            self.events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
 
     def _plan(self) -> BatchPlan | None:
-        """All decodes that have pages, and beside them prompts up to the prefill budget; None if there is nothing."""
-        decodes, starved = self.decode.plan()
-        if starved and not self._retiring:  # else pages are on their way back already
-            victim = (
-                self.prefill.retract(self.decode.least_urgent.params.priority)
-                or self.decode.retract()
-            )
-            logger.debug("request %d is retracted at %d tokens", victim.uid, victim.num_known)
-            self._num_retractions += 1
-            self._retire(victim)
-            decodes = [part for part in decodes if part.req is not victim]
-        slices = decodes + self.prefill.plan(self._prefill_budget, num_running=len(self.decode))
-        reqs = [part.req for part in slices]
-        return (
-            BatchPlan(slices, self.table.take_writes(), self.cache.num_shared_tokens(reqs))
-            if reqs
-            else None
+        """Slices of running requests, and of prompts up to the token budget; None without any."""
+        running = self.decode.plan(self._token_budget)
+        slices = running.slices
+        if running.is_short_of_pages and not self._deferred:  # else pages come back soon
+            slices = running.without(self._retract())
+        # While a running request waits for pages none are given to others, who would take those
+        # that the retracted request gives back, and be retracted for them in turn.
+        slices += self.prefill.plan(
+            running.budget,
+            num_running=len(self.decode),
+            may_admit=not running.is_short_of_pages,
         )
+        if not slices:
+            return None
+        num_shared_tokens = self.cache.num_shared_tokens([chunk.req for chunk in slices])
+        plan = BatchPlan(slices, self.table.take_writes(), num_shared_tokens)
+        if self.events.step_planned:
+            event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
+            self.events.step_planned.emit(event)
+        return plan
 
-    def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> _Launched:
-        launched = _Launched(plan, self._executor.launch(prepared))
-        for part in plan.slices:
-            self._advance(part)
-        return launched
+    def _retract(self) -> Req:
+        """Take the pages of the least urgent request, as soon as no launched batch refers to it."""
+        priority = self.decode.least_urgent.params.priority
+        victim = self.prefill.retract(priority) or self.decode.retract()
+        if self.events.request_retracted:
+            event = RequestRetracted(victim.uid, victim.num_known)
+            self.events.request_retracted.emit(event)
+        self._release_or_defer(victim)
+        return victim
 
-    def _sample(self, batch: _Launched | None) -> None:
-        """Start choosing the tokens of a batch, if there is one and they are not being chosen."""
-        if batch and batch.step:
-            if batch.await_masks:
-                batch.await_masks()
-            batch.output = self._executor.sample(batch.step)
-            batch.step = batch.await_masks = None
+    def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
+        launched = self._executor.launch(prepared)
+        step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched)
+        self._num_steps += 1
+        if self.events.step_launched:
+            self.events.step_launched.emit(StepLaunched(step.number))
+        for chunk in plan.slices:
+            self._advance(chunk)
+        return step
 
-    def _advance(self, part: ReqSlice) -> None:
-        """Account for a launched slice. A prompt is shared now, before the next plan is made."""
-        req = part.req
+    def _advance(self, chunk: ReqSlice) -> None:
+        """Account for a launched slice."""
+        req = chunk.req
         req.num_in_flight += 1
-        req.num_computed = part.end
-        if part.samples:
+        req.num_computed = chunk.end
+        if chunk.samples:
             req.num_tokens += 1
-            if req not in self.decode:
-                self.cache.publish(req)
-                self.decode.add(req)
+        if req not in self.decode:
+            self._advance_prompt(chunk)
 
-    def _read_tokens(self) -> None:
-        """Wait for the tokens of the batch in flight, if there is one, and let grammars go on by them; once."""
-        batch, accept = self._in_flight, self.grammars.accept
-        self._sample(batch)
-        if batch and batch.output and batch.tokens is None:
-            pairs = zip(
-                [part.req for part in batch.plan.sampling_slices], batch.output.wait(), strict=True
-            )
-            batch.tokens = [
-                (token, req.finish is None and accept(req.uid, token)) for req, [token] in pairs
-            ]
+    def _advance_prompt(self, chunk: ReqSlice) -> None:
+        """Account for a launched chunk. A prompt is published now, before the next plan is made."""
+        if self.events.chunk_launched:
+            event = ChunkLaunched(chunk.req.uid, chunk.start, chunk.end)
+            self.events.chunk_launched.emit(event)
+        if chunk.samples:
+            self.cache.publish(chunk.req)
+            self.decode.add(chunk.req)
+
+    def _start_masks(self, step: InFlightStep) -> None:
+        """Start making a step's masks, after the tokens before."""
+        if self._in_flight:
+            self._read_tokens(self._in_flight)
+        assert step.launched is not None
+        if step.launched.has_logits:
+            step.masks = self.grammars.start_masks(step.sampling_slices)
+
+    def _sample(self, step: InFlightStep) -> None:
+        """Start choosing the tokens of a step, unless they are being chosen."""
+        if step.launched is None:
+            return
+        if step.masks:
+            step.masks.wait()
+        step.sampled = self._executor.sample(step.launched)
+        step.launched = None
+        step.masks = None
+
+    def _read_tokens(self, step: InFlightStep) -> None:
+        """Wait for the tokens of a step, once, and append them to their requests."""
+        self._sample(step)
+        assert step.sampled is not None
+        if step.outputs is None:
+            pairs = zip(step.sampling_slices, step.sampled.wait(), strict=True)
+            step.outputs = [self.outputs.take_sampled(chunk, tokens) for chunk, tokens in pairs]
 
     def _finish_in_flight(self) -> None:
-        """Take the tokens of the batch in flight, if there is one; release what nobody needs any more."""
-        self._read_tokens()
-        batch, self._in_flight = self._in_flight, None
-        if batch is None:
+        """Take the outputs of the step in flight, if there is one; release what waited for it."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return
-        assert batch.output and batch.tokens is not None
-        logprobs = batch.output.logprobs()
-        for index, told in batch.output.prompt_logprobs().items():
-            part = batch.plan.slices[index]
-            part.req.prompt_logprobs[part.start :] = told
-        for index, vector in batch.output.embeddings().items():
-            batch.plan.slices[index].req.embedding = vector
-        for index, (part, (token, match)) in enumerate(
-            zip(batch.plan.sampling_slices, batch.tokens, strict=True)
-        ):
-            if part.req.finish is None:
-                self._take_token(part.req, token, match, logprobs.get(index))
-        for part in batch.plan.slices:
-            part.req.num_in_flight -= 1
-            if part.req.uid in self._retiring and part.req.num_in_flight == 0:
-                self._release(self._retiring.pop(part.req.uid))
+        self._read_tokens(step)
+        assert step.sampled is not None
+        assert step.outputs is not None
+        self._take_prompt_outputs(step.plan, step.sampled)
 
-    def _take_token(
-        self, req: Req, token: int, match: bool | InvalidRequest, logprobs: TokenLogprobs | None
-    ) -> None:
-        if req.max_length == req.num_prompt:
-            self._tell(req, finish="length")
-            self._end(req, "length")
-            return
-        req.append(token)
-        finish: FinishReason | None = None
-        if isinstance(match, InvalidRequest):
-            self._tell(req, error=ReplyError.of(match))
-            self._end(req, "abort")
-            return
-        may_go_on = req.params.ignore_eos and not match
-        if token in req.params.stop_token_ids or (token in self._limits.eos_ids and not may_go_on):
-            finish = "stop"
-        elif req.num_known == req.max_length and not match:
-            finish = "length"
-        self._tell(req, tokens=[token], finish=finish, logprobs=[logprobs] if logprobs else [])
-        if match and not finish:  # the token belongs to the answer
-            finish = "stop"
-            self._tell(req, finish=finish)
-        if finish:
-            self._end(req, finish)
+        logprobs = step.sampled.logprobs()
+        pairs = zip(step.sampling_slices, step.outputs, strict=True)
+        for index, (chunk, output) in enumerate(pairs):
+            if output is not None:
+                self.outputs.add(chunk.req, output, logprobs.get(index))
+                if output.end:
+                    self._end(chunk.req, output.end)
 
-    def _tell(
-        self,
-        req: Req,
-        *,
-        tokens: Sequence[int] = (),
-        finish: FinishReason | None = None,
-        error: ReplyError | None = None,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
-        is_first = req.num_output == len(tokens)
-        self._news.append(
-            DetokenizeMsg(
-                req.uid,
-                list(tokens),
-                list(logprobs),
-                req.params if is_first and req.params.shapes_text else None,
-                finish=finish,
-                error=error,
-                num_prompt=req.num_prompt,
-                num_cached=req.num_cached or 0,
-                prompt_logprobs=_of_prompt(req)
-                if is_first and req.params.prompt_logprobs is not None
-                else None,
-                embedding=req.embedding if is_first else None,
-            )
-        )
+        for chunk in step.plan.slices:
+            req = chunk.req
+            req.num_in_flight -= 1
+            if req.num_in_flight == 0 and req.uid in self._deferred:
+                self._release(self._deferred.pop(req.uid))
+        if self.events.step_finished:
+            num_tokens = sum(len(output.tokens) for output in step.outputs if output)
+            self.events.step_finished.emit(StepFinished(step.number, num_tokens))
+
+    def _take_prompt_outputs(self, plan: BatchPlan, sampled: ForwardOutput) -> None:
+        """Keep log probabilities and embeddings of prompts until their first message."""
+        for index, logprobs in sampled.prompt_logprobs().items():
+            chunk = plan.slices[index]
+            chunk.req.prompt_logprobs[chunk.start :] = logprobs
+        for index, embedding in sampled.embeddings().items():
+            plan.slices[index].req.embedding = embedding
 
     def _end(self, req: Req, finish: FinishReason) -> None:
-        """A request has its final reply. Nothing plans it any more."""
+        """A request has its last message. No plan contains it any more."""
         req.finish = finish
         del self._live[req.uid]
         self.grammars.close(req.uid)
@@ -343,31 +363,27 @@ class Scheduler:
             self.decode.remove(req)
         else:
             self.prefill.remove(req)
-        self._retire(req)
+        if self.events.request_finished:
+            event = RequestFinished(req.uid, finish, req.num_output)
+            self.events.request_finished.emit(event)
+        self._release_or_defer(req)
 
-    def _retire(self, req: Req) -> None:
+    def _release_or_defer(self, req: Req) -> None:
         if req.num_in_flight:
-            self._retiring[req.uid] = req
+            self._deferred[req.uid] = req
         else:
             self._release(req)
 
     def _release(self, req: Req) -> None:
-        """The one place where rows and pages come back. A retracted request waits for its next turn."""
+        """The one place where rows and pages come back. A retracted request is queued again."""
         if req.row is not None:
             self.cache.release(req)
         if req.finish is None:
             self.prefill.put_back(req)
 
     def check_integrity(self) -> None:
-        """Assert that every page and every row has exactly one owner. For tests; walks everything."""
+        """Assert that each page and each row has exactly one owner. For tests; walks everything."""
         half_computed = [self.prefill.half_computed] if self.prefill.half_computed else []
-        admitted = [*half_computed, *self.decode.running, *self._retiring.values()]
+        admitted = [*half_computed, *self.decode.running, *self._deferred.values()]
         self.cache.check_integrity(admitted)
         self.table.check_integrity([req.row for req in admitted if req.row is not None])
-
-
-def _of_prompt(req: Req) -> list[tuple[int, TokenLogprobs | None]]:
-    """Its tokens with their log probabilities, as far as they have come; nothing predicts the first."""
-    return list(
-        zip(req.tokens[: req.num_prompt].tolist(), [None, *req.prompt_logprobs], strict=False)
-    )

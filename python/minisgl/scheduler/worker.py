@@ -26,7 +26,8 @@ def scheduler_worker(
 ) -> None:
     """Body of a process: a scheduler and its engine, until an ExitMsg comes.
 
-    Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0. All are on one machine, of which
+    Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0. All are on one
+    machine, of which
     they say the same: what is auto is resolved here, so that nobody else needs torch.
     """
     config = config.resolve(detect_hardware())

@@ -199,7 +199,10 @@ class Detokenizer:
             return None
 
         num_before = answer.num_tokens
-        text = answer.take_last(msg.tokens, msg.finish) if is_last else answer.take(msg.tokens)
+        if is_last:
+            text = answer.take_last(msg.tokens, msg.finish)
+        else:
+            text = answer.take(msg.tokens)
 
         has_stopped = answer.stops.has_stopped
         return UserReply(

@@ -199,8 +199,8 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
             == before["kv_pages_used_ratio"]
             == 0
         )
-        app.worker.put(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2)))
-        app.worker.put(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5)))
+        app.worker.put(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2, 20, 200, 0)))
+        app.worker.put(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5, 30, 300, 48)))
         app.worker.put(BatchFrontendMsg([]))
         app.worker.answer_with(spell("a"))
         await app.post(TEXT).done  # comes after them
@@ -208,6 +208,9 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
         assert (seen["requests_running"], seen["requests_waiting"]) == (3, 2)
         assert seen["kv_pages_used_ratio"] == 0.25
         assert seen["retractions_total"] == 5
+        assert seen["steps_total"] == 30
+        assert seen["computed_tokens_total"] == 300
+        assert seen["cached_tokens_total"] == 48
 
     scene(play)
 

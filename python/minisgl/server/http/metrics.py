@@ -56,10 +56,20 @@ class Metrics:
         self._used = gauge(
             "kv_pages_used_ratio", "Share of KV pages that are held: neither free nor evictable"
         )
-        self._retractions = counter(
-            "retractions_total", "Times that a prompt lost its pages to others"
-        )
-        self._num_retractions = 0
+        self._counters = {
+            "num_retractions": counter(
+                "retractions_total", "Times that a prompt lost its pages to others"
+            ),
+            "num_steps": counter("steps_total", "Steps that the scheduler launched"),
+            "num_computed_tokens": counter(
+                "computed_tokens_total",
+                "Tokens of prompts and retracted requests that were computed",
+            ),
+            "num_cached_tokens": counter(
+                "cached_tokens_total", "Tokens that admitted requests found in the prefix cache"
+            ),
+        }
+        self._counted = dict.fromkeys(self._counters, 0)
 
     def count_request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -72,8 +82,10 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._used.set(stats.num_pages_used / stats.num_pages)
-        self._retractions.inc(stats.num_retractions - self._num_retractions)
-        self._num_retractions = stats.num_retractions
+        for name, counter in self._counters.items():
+            count = getattr(stats, name)
+            counter.inc(count - self._counted[name])
+            self._counted[name] = count
 
     def expose(self) -> bytes:
         """All metrics, in the text format."""

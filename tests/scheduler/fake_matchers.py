@@ -1,0 +1,57 @@
+"""Grammars that force what the fake executor samples anyway, so that all answers stay known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from minisgl.core import Grammar, ReqSlice
+from minisgl.errors import InvalidRequest
+from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, MatchState, PendingMasks
+from tests.scheduler.script import Script
+
+
+class FakeMatchers(GrammarMatchers):
+    """Follows scripts, and asserts that every token is accepted once and in order.
+
+    Args:
+        answer_of: the endless answer to a request.
+    """
+
+    def __init__(self, answer_of: Callable[[int], list[int]]) -> None:
+        self._answer_of = answer_of
+        self._scripts: dict[int, Script] = {}
+        self._answers: dict[int, list[int]] = {}
+        self._accepted: dict[int, list[int]] = {}
+
+    def open(self, uid: int, grammar: Grammar) -> None:
+        if grammar.text == "bad":
+            raise InvalidRequest("the grammar is refused", param="grammar")
+        self._scripts[uid] = Script.of(grammar)
+        self._answers[uid] = self._answer_of(uid)
+        self._accepted[uid] = []
+
+    def close(self, uid: int) -> None:
+        self._scripts.pop(uid, None)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._scripts)
+
+    def guide(self, slices: Sequence[ReqSlice]) -> bool:
+        return any(chunk.req.uid in self._scripts for chunk in slices)
+
+    def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
+        raise AssertionError("the fake executor has no logits")
+
+    def accept(self, uid: int, tokens: list[int]) -> MatchState:
+        accepted = self._accepted[uid]
+        accepted += tokens
+        assert accepted == self._answers[uid][: len(accepted)]
+        num_left = self._scripts[uid].num_tokens - len(accepted)
+        assert num_left >= 0, "a token behind a complete match"
+        return MatchState(is_complete=True) if num_left == 0 else IN_PROGRESS
+
+    def forced_tokens(self, uid: int) -> list[int]:
+        num_output = len(self._accepted[uid])
+        num_forced = self._scripts[uid].num_forced(num_output)
+        return self._answers[uid][num_output : num_output + num_forced]
