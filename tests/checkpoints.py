@@ -1,12 +1,12 @@
-"""Tiny random checkpoints, made by transformers: the oracle that the engine is compared with, as folders on disk.
+"""Tiny random checkpoints, made by transformers: the oracle of the engine, as folders on disk.
 
-`tiny_model(arch)` is the oracle itself; `tiny_checkpoint(arch, folder)` writes it, with a tokenizer, in Hugging Face's
-layout. Two layers, width 64, 4 heads and 2 kv heads of 16 (Qwen3: of 32), float32, a context of 256. The vocabulary of
-301 divides by no tensor-parallel size. Weights are wide enough that greedy tokens vary, and no bias or norm weight is
-trivial.
+`tiny_model(arch)` is the oracle itself; `tiny_checkpoint(arch, folder)` writes it, with a tokenizer,
+in Hugging Face's layout. Two layers, width 64, 4 heads and 2 kv heads of 16 (Qwen3: of 32), float32,
+a context of 256. The vocabulary of 301 divides by no tensor-parallel size. Weights are wide enough
+that greedy tokens vary, and no bias or norm weight is trivial.
 
-The tokenizer has 300 tokens, among them <s>, </s>, <|im_start|> and <|im_end|>. It puts <s> before a text, and so does
-its ChatML template: a chat that is encoded with special tokens once more has two of them.
+The tokenizer has 300 tokens, among them <s>, </s>, <|im_start|> and <|im_end|>. It puts <s> before a
+text, and so does its ChatML template: a chat encoded with special tokens once more has two of them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _CORPUS = [
-    "The quick brown fox jumps over the lazy dog, and the dog says to the fox: that was the end of the matter."
+    "The quick brown fox jumps over the lazy dog, and the dog says to the fox:"
+    " that was the end of the matter."
 ]
 
 
@@ -129,5 +130,5 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def tiny_checkpoint(arch: str, folder: Path, **overrides: Any) -> Path:
-    """Write `tiny_model(arch, **overrides)` into a folder, which need not exist; returns the folder."""
+    """Write `tiny_model(arch, **overrides)` into a folder, and return the folder."""
     return save_checkpoint(tiny_model(arch, **overrides), folder)

@@ -12,7 +12,7 @@ from tests.system.oracle import answer_to
 
 pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox"
-FEW_PAGES = "--port 0 --page-size 16 --num-pages 64 --max-running-requests 1".split()
+FEW_PAGES = ["--port", "0", "--page-size", "16", "--num-pages", "64", "--max-running-requests", "1"]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
