@@ -1,12 +1,12 @@
 """Tiny random checkpoints, made by transformers: the oracle of the engine, as folders on disk.
 
-`tiny_model(arch)` is the oracle itself; `tiny_checkpoint(arch, folder)` writes it, with a tokenizer,
-in Hugging Face's layout. Two layers, width 64, 4 heads and 2 kv heads of 16 (Qwen3: of 32), float32,
-a context of 256. The vocabulary of 301 divides by no tensor-parallel size. Weights are wide enough
-that greedy tokens vary, and no bias or norm weight is trivial.
+`tiny_model(arch)` is the oracle itself; `tiny_checkpoint(arch, folder)` writes it, with a
+tokenizer, in Hugging Face's layout. Two layers, width 64, 4 heads and 2 kv heads of 16 (Qwen3: of
+32), float32, a context of 256. The vocabulary of 301 divides by no tensor-parallel size. Weights
+are wide enough that greedy tokens vary, and no bias or norm weight is trivial.
 
-The tokenizer has 300 tokens, among them <s>, </s>, <|im_start|> and <|im_end|>. It puts <s> before a
-text, and so does its ChatML template: a chat encoded with special tokens once more has two of them.
+The tokenizer has 300 tokens, among them <s>, </s>, <|im_start|> and <|im_end|>. It puts <s> before
+a text, and so does its ChatML template: a chat encoded with special tokens once more has two.
 """
 
 from __future__ import annotations

@@ -1,0 +1,133 @@
+"""The documents name what exists: files, links, flags, modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import minisgl
+from minisgl.server.args import make_parser
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(minisgl.__file__).parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PRESENT = [path for path in DOCS if path.parent.name != "decisions"]  # decisions tell of their time
+SOURCES = {".py", ".cpp", ".cu", ".cuh"}
+INDENT = 2
+
+docs = pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+docs_of_today = pytest.mark.parametrize("path", PRESENT, ids=lambda path: path.name)
+
+
+# ---- the drawing of the tree
+
+
+def files_in_tree(drawing: str) -> Iterator[str]:
+    """The files of a drawing: `name/` opens a folder, deeper lines lie in it, text follows."""
+    folders: list[str] = []
+    for line in drawing.splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // INDENT
+        del folders[depth:]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            yield "".join([*folders, name])
+
+
+def test_the_tree_names_every_file_of_the_package_and_no_other() -> None:
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    section = architecture.partition("\n## The tree\n")[2].partition("\n## ")[0]
+    drawing = section.partition("```\n")[2].partition("\n```")[0]
+    drawn = list(files_in_tree(drawing))
+    present = [
+        path.relative_to(PACKAGE.parent).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.suffix in SOURCES
+    ]
+    is_package = re.compile(r".*/__init__\.py")  # the line of its folder speaks of it
+
+    assert sorted(drawn) == sorted(path for path in present if not is_package.fullmatch(path))
+
+
+# ---- links
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@docs
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", path.read_text())
+    for link in links:
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+# ---- names in backticks
+
+
+@cache
+def file_names() -> set[str]:
+    return {path.name for path in PACKAGE.rglob("*") if path.suffix in SOURCES}
+
+
+def exists(name: str, doc: Path) -> bool:
+    """Files are named from the root of the repository or package, or by the last part alone."""
+    roots = (ROOT, PACKAGE, doc.parent)
+    return name in file_names() or any((root / name).exists() for root in roots)
+
+
+@docs_of_today
+def test_files_in_backticks_exist(path: Path) -> None:
+    names = re.findall(r"`([\w./-]+\.(?:py|cpp|cu|cuh|md|jsonl))`", path.read_text())
+
+    assert [name for name in names if not exists(name, path)] == []
+
+
+# ---- commands
+
+
+@cache
+def flags_of_the_server() -> set[str]:
+    return {flag for action in make_parser()._actions for flag in action.option_strings}
+
+
+@cache
+def flags_of_scripts() -> set[str]:
+    """The flags that the benchmarks' parsers add."""
+    files = [*(ROOT / "benchmark").rglob("*.py"), *(PACKAGE / "benchmark").glob("*.py")]
+    flags = [re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text()) for file in files]
+    return {flag for each in flags for flag in each}
+
+
+@docs_of_today
+def test_flags_exist(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", path.read_text()))
+
+    assert named - flags_of_the_server() - flags_of_scripts() == set()
+
+
+@docs_of_today
+def test_commands_exist(path: Path) -> None:
+    text = path.read_text()
+    scripts = re.findall(r"(?<![\w/])((?:scripts|benchmark)/[\w./-]*\w)", text)
+    modules = re.findall(r"python -m (minisgl[\w.]*)", text)
+
+    assert [name for name in scripts if not (ROOT / name).exists()] == []
+    assert [name for name in modules if find_spec(name) is None] == []
