@@ -228,6 +228,16 @@ def test_scales_that_are_no_floating_point_numbers_are_refused(quantized: Path) 
         load(quantized)
 
 
+def test_zero_points_that_the_config_denies_are_refused(quantized: Path) -> None:
+    name = f"{LAYER}.weight_zero_point"
+    zeros = torch.zeros(4, 4, dtype=torch.int8)
+    change(quantized, {name: zeros})
+    load(quantized)
+    change(quantized, {name: zeros + 1})
+    with pytest.raises(CheckpointError, match=f"{name}' is not 0"):
+        load(quantized)
+
+
 def test_a_layer_that_is_stored_plain_is_read_as_it_is(quantized: Path) -> None:
     """Published configs do not always list the layers that were left out."""
     write_config(quantized, fp8_config(weight_block_size=[16, 16]))

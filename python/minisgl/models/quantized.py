@@ -23,6 +23,7 @@ from minisgl.errors import CheckpointError
 from minisgl.models.weight_files import PLAIN_DTYPES, SafetensorsCheckpoint
 
 _WORD_BITS = 32
+_ZERO_POINT_DTYPES = ("I8", "I32", "F8_E4M3")
 _NUMBERS_AT_A_TIME = 1 << 22  # that are in float32 at once
 
 
@@ -128,7 +129,7 @@ class QuantizedCheckpoint:
         )
 
     def _numbers(self, shard: _Shard, weight_format: WeightFormat) -> Tensor:
-        """The stored numbers of a shard; packed ones as uint8."""
+        """The stored numbers of a shard; packed ones are uint8."""
         stored = weight_format.stored
         if stored != "I32":
             return self._files.read_stored(
@@ -161,6 +162,7 @@ class QuantizedCheckpoint:
         is_packed = weight_format.stored == "I32"
         name = f"{shard.layer}.weight_zero_point"
         if not weight_format.has_zero_point:
+            self._refuse_zero_points(name)
             return float(1 << (weight_format.bits - 1)) if is_packed else 0.0
         if not is_packed:
             return self._grid(shard, name, ("I8",))
@@ -172,6 +174,14 @@ class QuantizedCheckpoint:
         )
         zero_points = _unpack(packed.T.contiguous(), weight_format.bits).T
         return zero_points[shard.grid_rows.start : shard.grid_rows.stop].float()
+
+    def _refuse_zero_points(self, name: str) -> None:
+        """A layer that is called symmetric may only have zeros, which older writers stored."""
+        if name not in self._files:
+            return
+        stored = self._files.read_stored(name, self._files.shape_of(name), _ZERO_POINT_DTYPES)
+        if stored.float().any():
+            raise CheckpointError(f"{self._files}: {name!r} is not 0, but config.json says so")
 
 
 def _blocks_of(part: range, size: int) -> range:
@@ -224,7 +234,7 @@ def _dequantize(
         wide = numbers_OI[rows].float()
         if isinstance(zero_points, Tensor):
             wide -= _to_cols(zero_points[rows], block_inputs, num_inputs)
-        else:
+        elif zero_points:
             wide -= zero_points
         weight_OI[rows] = wide.mul_(_to_cols(scale[rows], block_inputs, num_inputs))
     return weight_OI
