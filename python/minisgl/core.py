@@ -41,8 +41,7 @@ itself.
     Z  entries of a flat list
 """
 
-# Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables, T
-# tokens of a step.
+# Dimensions: B requests of a step, T tokens of a step.
 
 from __future__ import annotations
 

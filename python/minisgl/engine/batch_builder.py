@@ -3,7 +3,8 @@
 All numbers of the step go to the device in one copy.
 """
 
-# Dimensions: B requests of a step, T tokens of a step, Y tokens whose hidden states are returned.
+# Dimensions: B requests of a step, L positions of a sequence, P pages, R rows of the tables,
+# T tokens of a step, Y tokens whose hidden states are returned.
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ They are not frozen dataclasses, since making those takes several times as long,
 all of these before the device has work.
 """
 
+# Dimensions: B requests of a step, V vocabulary.
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -7,9 +7,8 @@ et al. 2024, arXiv:2402.05099). Only the suffixes are then computed for each req
 Lengths are read on the device, so the host plans nothing.
 """
 
-# Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
-# N query heads, P pages, R rows of the tables, S kv slots, T tokens of a step,
-# X a selection out of another dimension.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
+# R rows of the tables, S kv slots, T tokens of a step.
 
 from __future__ import annotations
 
