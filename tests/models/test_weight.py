@@ -34,7 +34,7 @@ def load(folder: Path) -> None:
     load_weight(make(folder), folder, torch.float32, CPU)
 
 
-@pytest.fixture(params=["llama", "mistral"], ids=["one_file", "shards"])
+@pytest.fixture(params=["llama", "mistral"], ids=["one_file", "several_files"])
 def folder(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> Path:
@@ -93,7 +93,7 @@ def test_membership_tells_what_there_is(checkpoint: Callable[[str], Path]) -> No
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "biased llama"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_each_rank_reads_its_part_of_a_weight_and_no_more(
+def test_each_rank_reads_its_shard_of_a_weight_and_no_more(
     arch: str, tp: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     if arch == "biased llama":
@@ -193,7 +193,7 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
-def test_a_missing_shard_is_named(folder: Path) -> None:
+def test_a_missing_file_is_named(folder: Path) -> None:
     any_file(folder).unlink()
     with pytest.raises(
         CheckpointError, match=r"weights are missing: .*model-00001-of-00005\.safetensors"
@@ -219,12 +219,13 @@ def test_files_that_the_index_does_not_name_are_not_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
-def test_a_tensor_missing_from_the_shard_that_the_index_names_is_named(folder: Path) -> None:
+def test_a_tensor_missing_from_the_file_that_the_index_names_is_named(folder: Path) -> None:
     index: dict[str, Any] = json.loads((folder / INDEX).read_text())
-    name, shard = next((n, s) for n, s in index["weight_map"].items() if n == "model.norm.weight")
-    weights = load_file(folder / shard)
+    name = "model.norm.weight"
+    file = folder / index["weight_map"][name]
+    weights = load_file(file)
     del weights[name]
-    save_file(weights, folder / shard)
+    save_file(weights, file)
     with pytest.raises(CheckpointError, match=f"has no tensor '{name}'"):
         load(folder)
 
