@@ -8,9 +8,9 @@ device, in the tables. What is smaller than a captured size is padded with token
 row, which has the padding page only.
 """
 
-# Dimensions: B requests of a step, or of a captured graph, D model width, L positions of a sequence,
-# P pages, R rows of the tables, T tokens of a step, or of a captured graph, V vocabulary,
-# X a selection out of another dimension, Y tokens whose hidden states are returned.
+# Dimensions: B requests of a step, or of a captured graph, D model width, P pages,
+# L positions of a sequence, R rows of the tables, T tokens of a step, or of a captured graph,
+# V vocabulary, X a selection out of another dimension, Y tokens whose hidden states are returned.
 
 from __future__ import annotations
 
