@@ -28,6 +28,7 @@ from transformers import (
 
 VOCAB_SIZE = 301
 CONTEXT = 256
+WINDOW = 24  # of OLMo-3's sliding layer: shorter than many prompts
 SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(4)
 
@@ -52,11 +53,27 @@ _EXPERTS = {
 _DIFFERENT: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "olmo2": {},
+    "olmo3": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 16, **_EXPERTS},
+    "smollm3": {"no_rope_layers": [1, 0], "pad_token_id": None},
 }
 ARCHITECTURES = tuple(_DIFFERENT)
+IN_GGUF = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _SHARD_SIZE = {"mistral": "100KB"}  # saved in several files with an index; the others in one
 
 _CHAT_TEMPLATE = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the lists of pages are made by a Triton kernel")
 from minisgl.attention import flashinfer_backend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.kernel import gpu
-from tests.attention.test_torch_backend import MIXED, World
+from tests.attention.test_paged_backends import attend
+from tests.attention.test_torch_backend import MIXED, PLAIN, World
 
 
 class FakeWrapper:
@@ -26,31 +28,32 @@ class FakeWrapper:
         pass
 
     def run(self, q: Tensor, *kv: Any, out: Tensor) -> None:
-        for i, (start, end) in enumerate(zip(self.queries[:-1], self.queries[1:], strict=True)):
-            k, v = self.context(i, *kv)
-            position = torch.arange(len(k) - (end - start), len(k))
-            hidden = torch.arange(len(k)) > position[:, None]
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
-            scores = torch.einsum("tnh,lnh->ntl", q[start:end].double(), k) / math.sqrt(q.shape[2])
-            weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
-            out[start:end] = torch.einsum("ntl,lnh->tnh", weights, v).to(out.dtype)
+        out[:] = attend(q, torch.tensor(self.queries), partial(self.context, kv), **self.scores)
 
-    def context(self, i: int, *kv: Any) -> tuple[Tensor, Tensor]:
+    def context(self, kv: Any, i: int) -> tuple[Tensor, Tensor]:
         [(k_pages, v_pages)] = kv
         pages = self._paged_kv_indices_buf[self.indptr[i] : self.indptr[i + 1]].long()
         length = (len(pages) - 1) * k_pages.shape[1] + int(self.last_page_len[i])
         return k_pages[pages].flatten(0, 1)[:length], v_pages[pages].flatten(0, 1)[:length]
 
     def take_lists(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> None:
-        self.indptr, self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indptr, pages
+        self.indptr = indptr
+        self._paged_kv_indptr_buf = indptr
+        self._paged_kv_indices_buf = pages
         self.last_page_len = last_page_len
+
+    def take_scores(
+        self, sm_scale: float, window_left: int, logits_soft_cap: float | None, **dtypes: Any
+    ) -> None:
+        self.scores = {"scale": sm_scale, "window_left": window_left, "softcap": logits_soft_cap}
 
 
 class FakeDecode(FakeWrapper):
     def plan(
-        self, indptr: Tensor, pages: Tensor, last_page_len: Tensor, *shape: int, **dtypes: Any
+        self, indptr: Tensor, pages: Tensor, last_page_len: Tensor, *shape: int, **options: Any
     ) -> None:
         self.take_lists(indptr, pages, last_page_len)
+        self.take_scores(**options)
         self.queries = list(range(len(indptr)))
 
 
@@ -63,19 +66,24 @@ class FakePrefill(FakeWrapper):
         last_page_len: Tensor,
         *shape: int,
         causal: bool,
-        **_: Any,
+        **options: Any,
     ) -> None:
         assert causal
+        self.take_scores(**options)
         self.take_lists(indptr, pages, last_page_len)
         self.queries = queries.tolist()
 
 
 class FakeRagged(FakeWrapper):
-    def plan(self, queries: Tensor, keys: Tensor, *shape: int, causal: bool, **dtypes: Any) -> None:
-        assert causal and torch.equal(queries, keys)
+    def plan(
+        self, queries: Tensor, keys: Tensor, *shape: int, causal: bool, **options: Any
+    ) -> None:
+        assert causal
+        assert torch.equal(queries, keys)
+        self.take_scores(**options)
         self.queries = queries.tolist()
 
-    def context(self, i: int, *kv: Any) -> tuple[Tensor, Tensor]:
+    def context(self, kv: Any, i: int) -> tuple[Tensor, Tensor]:
         k, v = (x[self.queries[i] : self.queries[i + 1]] for x in kv)
         return k, v
 
@@ -95,19 +103,42 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_backend, "kernels_for", lambda x: gpu)
 
 
+SPANS = {
+    "decodes": [(9, 10), (31, 32), (0, 1)],
+    "prompts": [(0, 7), (0, 30)],
+    "chunks": [(5, 17), (0, 3), (40, 41)],
+    "decodes and prompts": [(9, 10), (30, 31), (0, 7), (0, 2)],
+    "decodes and chunks": [(9, 10), (30, 31), (0, 7), (20, 50), (3, 4)],
+    "mixed": MIXED,
+}
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [(9, 10), (31, 32), (0, 1)],
-        [(0, 7), (0, 30)],
-        [(5, 17), (0, 3), (40, 41)],
-        [(9, 10), (30, 31), (0, 7), (0, 2)],
-        [(9, 10), (30, 31), (0, 7), (20, 50), (3, 4)],
-        MIXED,
-    ],
-    ids=["decodes", "prompts", "chunks", "decodes and prompts", "decodes and chunks", "mixed"],
-)
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], page_size: int) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
     torch.testing.assert_close(world.attend(1, "fi").double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize(
+    "special",
+    [
+        AttentionSpec(scale=0.4),
+        AttentionSpec(scale=0.4, window=6),
+        AttentionSpec(scale=0.4, softcap=1.5),
+    ],
+    ids=str,
+)
+def test_layers_may_differ_in_their_scores(
+    special: AttentionSpec, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_backend, "attend_decode", gpu_attend_decode)
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=4, specs=(PLAIN, special))
+    for layer in range(2):
+        o_TNH = world.attend(layer, "fi").double()
+        torch.testing.assert_close(o_TNH, world.dense(layer), atol=2e-5, rtol=0)
+
+
+def gpu_attend_decode(*arguments: Any, **scores: Any) -> None:
+    gpu.attend_decode(*arguments, **scores)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import create_attention_backend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
 from minisgl.errors import ConfigError
 from minisgl.kernel import store_kv
-from tests.attention.test_torch_backend import MIXED, World
+from tests.attention.test_torch_backend import MIXED, PLAIN, World
 
 SPANS = {
     "decodes": [(9, 10), (31, 32), (0, 1)],
@@ -28,78 +28,142 @@ SPANS = {
 }
 
 
-def attend(q: Tensor, queries: Tensor, context: Callable[[int], tuple[Tensor, Tensor]]) -> Tensor:
+Context = Callable[[int], tuple[Tensor, Tensor]]
+
+
+def attend(
+    q: Tensor,
+    queries: Tensor,
+    context: Context,
+    *,
+    scale: float,
+    window_left: int = -1,
+    softcap: float | None = None,
+) -> Tensor:
     """Slice by slice, in float64; `context` gives the keys and values of a slice."""
     outputs = []
     for i, (start, end) in enumerate(zip(queries[:-1].tolist(), queries[1:].tolist(), strict=True)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in context(i))
-        hidden = torch.arange(len(k)) > torch.arange(len(k) - (end - start), len(k))[:, None]
-        scores = torch.einsum("tnh,lnh->ntl", q[start:end].double(), k) / math.sqrt(q.shape[2])
+        distance = torch.arange(len(k) - (end - start), len(k))[:, None] - torch.arange(len(k))
+        hidden = (distance < 0) | ((distance > window_left) & (window_left >= 0))
+        scores = torch.einsum("tnh,lnh->ntl", q[start:end].double(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
         outputs.append(torch.einsum("ntl,lnh->tnh", weights, v).to(q.dtype))
     return torch.cat(outputs)
 
 
+def flash_scores(
+    *,
+    causal: bool,
+    softmax_scale: float,
+    window_size: tuple[int, int] = (-1, 0),
+    softcap: float = 0.0,
+) -> dict[str, float]:
+    """The options of FlashAttention as those of `attend`."""
+    assert causal
+    assert window_size[1] == 0
+    return {"scale": softmax_scale, "window_left": window_size[0], "softcap": softcap}
+
+
 def attend_own(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, causal: bool,
-) -> Tensor:  # fmt: skip
-    assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> Tensor:
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
     return attend(
         q,
         cu_seqlens_q,
         lambda i: (k[slice(*cu_seqlens_k[i : i + 2])], v[slice(*cu_seqlens_k[i : i + 2])]),
+        **flash_scores(**options),
     )
 
 
-def attend_pages(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, lengths: Tensor, pages_BP: Tensor
-) -> Tensor:
+def paged(k: Tensor, v: Tensor, lengths: Tensor, pages_BP: Tensor) -> Context:
     def context(i: int) -> tuple[Tensor, Tensor]:
         length = int(lengths[i])
         own = pages_BP[i, : -(-length // k.shape[1])].long()
         return k[own].flatten(0, 1)[:length], v[own].flatten(0, 1)[:length]
 
-    return attend(q, queries, context)
+    return context
 
 
 def version_4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
     if "page_table" not in options:
         return attend_own(q, k, v, **options), None
-    assert options["causal"] and options["max_seqlen_k"] >= int(options["seqused_k"].max())
-    return attend_pages(
-        q, k, v, options["cu_seqlens_q"], options["seqused_k"], options["page_table"]
-    ), None
+    queries = options.pop("cu_seqlens_q")
+    lengths = options.pop("seqused_k")
+    assert options.pop("max_seqlen_q") >= int(queries.diff().max())
+    assert options.pop("max_seqlen_k") >= int(lengths.max())
+    context = paged(k, v, lengths, options.pop("page_table"))
+    return attend(q, queries, context, **flash_scores(**options)), None
 
 
 def version_3(
-    q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
-    max_seqlen_q: int, causal: bool,
-) -> Tensor:  # fmt: skip
-    assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max())
-    return attend_pages(q, k, v, cu_seqlens_q, cache_seqlens, page_table)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    **options: Any,
+) -> Tensor:
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    context = paged(k, v, cache_seqlens, page_table)
+    return attend(q, cu_seqlens_q, context, **flash_scores(**options))
 
 
 def trtllm_decode(
-    q: Tensor, kv: tuple[Tensor, Tensor], workspace: Tensor, pages_BP: Tensor, lengths: Tensor, max_keys: int,
-    *, bmm1_scale: float, bmm2_scale: float, kv_layout: str,
-) -> Tensor:  # fmt: skip
-    assert (bmm1_scale, bmm2_scale, kv_layout) == (
-        1 / math.sqrt(q.shape[2]),
-        1.0,
-        "NHD",
-    ) and q.is_contiguous()
-    return attend_pages(q, *kv, torch.arange(len(q) + 1), lengths, pages_BP)
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    workspace: Tensor,
+    pages_BP: Tensor,
+    lengths: Tensor,
+    max_keys: int,
+    *,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    window_left: int,
+    kv_layout: str,
+) -> Tensor:
+    assert (bmm2_scale, kv_layout) == (1.0, "NHD")
+    assert q.is_contiguous()
+    context = paged(*kv, lengths, pages_BP)
+    return attend(q, torch.arange(len(q) + 1), context, scale=bmm1_scale, window_left=window_left)
 
 
 def trtllm_context(
-    q: Tensor, kv: tuple[Tensor, Tensor], workspace: Tensor, pages_BP: Tensor, lengths: Tensor, max_queries: int,
-    max_keys: int, bmm1_scale: float, bmm2_scale: float, batch_size: int, queries: Tensor, keys: Tensor,
-    *, kv_layout: str,
-) -> Tensor:  # fmt: skip
-    assert keys.tolist() == [0, *lengths.int().cumsum(0).tolist()] and batch_size == len(lengths)
-    return attend_pages(q, *kv, queries, lengths, pages_BP)
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    workspace: Tensor,
+    pages_BP: Tensor,
+    lengths: Tensor,
+    max_queries: int,
+    max_keys: int,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    batch_size: int,
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    window_left: int,
+    kv_layout: str,
+) -> Tensor:
+    assert keys.tolist() == [0, *lengths.int().cumsum(0).tolist()]
+    assert batch_size == len(lengths)
+    context = paged(*kv, lengths, pages_BP)
+    return attend(q, queries, context, scale=bmm1_scale, window_left=window_left)
 
 
 @pytest.fixture(
@@ -137,6 +201,32 @@ def test_each_slice_attends_to_its_context(
     )
 
 
+WINDOW = AttentionSpec(scale=0.4, window=6)
+SOFTCAP = AttentionSpec(scale=0.4, softcap=1.5)
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("pair", ["{0}", "torch,{0}"])
+def test_scores_are_what_the_layers_spec_says(
+    spans: list[tuple[int, int]], pair: str, name: str
+) -> None:
+    specs = (WINDOW, WINDOW if name == "trtllm" else SOFTCAP)
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=16, specs=specs)
+    for layer in range(2):
+        o_TNH = world.attend(layer, pair.format(name)).double()
+        torch.testing.assert_close(o_TNH, world.dense(layer), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["trtllm"], indirect=True)
+def test_a_soft_cap_is_refused_by_trtllm(name: str) -> None:
+    world = World([(0, 1)], num_heads=4, num_kv_heads=2, page_size=16, specs=(PLAIN, SOFTCAP))
+    message = (
+        "--attn trtllm has not a soft cap, which layer 1 of the model needs; use fa or fi or torch"
+    )
+    with pytest.raises(ConfigError, match=message):
+        world.backend("torch,trtllm")
+
+
 @pytest.mark.parametrize("pair", ["{0}", "{0},{0}"])
 @pytest.mark.parametrize("spans", [[(9, 10), (31, 32), (0, 1)], [(0, 7)], [(20, 41)]], ids=str)
 def test_a_graph_finds_its_lengths_on_the_device(
@@ -154,12 +244,12 @@ def test_a_graph_finds_its_lengths_on_the_device(
             world.pool.v_cache(0),
             world.slots(part, 0, part.end).long(),
         )
-    backend = create_attention_backend(pair.format(name), world.pool, world.page_table_RP, 4)
+    backend = world.backend(pair.format(name))
     row_R = torch.tensor([part.row for part in world.slices], dtype=torch.int32)
     metadata = backend.prepare_capture(row_R, sum(map(len, world.slices)))
     last_B = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
     batch = world.batch(metadata, last_B)
-    backend.begin(batch)
+    backend.prepare_on_device(batch)
     o_TNH = backend.forward(*world.projection(), 0, batch)
     torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)
 
@@ -167,7 +257,7 @@ def test_a_graph_finds_its_lengths_on_the_device(
 def refuse(name: str, message: str, page_size: int = 16) -> None:
     world = World([(0, 1)], num_heads=4, num_kv_heads=2, page_size=page_size)
     with pytest.raises(ConfigError, match=message):
-        create_attention_backend(name, world.pool, world.page_table_RP, 4)
+        world.backend(name)
 
 
 def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

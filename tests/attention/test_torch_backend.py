@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention import BaseAttnMetadata, create_attention_backend
+from minisgl.attention import BaseAttnBackend, BaseAttnMetadata, create_attention_backend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
 from minisgl.kernel import split_heads, store_kv
 from minisgl.kvcache import MHAKVCache
 
-HEAD_DIM, LAYERS = 8, 2
+HEAD_DIM = 8
+LAYERS = 2
+PLAIN = AttentionSpec(scale=1 / math.sqrt(HEAD_DIM))
 NOWHERE = 10**6  # in every entry of the page table behind the pages of its row
 LITTER = 1e4  # in every slot that belongs to nobody; would dominate any softmax
 CPU = torch.device("cpu")
@@ -37,6 +40,7 @@ class World:
     page_size: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    specs: tuple[AttentionSpec, ...] = (PLAIN, PLAIN)
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -87,16 +91,21 @@ class World:
                 self.slots(part, 0, part.end).long(),
             )
         plan = BatchPlan(self.slices)
-        backend = create_attention_backend(name, self.pool, self.page_table_RP, self.num_heads)
+        backend = self.backend(name)
         batch = self.batch(backend.prepare(plan))
-        backend.begin(batch)
+        backend.prepare_on_device(batch)
         return backend.forward(*self.projection(), layer, batch)
+
+    def backend(self, name: str) -> BaseAttnBackend:
+        return create_attention_backend(
+            name, self.pool, self.page_table_RP, self.num_heads, self.specs
+        )
 
     def batch(self, metadata: BaseAttnMetadata, last_B: Tensor | None = None) -> Batch:
         tokens = [
             (part.row, position) for part in self.slices for position in range(part.start, part.end)
         ]
-        row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T
+        row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T.contiguous()
         return Batch(row_T, position_T, row_T.long(), row_T.long(), last_B, metadata)
 
     def projection(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,18 +114,21 @@ class World:
         new_v = torch.cat([v[part.start :] for part, v in zip(self.slices, self.v, strict=True)])
         return split_heads(torch.cat((torch.cat(self.q), new_k, new_v), dim=1), self.num_kv_heads)
 
-    def dense(self) -> Tensor:
+    def dense(self, layer: int = 0) -> Tensor:
         """The definition, in float64: one request, one head, one query at a time."""
         group = self.num_heads // self.num_kv_heads
+        spec = self.specs[layer]
         rows = []
         for part, q, k, v in zip(self.slices, self.q, self.k, self.v, strict=True):
             for token, position in enumerate(range(part.start, part.end)):
                 heads = []
                 for head in range(self.num_heads):
-                    k_LH, v_LH = (x[: position + 1, head // group].double() for x in (k, v))
-                    weight_L = torch.softmax(
-                        k_LH @ q[token, head].double() / math.sqrt(HEAD_DIM), dim=0
-                    )
+                    first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+                    k_LH, v_LH = (x[first : position + 1, head // group].double() for x in (k, v))
+                    score_L = k_LH @ q[token, head].double() * spec.scale
+                    if spec.softcap is not None:
+                        score_L = spec.softcap * torch.tanh(score_L / spec.softcap)
+                    weight_L = torch.softmax(score_L, dim=0)
                     heads.append(weight_L @ v_LH)
                 rows.append(torch.stack(heads))
         return torch.stack(rows)
@@ -125,7 +137,7 @@ class World:
         atol = 2e-5 if self.dtype == torch.float32 else 5e-2
         o_TNH = self.attend(layer)
         assert o_TNH.dtype == self.dtype
-        torch.testing.assert_close(o_TNH.double(), self.dense(), atol=atol, rtol=0)
+        torch.testing.assert_close(o_TNH.double(), self.dense(layer), atol=atol, rtol=0)
 
 
 MIXED = [(0, 1), (9, 10), (0, 7), (31, 32), (5, 17), (32, 33), (100, 101), (3, 4), (40, 42), (2, 3)]
@@ -137,6 +149,32 @@ def test_a_mixed_batch_equals_dense_attention_for_any_group_of_heads(
     group: int, page_size: int
 ) -> None:
     World(MIXED, num_heads=2 * group, num_kv_heads=2, page_size=page_size).check()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(scale=1.7),
+        AttentionSpec(scale=0.3, window=1),
+        AttentionSpec(scale=0.3, window=10),
+        AttentionSpec(scale=0.3, window=1000),
+        AttentionSpec(scale=0.5, softcap=1.5),
+        AttentionSpec(scale=0.5, window=10, softcap=1.5),
+    ],
+    ids=str,
+)
+def test_scores_are_what_the_layers_spec_says(spec: AttentionSpec, page_size: int) -> None:
+    world = World(MIXED, 4, 2, page_size, specs=(PLAIN, spec))
+    world.check(layer=0)
+    world.check(layer=1)
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100, 200])
+def test_a_window_ends_within_and_before_a_block_of_queries(window: int) -> None:
+    spans = [(0, 257), (50, 200), (150, 151)]
+    spec = AttentionSpec(scale=0.3, window=window)
+    World(spans, 2, 1, page_size=16, specs=(spec, spec)).check()
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -217,4 +255,13 @@ def test_queries_are_left_alone() -> None:
 def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> None:
     world = World([(0, 1)], 1, 1, page_size=1)
     with pytest.raises(ConfigError, match=r"--attn must be of .*torch.*, got 'flash'"):
-        create_attention_backend("flash", world.pool, world.page_table_RP, 1)
+        world.backend("flash")
+
+
+def test_what_no_backend_can_do_is_refused_with_the_layer_that_needs_it() -> None:
+    with_sinks = AttentionSpec(scale=1.0, has_sinks=True)
+    world = World([(0, 1)], 1, 1, page_size=1, specs=(PLAIN, with_sinks))
+    with pytest.raises(
+        ConfigError, match=r"--attn torch has not attention sinks, which layer 1 .*; no backend has"
+    ):
+        world.backend("torch")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import get_model_class
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
@@ -67,13 +67,11 @@ def test_what_transformers_saved_is_read_as_it_was(
 def test_fields_that_may_be_absent_have_their_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, NEEDED)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
-    assert (config.activation, config.rotary.kind, config.rotary.theta) == (
-        "silu",
-        "default",
-        10000.0,
-    )
+    rope = RotaryConfig(head_dim=16, theta=10000.0, max_position=512)
+    assert config.activation == "silu"
+    assert config.attention == (AttentionSpec(scale=0.25, rope=rope),) * 2
     assert not (config.tied_embeddings or config.attention_bias or config.mlp_bias)
-    assert (config.sliding_window, config.num_experts) == (None, 0)
+    assert config.num_experts == 0
     assert (config.eos_ids, config.sampling_defaults) == (frozenset(), {})
 
 
@@ -145,22 +143,98 @@ def test_what_is_no_recommendation_is_not_taken_for_one(
     assert read(tmp_path, NEEDED, generation).sampling_defaults == {}
 
 
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+USED = {"use_sliding_window": True, "sliding_window": 128}
+
+
 @pytest.mark.parametrize(
-    ("fields", "window"),
+    ("arch", "fields", "windows"),
     [
-        ({}, None),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 128}, 128),
-        ({"sliding_window": 128, "use_sliding_window": False}, None),
-        ({"sliding_window": 128, "use_sliding_window": True}, 128),
-        ({"sliding_window": 128, "layer_types": ["full_attention"] * 2}, None),
-        ({"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}, 128),
+        ("Llama", {"sliding_window": 128}, [None] * 4),
+        ("Mistral", {}, [4096] * 4),
+        ("Mistral", {"sliding_window": None}, [None] * 4),
+        ("Mistral", {"sliding_window": 128}, [128] * 4),
+        ("Mistral", {"sliding_window": 128, "layer_types": [FULL] * 4}, [None] * 4),
+        ("Qwen2", {"sliding_window": 128}, [None] * 4),
+        ("Qwen2", USED, [None] * 4),
+        ("Qwen2", {**USED, "max_window_layers": 1}, [None, 128, 128, 128]),
+        ("Qwen3", {**USED, "max_window_layers": 3}, [None, None, None, 128]),
+        ("Qwen3", {**USED, "layer_types": [SLIDING, FULL] * 2}, [128, None] * 2),
+        ("Qwen3", {"sliding_window": 9, "layer_types": [SLIDING, FULL] * 2}, [None] * 4),
+        ("Qwen3Moe", {"sliding_window": 128}, [None] * 4),
+        ("Qwen3Moe", USED, [128] * 4),
+        ("SmolLM3", {}, [None] * 4),
+        ("SmolLM3", USED, [None, None, None, 128]),
+        ("Olmo2", {"sliding_window": 128}, [None] * 4),
+        ("Olmo3", {}, [4096, 4096, 4096, None]),
+        ("Olmo3", {"sliding_window": 7, "layer_types": [FULL, SLIDING] * 2}, [None, 7] * 2),
     ],
 )
-def test_a_sliding_window_counts_if_a_layer_uses_it(
-    fields: dict[str, Any], window: int | None, tmp_path: Path
+def test_windows_are_those_of_the_layers_that_slide(
+    arch: str, fields: dict[str, Any], windows: list[int | None], tmp_path: Path
 ) -> None:
-    assert read(tmp_path, {**NEEDED, **fields}).sliding_window == window
+    names = {"architectures": [f"{arch}ForCausalLM"], "num_hidden_layers": 4}
+    config = read(tmp_path, {**NEEDED, **names, **fields})
+    assert [spec.window for spec in config.attention] == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_rope"),
+    [
+        ({}, [True, True, True, False]),
+        ({"no_rope_layer_interval": 2}, [True, False, True, False]),
+        ({"no_rope_layers": [0, 1, 1, 0]}, [False, True, True, False]),
+    ],
+)
+def test_layers_of_smollm3_may_have_no_rope(
+    fields: dict[str, Any], has_rope: list[bool], tmp_path: Path
+) -> None:
+    names = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+    config = read(tmp_path, {**NEEDED, **names, **fields})
+    assert [spec.rope is not None for spec in config.attention] == has_rope
+    assert config.tied_embeddings
+
+
+SCALING = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": SCALING},
+        {
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+                FULL: {**SCALING, "rope_theta": 5e5},
+            }
+        },
+    ],
+    ids=["of the hub", "of transformers 5"],
+)
+def test_only_full_layers_of_olmo3_have_a_stretched_rope(
+    spelling: dict[str, Any], tmp_path: Path
+) -> None:
+    names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
+    config = read(tmp_path, {**NEEDED, **names, **spelling})
+    sliding, full = (spec.rope for spec in config.attention)
+    assert sliding == RotaryConfig(16, 5e5, 512)
+    scaling = {key: value for key, value in SCALING.items() if key != "rope_type"}
+    assert full == RotaryConfig(16, 5e5, 512, "yarn", scaling)
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        ([FULL, "linear_attention"], r"layer_types \['linear_attention'\] are not supported"),
+        ([FULL], "layer_types names 1 layers, there are 2"),
+    ],
+)
+def test_layer_types_that_are_not_known_are_named(
+    types: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, "layer_types": types})
 
 
 @pytest.mark.parametrize("name", sorted(NEEDED))
@@ -200,7 +274,7 @@ def test_a_partial_rotary_embedding_is_refused(place: dict[str, Any], tmp_path: 
 
 
 def test_a_whole_rotary_embedding_is_not_refused(tmp_path: Path) -> None:
-    assert read(tmp_path, {**NEEDED, "partial_rotary_factor": 1.0}).rotary.head_dim == 16
+    assert read(tmp_path, {**NEEDED, "partial_rotary_factor": 1.0}).attention[0].rope is not None
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

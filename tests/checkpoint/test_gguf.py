@@ -14,16 +14,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint import ModelConfig, RotaryConfig
 from minisgl.checkpoint.gguf import GGUFFile, write_hf_folder
 from minisgl.errors import CheckpointError
 from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
 from minisgl.models.weight import GGUFCheckpoint
 from tests.checkpoint.gguf_files import Array, permuted, saved_weights, write_gguf
 from tests.checkpoints import (
-    ARCHITECTURES,
     CONTEXT,
     EOS_ID,
+    IN_GGUF,
     VOCAB_SIZE,
     tiny_checkpoint,
     tiny_model,
@@ -77,7 +77,7 @@ def rounded(weight: Array, name: str, type_: Type, num_heads: int | None) -> Arr
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", IN_GGUF)
 def test_float32_tensors_are_exactly_those_of_the_checkpoint(
     arch: str, checkpoint: Checkpoints, written: Callable[..., Path]
 ) -> None:
@@ -180,6 +180,12 @@ def config_of(path: Path, folder: Path) -> ModelConfig:
     return ModelConfig.from_folder(folder)
 
 
+def rope_of(config: ModelConfig) -> RotaryConfig:
+    rope = config.attention[0].rope
+    assert rope is not None
+    return rope
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_unpacked_config_says_what_the_checkpoints_says(
     arch: str, checkpoint: Checkpoints, written: Callable[..., Path], tmp_path: Path
@@ -196,13 +202,11 @@ def test_the_unpacked_config_says_what_the_checkpoints_says(
         "head_dim",
         "mlp_width",
     ]
-    fields += ["activation", "max_position", "tied_embeddings", "sliding_window"]
+    fields += ["activation", "max_position", "tied_embeddings", "attention"]
     fields += ["num_experts", "experts_per_token", "expert_width", "dense_layers"]
     for field in [*fields, "normalize_experts"] if arch == "qwen3_moe" else fields:
         assert getattr(config, field) == getattr(expected, field), field
     assert config.norm_eps == pytest.approx(expected.norm_eps)
-    assert config.rotary.theta == expected.rotary.theta
-    assert config.rotary.kind == "default"
 
 
 def test_mistral_unpacks_as_a_llama(written: Callable[..., Path], tmp_path: Path) -> None:
@@ -248,7 +252,7 @@ def test_a_file_without_an_end_token_has_none(checkpoint: Checkpoints, tmp_path:
 def test_rope_frequencies_become_divisors(checkpoint: Checkpoints, tmp_path: Path) -> None:
     divisors = np.linspace(1, 8, 8, dtype=np.float32)
     path = with_fields(tmp_path, checkpoint, {}, tensors={"rope_freqs.weight": divisors})
-    rotary = config_of(path, tmp_path / "out").rotary
+    rotary = rope_of(config_of(path, tmp_path / "out"))
     assert (rotary.kind, rotary.scaling) == ("divided", {"divisors": divisors.tolist()})
 
 
@@ -275,7 +279,7 @@ def test_rope_scaling_is_read(
     checkpoint: Checkpoints,
     tmp_path: Path,
 ) -> None:
-    rotary = config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out").rotary
+    rotary = rope_of(config_of(with_fields(tmp_path, checkpoint, fields), tmp_path / "out"))
     assert (rotary.kind, rotary.scaling) == (kind, scaling)
 
 
@@ -283,12 +287,12 @@ def test_a_file_without_a_theta_has_the_default_one(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     path = with_fields(tmp_path, checkpoint, {".rope.freq_base": None})
-    assert config_of(path, tmp_path / "out").rotary.theta == 10000.0
+    assert rope_of(config_of(path, tmp_path / "out")).theta == 10000.0
 
 
 def test_a_sliding_window_is_read(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = with_fields(tmp_path, checkpoint, {".attention.sliding_window": 100})
-    assert config_of(path, tmp_path / "out").sliding_window == 100
+    assert [spec.window for spec in config_of(path, tmp_path / "out").attention] == [100, 100]
 
 
 def test_biases_of_a_llama_are_used(tmp_path: Path) -> None:

@@ -125,7 +125,15 @@ class CapturableAttention(TorchAttentionBackend):
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         pool = (self._pool.k_cache(layer), self._pool.v_cache(layer))
         places = (torch.arange(len(q_TNH)), batch.row_T.long(), batch.position_T.long())
-        attend_decode(q_TNH, *pool, self._page_table_RP, self._page_size, *places, o_TNH)
+        attend_decode(
+            q_TNH,
+            *pool,
+            self._page_table_RP,
+            self._page_size,
+            *places,
+            o_TNH,
+            scale=self._specs[layer].scale,
+        )
         return o_TNH
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_
 from tests.engine.oracle import Oracle
 
 CPU = torch.device("cpu")
-WINDOW = 96
 Checkpoints = Callable[[str], Path]
 
 
@@ -58,23 +56,9 @@ def test_the_context_cannot_be_lengthened(checkpoint: Checkpoints) -> None:
         limits_of(checkpoint("llama"), max_seq_len=CONTEXT + 1)
 
 
-def test_a_sliding_window_ends_the_context(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tiny_checkpoint("mistral", tmp_path, sliding_window=WINDOW)
-    with caplog.at_level(logging.WARNING, logger="minisgl"):
-        assert limits_of(folder)[0] == WINDOW
-    assert "sliding window" in caplog.text
-    assert limits_of(folder, max_seq_len=WINDOW)[0] == WINDOW
-
-
-def test_a_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("mistral", tmp_path, sliding_window=WINDOW)
-    with pytest.raises(
-        ConfigError,
-        match=rf"--max-seq-len must be <= {WINDOW} .*sliding window.*, got {WINDOW + 1}",
-    ):
-        limits_of(folder, max_seq_len=WINDOW + 1)
+def test_a_sliding_window_does_not_end_the_context(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mistral", tmp_path, sliding_window=24)
+    assert limits_of(folder)[0] == CONTEXT
 
 
 def test_a_damaged_checkpoint_is_an_error_of_the_engine(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.checkpoints import (
     ARCHITECTURES,
     CONTEXT,
     VOCAB_SIZE,
+    WINDOW,
     save_checkpoint,
     tiny_checkpoint,
     tiny_model,
@@ -147,6 +148,13 @@ def test_an_answer_may_fill_the_context_to_its_last_token(
     assert_equals_oracle(oracle("llama"), [prompt], [answer])
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
 DIFFERENT: dict[str, tuple[str, dict[str, Any]]] = {
     "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "biases in attention of Qwen3": ("qwen3", {"attention_bias": True}),
@@ -175,22 +183,34 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "yarn": (
-        "qwen2",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
+    "yarn": ("qwen2", {"rope_parameters": YARN}),
     "a dense layer among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "experts in every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "weights of experts as the router gives them": ("qwen3_moe", {"norm_topk_prob": False}),
     "all experts for each token": ("qwen3_moe", {"num_experts_per_tok": 4}),
     "a window as long as the context": ("mistral", {"sliding_window": CONTEXT}),
+    "a window in every layer": ("mistral", {"sliding_window": WINDOW}),
+    "a window of two tokens": ("mistral", {"sliding_window": 2}),
+    "a window in the last layers of Qwen2": ("qwen2", {**SLIDING, "max_window_layers": 1}),
+    "a window in the last layers of Qwen3": ("qwen3", {**SLIDING, "max_window_layers": 1}),
+    "a window in the layers that Qwen3 lists": (
+        "qwen3",
+        {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "a window in every layer of Qwen3 with experts": ("qwen3_moe", SLIDING),
+    "a window in the layers of SmolLM3 without rope": ("smollm3", SLIDING),
+    "rope in every layer of SmolLM3": ("smollm3", {"no_rope_layers": [1, 1]}),
+    "rope in no layer of SmolLM3": ("smollm3", {"no_rope_layers": [0, 0]}),
+    "the layers that SmolLM3 has without rope if it does not say": (
+        "smollm3",
+        {"no_rope_layers": None, "num_hidden_layers": 4},
+    ),
+    "a stretched rope in every layer of OLMo 2": ("olmo2", {"rope_parameters": YARN}),
+    "biases in attention of OLMo 2": ("olmo2", {"attention_bias": True}),
+    "the layers that OLMo 3 slides if it does not say": (
+        "olmo3",
+        {"layer_types": None, "num_hidden_layers": 4},
+    ),
 }
 
 
@@ -200,8 +220,10 @@ def test_a_model_that_differs_equals_the_oracle(
 ) -> None:
     model = tiny_model(arch, **overrides)
     config = config_of(save_checkpoint(model, tmp_path), max_prefill_length=64)
-    answers = Host(WatchedEngine(config), config).ask(PROMPTS, GREEDY)
-    assert_equals_oracle(Oracle(model), PROMPTS, answers)
+    host = Host(WatchedEngine(config), config)
+    oracle = Oracle(model)
+    for _ in range(2):  # the second time from the prefix cache
+        assert_equals_oracle(oracle, PROMPTS, host.ask(PROMPTS, GREEDY))
 
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])

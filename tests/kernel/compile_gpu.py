@@ -87,7 +87,9 @@ def main() -> None:
     gpu.one_token_linear(x[:1], x, None)
     gpu.one_token_linear(x[:1], x, x[0])
     for shared in (None, ints[:1]):
-        gpu.attend_decode(q, *pool, table, 16, ints[:4], ints[:4], ints[:4], q, shared)
+        gpu.attend_decode(
+            q, *pool, table, 16, ints[:4], ints[:4], ints[:4], q, scale=0.1, shared_1=shared
+        )
     experts()
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,7 @@ class Step:
         num_pages_B = [-(-length // page_size) for length in lengths]
         self.page_size = page_size
         self.shape = (num_heads, num_kv_heads, width)
+        self.scale = 0.9 / math.sqrt(width)
         self.row_B = shuffled(NUM_ROWS)[: len(lengths)]
         self.position_B = torch.tensor(lengths, device=DEVICE).int() - 1
         self.pages_RP = torch.full(
@@ -87,7 +89,7 @@ class Step:
         o_BNH = torch.full(
             (len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE
         ).bfloat16()
-        balanced.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1])
+        balanced.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1], self.scale)
         assert (o_BNH[-1] == UNTOUCHED).all()
         assert (o_BNH[:, -1] == UNTOUCHED).all()
         assert not balanced._num_done.any()
@@ -98,7 +100,7 @@ class Step:
         token_B = torch.arange(len(self.row_B), device=DEVICE)
         attend_decode_reference(
             self.q_BNH, self.k_SKH, self.v_SKH, self.pages_RP, self.page_size,
-            token_B, self.row_B, self.position_B, o_BNH,
+            token_B, self.row_B, self.position_B, o_BNH, scale=self.scale,
         )  # fmt: skip
         return o_BNH
 
@@ -335,7 +337,7 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
     with torch.cuda.graph(graph):
         balanced.plan(step.row_B, step.position_B)
         for o_BNH in o_2BNH:
-            balanced.attend(step.q_BNH, step.k_SKH, step.v_SKH, o_BNH)
+            balanced.attend(step.q_BNH, step.k_SKH, step.v_SKH, o_BNH, step.scale)
     for missing in (139, 60, 1, 0):
         step.position_B.copy_(end_B - missing)
         graph.replay()

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -248,16 +249,24 @@ def test_decodes(
         torch.tensor(x, device=DEVICE) for x in ([8, 0, 3], [2, 0, 3], [0, 95, 41])
     )
     outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
-    gpu.attend_decode(q, *pool, pages, page_size, token, row, position, outputs[0])
-    attend_decode_reference(q, *pool, pages, page_size, token, row, position, outputs[1])
+    arguments = (q, *pool, pages, page_size, token, row, position)
+    gpu.attend_decode(*arguments, outputs[0], scale=0.2)
+    attend_decode_reference(*arguments, outputs[1], scale=0.2)
     same(outputs[0], outputs[1])
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("num_shared_tokens", [0, 4, 64, 92])
-@pytest.mark.parametrize(("batch_size", "group"), [(1, 2), (5, 1), (40, 3)])
+@pytest.mark.parametrize(
+    ("batch_size", "group", "softcap"), [(1, 2, None), (5, 1, 2.0), (40, 3, None)]
+)
 def test_decodes_that_share_their_first_pages(
-    random: torch.Generator, batch_size: int, group: int, num_shared_tokens: int, dtype: torch.dtype
+    random: torch.Generator,
+    softcap: float | None,
+    batch_size: int,
+    group: int,
+    num_shared_tokens: int,
+    dtype: torch.dtype,
 ) -> None:
     page_size = 4
     num_kv_heads = 2
@@ -271,8 +280,31 @@ def test_decodes_that_share_their_first_pages(
     shared = torch.tensor([num_shared_tokens], dtype=torch.int32, device=DEVICE)
     token = torch.arange(batch_size, device=DEVICE)
     outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
-    gpu.attend_decode(q, *pool, pages, page_size, token, row, position, outputs[0], shared)
-    attend_decode_reference(q, *pool, pages, page_size, token, row, position, outputs[1])
+    arguments = (q, *pool, pages, page_size, token, row, position)
+    gpu.attend_decode(*arguments, outputs[0], scale=0.2, softcap=softcap, shared_1=shared)
+    attend_decode_reference(*arguments, outputs[1], scale=0.2, softcap=softcap)
+    same(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(
+    "scores",
+    [{"scale": 0.3, "window": 17}, {"scale": 0.3, "window": 50}, {"scale": 1.0, "softcap": 2.0}],
+    ids=str,
+)
+def test_decodes_with_a_window_or_a_soft_cap(
+    random: torch.Generator, scores: dict[str, Any], dtype: torch.dtype
+) -> None:
+    pool = numbers(random, 2, 400, 2, 32, dtype=dtype)
+    pages = torch.randperm(100, generator=random, device=DEVICE).int().view(4, 25)
+    q = numbers(random, 3, 6, 32, dtype=dtype)
+    token = torch.arange(3, device=DEVICE)
+    row = torch.tensor([2, 0, 3], device=DEVICE)
+    position = torch.tensor([0, 95, 41], device=DEVICE)
+    outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
+    arguments = (q, *pool, pages, 4, token, row, position)
+    gpu.attend_decode(*arguments, outputs[0], **scores)
+    attend_decode_reference(*arguments, outputs[1], **scores)
     same(outputs[0], outputs[1])
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,9 +128,15 @@ def test_heads_are_normed_turned_and_stored(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("width", [20, 64, 128])
+@pytest.mark.parametrize(
+    "scores",
+    [{"scale": 0.2}, {"scale": 0.3, "window": 17}, {"scale": 1.0, "softcap": 2.0}],
+    ids=str,
+)
 def test_decodes(
     monkeypatch: pytest.MonkeyPatch,
     random: torch.Generator,
+    scores: dict[str, Any],
     width: int,
     group: int,
     dtype: torch.dtype,
@@ -145,7 +152,7 @@ def test_decodes(
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
-        attend_decode(q, pool[0], pool[1], page_table, page_size, token, row, position, o)
+        attend_decode(q, pool[0], pool[1], page_table, page_size, token, row, position, o, **scores)
         return o
 
     same(both(monkeypatch, call), dtype)
@@ -153,24 +160,27 @@ def test_decodes(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 4, 150])
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 5), (7, 3), (100, 128)])
 def test_causal_softmax(
     monkeypatch: pytest.MonkeyPatch,
     random: torch.Generator,
     start: int,
     length: int,
+    window: int | None,
     dtype: torch.dtype,
 ) -> None:
     score = (torch.randn(2, 3 * length, start + length, generator=random) * 30).to(dtype)
 
     def call() -> Tensor:
         weight = score.clone()
-        causal_softmax(weight, start, length, 0.3)
+        causal_softmax(weight, start, length, 0.3, window)
         return weight
 
     same(both(monkeypatch, call), dtype)
     visible = call().unflatten(1, (3, length)) > 0
     assert not visible.triu(start + 1).any()
+    assert not visible.tril(start - (window or start + length)).any()
 
 
 def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:

@@ -76,7 +76,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 def read(spelling: dict[str, Any], folder: Path) -> RotaryConfig:
     (folder / "config.json").write_text(json.dumps({**BASE, **spelling}))
-    return ModelConfig.from_folder(folder).rotary
+    rope = ModelConfig.from_folder(folder).attention[0].rope
+    assert rope is not None
+    return rope
 
 
 def numbers(num_heads: int) -> Tensor:

@@ -105,8 +105,10 @@ def test_each_rank_reads_its_shard_of_a_weight_and_no_more(
         make(folder, Alone(rank, tp)).load(source)
     for name, reads in source.reads.items():
         owner = name.split(".")[-2]
-        everywhere = "norm" in owner or owner == "gate"  # norms and routers
-        replicas = max(1, tp // 2) if owner in ("k_proj", "v_proj") else 1  # of two kv heads
+        is_full_width = arch.startswith("olmo") and owner in ("q_norm", "k_norm")
+        everywhere = owner == "gate" or ("norm" in owner and not is_full_width)
+        is_of_keys = owner in ("k_proj", "v_proj") or (is_full_width and owner == "k_norm")
+        replicas = max(1, tp // 2) if is_of_keys else 1  # of two kv heads
         assert (reads == (tp if everywhere else replicas)).all(), name
 
 

@@ -1,10 +1,11 @@
 """Attention over the paged KV cache, one backend for each kernel library.
 
-A backend turns a plan into metadata once a step (`prepare`) and attends once a layer (`forward`). `AttentionLayer`
-calls it; it knows neither models nor requests' lives. Read `base.py`, then `torch_backend.py`.
+A backend turns a plan into metadata once a step (`prepare`) and attends once a layer (`forward`).
+It has the `AttentionSpec` of every layer: scale, window, soft cap. `AttentionLayer` calls it. It
+knows neither models nor the lives of requests. Read `base.py`, then `torch_backend.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,42 +15,71 @@ from minisgl.attention.flashinfer_backend import FlashInferBackend
 from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
 from minisgl.core import BaseAttnMetadata
 from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry
 
-ATTENTION_BACKENDS: Registry[Callable[[BaseKVCachePool, Tensor, int], BaseAttnBackend]] = Registry(
-    "attention backend"
-)
+ATTENTION_BACKENDS: Registry[type[BaseAttnBackend]] = Registry("attention backend")
 ATTENTION_BACKENDS.register("torch")(TorchAttentionBackend)
 ATTENTION_BACKENDS.register("fi")(FlashInferBackend)
 ATTENTION_BACKENDS.register("fa")(FlashAttentionBackend)
 ATTENTION_BACKENDS.register("trtllm")(TensorRTLLMBackend)
+_OPTIONAL = {"window": "a sliding window", "softcap": "a soft cap", "has_sinks": "attention sinks"}
 
 
 def create_attention_backend(
-    name: str, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int
+    name: str,
+    kv_pool: BaseKVCachePool,
+    page_table_RP: Tensor,
+    num_heads: int,
+    specs: Sequence[AttentionSpec],
 ) -> BaseAttnBackend:
-    """Make a backend over a pool and the page table that says who has which of its pages.
+    """Make a backend over a pool and the page table that says which pages a request has.
 
     Args:
         name: a registered name, or one for prompts and another for decodes with a comma between.
         num_heads: query heads of this rank.
+        specs: the attention of each layer.
 
     Raises:
-        ConfigError: its library is not installed, or it cannot be used so.
+        ConfigError: its library is not installed, it cannot do what a layer needs, or it cannot
+            be used so.
     """
     names = backend_names(name)
+    for part in names:
+        _check(part, specs)
     prefill, *decode = [
-        ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads) for part in names
+        ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads, specs) for part in names
     ]
     if not prefill.attends_prompts:
         raise ConfigError(
-            f"--attn {names[0]} only decodes on this GPU: give another for prompts, as in fi,{names[0]}"
+            f"--attn {names[0]} only decodes on this GPU: "
+            f"give another for prompts, as in fi,{names[0]}"
         )
     return HybridBackend(prefill, *decode) if decode else prefill
+
+
+def _check(name: str, specs: Sequence[AttentionSpec]) -> None:
+    """
+    Raises:
+        ConfigError: a layer needs what the backend cannot do.
+    """
+    for layer, spec in enumerate(specs):
+        for field, need in _OPTIONAL.items():
+            if getattr(spec, field) and field not in ATTENTION_BACKENDS[name].supported:
+                raise ConfigError(
+                    f"--attn {name} has not {need}, which layer {layer} of the model needs; "
+                    f"{_backends_with(field)}"
+                )
+
+
+def _backends_with(field: str) -> str:
+    names = ATTENTION_BACKENDS.names
+    others = [name for name in names if field in ATTENTION_BACKENDS[name].supported]
+    return f"use {' or '.join(others)}" if others else "no backend has"
 
 
 __all__ = [

@@ -1,34 +1,62 @@
 """Contract of an attention backend."""
 
-# Dimension key: T tokens in the batch, N query heads, K kv heads, H head dim.
+# Dimensions: H head width, K kv heads, N query heads, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
+from minisgl.kvcache import BaseKVCachePool
 
 
 class BaseAttnBackend(ABC):
-    """Causal softmax attention of each slice's queries over its request's keys and values so far."""
+    """Causal softmax attention of each slice's queries to its request's keys and values so far.
 
+    Args:
+        page_table_RP: int32, on the device; which pages the request of each row has.
+        num_heads: query heads of this rank.
+        specs: the attention of each layer.
+
+    Attributes:
+        supported: fields of `AttentionSpec` that may be set, beside the scale and the rope. The
+            rope has been applied before a backend sees queries and keys.
+        captures_graphs: whether `prepare_capture` and `prepare_replay` are there.
+        attends_prompts: whether a slice may have several tokens.
+    """
+
+    supported: ClassVar[frozenset[str]] = frozenset()
     captures_graphs = False
     attends_prompts = True
 
     @abstractmethod
+    def __init__(
+        self,
+        kv_pool: BaseKVCachePool,
+        page_table_RP: Tensor,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+    ) -> None: ...
+
+    @abstractmethod
     def prepare(self, plan: BatchPlan) -> BaseAttnMetadata:
-        """Read the page table for this plan. Valid for this step only."""
+        """Make the metadata of a plan, on the host. Valid for this step only."""
 
     def prepare_capture(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> BaseAttnMetadata:
-        """For a graph over num_tokens tokens of R requests: decodes, one token each, or else a prompt and its padding.
+        """Make the metadata of a graph over num_tokens tokens of R requests.
+
+        The requests are decodes, one token each, or else a prompt and its padding.
 
         Args:
             row_R: int32, where the requests' rows of the page table will stand.
-            shared_1: int32, where the number of tokens will stand that all of them share.
+            shared_1: int32, where the number of tokens will stand that all requests share.
         """
         raise NotImplementedError
 
@@ -38,16 +66,16 @@ class BaseAttnBackend(ABC):
         """Make the metadata of a graph those of slices [start, end)."""
         raise NotImplementedError
 
-    def begin(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do
-        """What the device has to do once a step, before the layers; part of a recorded graph."""
+    def prepare_on_device(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do
+        """Launch what a step needs once, before its layers. It is part of a captured graph."""
 
     @abstractmethod
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
     ) -> Tensor:
-        """Attend to the keys and values in the pool, where those of this batch, k and v, stand already.
+        """Attend to the keys and values in the pool; those of this batch stand there already.
 
-        Scores are scaled by 1 / sqrt(H). Query head n reads kv head n * K // N.
+        Query head n reads kv head n * K // N.
 
         Args:
             q_TNH, k_TKH, v_TKH: the heads of a token lie side by side; tokens may lie apart.

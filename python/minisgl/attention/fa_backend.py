@@ -1,40 +1,74 @@
-"""FlashAttention (Dao et al. 2022, arXiv:2205.14135): version 4 (CuTe DSL; from Ampere on) or 3 (Hopper)."""
+"""FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 
-# Dimension key: T tokens in the batch, N query heads, K kv heads, H head dim.
+Version 4 (CuTe DSL) runs from Ampere on, version 3 on Hopper.
+"""
+
+# Dimensions: K kv heads, H head width, N query heads, T tokens of a step.
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from minisgl.attention.paged import PagedAttnBackend, PagedMetadata
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch
 from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 
 
 class FlashAttentionBackend(PagedAttnBackend):
-    """Prompts that begin with their first token attend to keys where the projection left them, others to pages."""
+    """Prompts that begin with their first token attend to keys where the projection left them.
 
-    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
-        super().__init__(kv_pool, page_table_RP, num_heads)
+    All others attend to pages.
+    """
+
+    supported = frozenset({"window", "softcap"})
+
+    def __init__(
+        self,
+        kv_pool: BaseKVCachePool,
+        page_table_RP: Tensor,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+    ) -> None:
+        super().__init__(kv_pool, page_table_RP, num_heads, specs)
         self._attend, self._attend_pages = _load()
+        self._options = [_options(spec) for spec in specs]
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
     ) -> Tensor:
-        m = batch.attn_metadata
-        assert isinstance(m, PagedMetadata)
-        if m.is_fresh:
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, PagedMetadata)
+        options = self._options[layer]
+        if metadata.is_fresh:
             return self._attend(
-                q_TNH, k_TKH, v_TKH, cu_seqlens_q=m.query_indptr, cu_seqlens_k=m.query_indptr,
-                max_seqlen_q=m.max_queries, max_seqlen_k=m.max_queries, causal=True,
-            )  # fmt: skip
-        return self._attend_pages(q_TNH, *self._pages[layer], m)
+                q_TNH,
+                k_TKH,
+                v_TKH,
+                cu_seqlens_q=metadata.query_indptr,
+                cu_seqlens_k=metadata.query_indptr,
+                max_seqlen_q=metadata.max_queries,
+                max_seqlen_k=metadata.max_queries,
+                **options,
+            )
+        k_pages, v_pages = self._pages[layer]
+        return self._attend_pages(q_TNH, k_pages, v_pages, metadata, options)
+
+
+def _options(spec: AttentionSpec) -> dict[str, Any]:
+    """Arguments of both versions."""
+    options: dict[str, Any] = {"causal": True, "softmax_scale": spec.scale}
+    if spec.window is not None:
+        options["window_size"] = (spec.window - 1, 0)  # before and after the query
+    if spec.softcap is not None:
+        options["softcap"] = spec.softcap
+    return options
 
 
 def _load() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -56,21 +90,46 @@ def _version_4(library: Any) -> tuple[Callable[..., Tensor], Callable[..., Tenso
         output: Tensor = library.flash_attn_varlen_func(*qkv, **options)[0]
         return output
 
-    def attend_pages(q_TNH: Tensor, k_pages: Tensor, v_pages: Tensor, m: PagedMetadata) -> Tensor:
+    def attend_pages(
+        q_TNH: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        metadata: PagedMetadata,
+        options: dict[str, Any],
+    ) -> Tensor:
         return attend(
-            q_TNH, k_pages, v_pages, cu_seqlens_q=m.query_indptr, max_seqlen_q=m.max_queries,
-            seqused_k=m.length_B, max_seqlen_k=m.max_keys, page_table=m.page_table_BP, causal=True,
-        )  # fmt: skip
+            q_TNH,
+            k_pages,
+            v_pages,
+            cu_seqlens_q=metadata.query_indptr,
+            max_seqlen_q=metadata.max_queries,
+            seqused_k=metadata.length_B,
+            max_seqlen_k=metadata.max_keys,
+            page_table=metadata.page_table_BP,
+            **options,
+        )
 
     return attend, attend_pages
 
 
 def _version_3(library: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    def attend_pages(q_TNH: Tensor, k_pages: Tensor, v_pages: Tensor, m: PagedMetadata) -> Tensor:
+    def attend_pages(
+        q_TNH: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        metadata: PagedMetadata,
+        options: dict[str, Any],
+    ) -> Tensor:
         output: Tensor = library.flash_attn_with_kvcache(
-            q_TNH, k_pages, v_pages, cache_seqlens=m.length_B, page_table=m.page_table_BP,
-            cu_seqlens_q=m.query_indptr, max_seqlen_q=m.max_queries, causal=True,
-        )  # fmt: skip
+            q_TNH,
+            k_pages,
+            v_pages,
+            cache_seqlens=metadata.length_B,
+            page_table=metadata.page_table_BP,
+            cu_seqlens_q=metadata.query_indptr,
+            max_seqlen_q=metadata.max_queries,
+            **options,
+        )
         return output
 
     return library.flash_attn_varlen_func, attend_pages

@@ -1,218 +1,377 @@
 """FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
 
-The decodes at the head of a plan go to our own kernels where those can take them, else to its decode kernels; all other
-slices to its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere); prompts that start at their first token need no
-pages for that. How the work of its kernels is split over the device is planned on the host, from lengths alone, so a
-plan can be made before the tokens of the step before are known. The lists of pages are made on the device from the page
-table.
+The decodes at the head of a plan go to our own kernels where those can take them, else to
+FlashInfer's decode kernels. All other slices go to its prefill kernels (FlashAttention 3 on Hopper,
+2 elsewhere); prompts that start at their first token need no pages for that.
+
+How the work of FlashInfer's kernels is split over the device is planned on the host, from lengths
+alone, so a plan can be made before the tokens of the step before are known. The lists of pages are
+made on the device from the page table. A plan holds for layers of one `AttentionSpec`; a model
+with several kinds of layers has as many plans a step.
 """
 
-# Dimension key: T tokens in the batch, B slices, G requests of a graph, N query heads, K kv heads, H head dim, P pages,
-# s page size, R table rows, X pages of all slices.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
+# Q positions of a page, R rows of the tables, S kv slots, T tokens of a step,
+# Z entries of a flat list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, ReqSlice
 from minisgl.errors import ConfigError
 from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
-_FEW_HEADS = (
-    16  # requests times kv heads up to which programs that divide each context alike are faster
-)
-_CUDA_CORE_GROUPS = (
-    1,
-    2,
-    3,
-)  # query heads a kv head for which decoding without tensor cores is faster
+# Requests times kv heads up to which equally many splits of each context are faster.
+_FEW_HEADS = 16
+# Query heads a kv head for which decoding without tensor cores is faster.
+_CUDA_CORE_GROUPS = (1, 2, 3)
+
+
+class _PageLists(NamedTuple):
+    """Where slices have their pages.
+
+    Attributes:
+        row_B: int32, on the device.
+        indptr: int32 [B + 1], the offsets of the slices' lists.
+        page_Z: int32, room for the lists, one after the other.
+    """
+
+    row_B: Tensor
+    indptr: Tensor
+    page_Z: Tensor
 
 
 @dataclass(slots=True)
 class _Group:
-    """Slices that one wrapper computes together.
+    """Slices that one of FlashInfer's wrappers computes together.
 
     Attributes:
-        rows: of the batch's tokens, those that are the slices'.
-        lists: where the slices have pages: int32, on the device, the rows [B], the offsets of their lists [B + 1], and
-            room for the lists [X].
+        tokens: those of the slices, in the batch.
+        page_lists: None where the slices' keys are just those of the batch.
     """
 
     wrapper: Any
-    rows: slice
-    lists: tuple[Tensor, Tensor, Tensor] | None = None
+    tokens: slice
+    page_lists: _PageLists | None = None
 
 
 @dataclass(slots=True)
-class FlashInferMetadata(BaseAttnMetadata):
-    """What runs a step: wrappers, each with its slices, and for the decodes perhaps a kernel of our own.
+class _SpecMetadata:
+    """What computes a step in the layers of one spec.
 
     Attributes:
-        num_own: decodes that it takes; 0 if they are in a group.
-        shared_1: tokens that they share, on the device.
-        divides_alike: each context in as many parts, instead of in parts of equal length.
+        num_decodes: decodes at the head of the batch that our own kernels take; 0 if a group has
+            them.
+        uses_splits: whether each of them is cut into as many splits (`attend_decode`), and not all
+            of them into ranges of equal length (`BalancedDecode`).
+        shared_1: int32, on the device; how many leading tokens they share, if that is of use.
     """
 
     groups: list[_Group] = field(default_factory=list)
-    num_own: int = 0
-    divides_alike: bool = False
+    num_decodes: int = 0
+    uses_splits: bool = False
     shared_1: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferMetadata(BaseAttnMetadata):
+    """For each distinct spec, in the order of the backend's."""
+
+    of_specs: list[_SpecMetadata]
+
+
+class _Pool:
+    """The pool, the page table and the workspace, which all specs share."""
+
+    def __init__(
+        self, flashinfer: Any, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int
+    ) -> None:
+        self.flashinfer = flashinfer
+        self.page_table_RP = page_table_RP
+        self.device = page_table_RP.device
+        self.page_size = kv_pool.page_size
+        layers = range(kv_pool.num_layers)
+        self.caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
+        self.pages = [
+            tuple(x_SKH.unflatten(0, (-1, self.page_size)) for x_SKH in cache)
+            for cache in self.caches
+        ]
+        _, num_kv_heads, head_dim = self.caches[0][0].shape
+        self.shape = (num_heads, num_kv_heads, head_dim)
+        self.dtype = self.caches[0][0].dtype
+        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self.graph_page_Z = torch.zeros(
+            page_table_RP.numel(), dtype=torch.int32, device=self.device
+        )
+        is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9
+        self.prefill_kernels = "fa3" if is_hopper else "fa2"
+        self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
+
+
+class _SpecAttention:
+    """The wrappers and the own kernels for the layers of one spec."""
+
+    def __init__(self, pool: _Pool, spec: AttentionSpec) -> None:
+        self._pool = pool
+        self._spec = spec
+        self._plan_options = {
+            "sm_scale": spec.scale,
+            "window_left": -1 if spec.window is None else spec.window - 1,
+            "logits_soft_cap": spec.softcap,
+            "q_data_type": pool.dtype,
+            "kv_data_type": pool.dtype,
+        }
+        # A window or a soft cap is only in the kernel that splits each context, which takes any
+        # shape and finds all it needs on the device.
+        self._is_plain = spec.window is None and spec.softcap is None
+        self._balanced: BalancedDecode | None = None
+        if self._is_plain:
+            self._balanced = BalancedDecode.create_if_supported(
+                pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
+            )
+        num_heads, num_kv_heads, _ = pool.shape
+        self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
+        self._prefill = pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            pool.workspace, "NHD", backend=pool.prefill_kernels
+        )
+        self._ragged = pool.flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            pool.workspace, "NHD", backend=pool.prefill_kernels
+        )
+        self._decode = pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            pool.workspace, "NHD", use_tensor_cores=self._use_tensor_cores
+        )
+
+    def prepare(self, plan: BatchPlan) -> _SpecMetadata:
+        num_decodes = plan.num_decodes
+        decodes = plan.slices[:num_decodes]
+        prompts = plan.slices[num_decodes:]
+        metadata = _SpecMetadata()
+        if self._balanced or not self._is_plain:
+            metadata.num_decodes = num_decodes
+            metadata.uses_splits = self._balanced is None
+        elif decodes:
+            self._plan_decode(self._decode, _ends(decodes))
+            metadata.groups.append(self._paged_group(self._decode, slice(num_decodes), decodes))
+        if prompts:
+            tokens = slice(num_decodes, None)
+            metadata.groups.append(self._prepare_prompts(tokens, prompts))
+        return metadata
+
+    def _prepare_prompts(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
+        length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+        if any(prompt.start for prompt in prompts):
+            self._plan_prompts(self._prefill, length_B, _ends(prompts))
+            return self._paged_group(self._prefill, tokens, prompts)
+        indptr = _running_sum(length_B)
+        self._ragged.plan(indptr, indptr, *self._pool.shape, causal=True, **self._plan_options)
+        return _Group(self._ragged, tokens)
+
+    def prepare_capture(
+        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None
+    ) -> _SpecMetadata:
+        num_requests = len(row_R)
+        indptr = self._numbers(num_requests + 1)
+        page_lists = _PageLists(row_R, indptr, self._pool.graph_page_Z)
+        if num_tokens > num_requests:
+            wrapper = self._graph_prefill_wrapper(num_requests, indptr)
+            return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
+        is_few = num_requests * self._pool.shape[1] <= _FEW_HEADS
+        uses_splits = is_few or shared_1 is not None or not self._is_plain
+        if uses_splits or self._balanced:
+            is_shared = self._spec.window is None
+            return _SpecMetadata(
+                num_decodes=num_requests,
+                uses_splits=uses_splits,
+                shared_1=shared_1 if is_shared else None,
+            )
+        wrapper = self._graph_decode_wrapper(num_requests, indptr)
+        return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
+
+    def _graph_prefill_wrapper(self, num_requests: int, indptr: Tensor) -> Any:
+        return self._pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._pool.workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=self._numbers(num_requests + 1),
+            paged_kv_indptr_buf=indptr,
+            paged_kv_indices_buf=self._pool.graph_page_Z,
+            paged_kv_last_page_len_buf=self._numbers(num_requests),
+            backend=self._pool.prefill_kernels,
+        )
+
+    def _graph_decode_wrapper(self, num_requests: int, indptr: Tensor) -> Any:
+        return self._pool.flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            self._pool.workspace,
+            indptr,
+            self._pool.graph_page_Z,
+            self._numbers(num_requests),
+            "NHD",
+            use_tensor_cores=self._use_tensor_cores,
+        )
+
+    def _numbers(self, size: int) -> Tensor:
+        """A place for numbers of a plan that a graph reads."""
+        return torch.zeros(size, dtype=torch.int32, device=self._pool.device)
+
+    def prepare_replay(self, metadata: _SpecMetadata, start_R: IntArray, end_R: IntArray) -> None:
+        for group in metadata.groups:
+            if isinstance(group.wrapper, self._pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+                self._plan_decode(group.wrapper, end_R)
+            else:
+                self._plan_prompts(group.wrapper, end_R - start_R, end_R)
+
+    def prepare_on_device(self, batch: Batch, metadata: _SpecMetadata) -> None:
+        kernels = kernels_for(self._pool.page_table_RP)
+        assert kernels is not None
+        if metadata.num_decodes and not metadata.uses_splits:
+            assert self._balanced
+            decodes = slice(metadata.num_decodes)
+            self._balanced.plan(batch.row_T[decodes], batch.position_T[decodes].int())
+        for group in metadata.groups:
+            if group.page_lists:
+                row_B, indptr, page_Z = group.page_lists
+                kernels.list_pages(row_B, indptr, self._pool.page_table_RP, page_Z)
+
+    def forward(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layer: int,
+        batch: Batch,
+        metadata: _SpecMetadata,
+    ) -> Tensor:
+        o_TNH = q_TNH.new_empty(q_TNH.shape)
+        if metadata.num_decodes:
+            self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
+        for group in metadata.groups:
+            tokens = group.tokens
+            if group.page_lists:
+                group.wrapper.run(q_TNH[tokens], self._pool.pages[layer], out=o_TNH[tokens])
+            else:
+                group.wrapper.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], out=o_TNH[tokens])
+        return o_TNH
+
+    def _attend_decodes(
+        self, q_TNH: Tensor, layer: int, batch: Batch, metadata: _SpecMetadata, o_TNH: Tensor
+    ) -> None:
+        pool = self._pool
+        k_SKH, v_SKH = pool.caches[layer]
+        decodes = slice(metadata.num_decodes)
+        if not metadata.uses_splits:
+            assert self._balanced
+            scale = self._spec.scale
+            self._balanced.attend(q_TNH[decodes], k_SKH, v_SKH, o_TNH[decodes], scale)
+            return
+        attend_decode(
+            q_TNH,
+            k_SKH,
+            v_SKH,
+            pool.page_table_RP,
+            pool.page_size,
+            pool.token_B[decodes],
+            batch.row_T,
+            batch.position_T,
+            o_TNH,
+            scale=self._spec.scale,
+            window=self._spec.window,
+            softcap=self._spec.softcap,
+            shared_1=metadata.shared_1,
+        )
+
+    def _plan_decode(self, wrapper: Any, end_B: IntArray) -> None:
+        indptr, last_page_len, num_pages = _page_lists(end_B, self._pool.page_size)
+        wrapper.plan(
+            indptr,
+            self._room_for_pages(wrapper, num_pages),
+            last_page_len,
+            *self._pool.shape,
+            self._pool.page_size,
+            **self._plan_options,
+        )
+
+    def _plan_prompts(self, wrapper: Any, length_B: IntArray, end_B: IntArray) -> None:
+        indptr, last_page_len, num_pages = _page_lists(end_B, self._pool.page_size)
+        wrapper.plan(
+            _running_sum(length_B),
+            indptr,
+            self._room_for_pages(wrapper, num_pages),
+            last_page_len,
+            *self._pool.shape,
+            self._pool.page_size,
+            causal=True,
+            **self._plan_options,
+        )
+
+    def _room_for_pages(self, wrapper: Any, num_pages: int) -> Tensor:
+        """Where `prepare_on_device` lists the pages; a graph's wrapper has its place already."""
+        if wrapper.is_cuda_graph_enabled:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.empty(num_pages, dtype=torch.int32, device=self._pool.device)
+
+    def _paged_group(self, wrapper: Any, tokens: slice, slices: list[ReqSlice]) -> _Group:
+        rows = [req_slice.row for req_slice in slices]
+        pinned = torch.tensor(rows, dtype=torch.int32).pin_memory()
+        row_B = pinned.to(self._pool.device, non_blocking=True)
+        page_lists = _PageLists(row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
+        return _Group(wrapper, tokens, page_lists)
 
 
 class FlashInferBackend(BaseAttnBackend):
     """Over a pool whose tokens have their heads side by side."""
 
+    supported = frozenset({"window", "softcap"})
     captures_graphs = True
 
-    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
+    def __init__(
+        self,
+        kv_pool: BaseKVCachePool,
+        page_table_RP: Tensor,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+    ) -> None:
         try:
             import flashinfer
         except ImportError as error:
             raise ConfigError(
                 f"--attn fi needs FlashInfer: pip install 'minisgl[cuda]' ({error})"
             ) from None
-        self._flashinfer = flashinfer
-        self._page_table_RP = page_table_RP
-        self._device = page_table_RP.device
-        self._page_size = kv_pool.page_size
-        layers = range(kv_pool.num_layers)
-        self._caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
-        self._pages = [
-            tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair)
-            for pair in self._caches
-        ]
-        _, num_kv_heads, head_dim = self._caches[0][0].shape
-        self._shape = (num_heads, num_kv_heads, head_dim)
-        self._dtype = self._caches[0][0].dtype
-        self._own = BalancedDecode.create_if_supported(
-            page_table_RP, self._page_size, self._shape, self._dtype
-        )
-        self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        is_hopper = torch.cuda.get_device_capability(self._device)[0] == 9
-        self._kernels = "fa3" if is_hopper else "fa2"
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend=self._kernels
-        )
-        self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            self._workspace, "NHD", backend=self._kernels
-        )
-        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
-        )
-        self._no_pages = torch.empty(0, dtype=torch.int32)
-        self._graph_pages_X = torch.zeros(
-            page_table_RP.numel(), dtype=torch.int32, device=self._device
-        )
+        pool = _Pool(flashinfer, kv_pool, page_table_RP, num_heads)
+        seen = [replace(spec, rope=None) for spec in specs]  # as far as attention sees it
+        distinct = list(dict.fromkeys(seen))
+        self._attentions = [_SpecAttention(pool, spec) for spec in distinct]
+        self._index_of_layer = [distinct.index(spec) for spec in seen]
         self._planned = torch.cuda.Event()
-        self._token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
-        num_decodes = plan.num_decodes
-        metadata = FlashInferMetadata(num_own=num_decodes if self._own else 0)
         self._planned.synchronize()  # until then FlashInfer's pinned memory is read
-        if (decodes := plan.slices[:num_decodes]) and not self._own:
-            self._plan_decode(self._decode, *_page_lists(_ends(decodes), self._page_size))
-            metadata.groups.append(self._group(self._decode, slice(num_decodes), decodes))
-        if prompts := plan.slices[num_decodes:]:
-            rest, lengths = (
-                slice(num_decodes, None),
-                np.array([len(part) for part in prompts], dtype=np.int32),
-            )
-            if all(part.start == 0 for part in prompts):
-                indptr, dtypes = (
-                    _running_sum(lengths),
-                    {"q_data_type": self._dtype, "kv_data_type": self._dtype},
-                )
-                self._ragged.plan(indptr, indptr, *self._shape, causal=True, **dtypes)
-                metadata.groups.append(_Group(self._ragged, rest))
-            else:
-                self._plan_prompts(
-                    self._prefill, lengths, *_page_lists(_ends(prompts), self._page_size)
-                )
-                metadata.groups.append(self._group(self._prefill, rest, prompts))
+        metadata = FlashInferMetadata([attention.prepare(plan) for attention in self._attentions])
         self._planned.record()
         return metadata
-
-    def _plan_decode(
-        self, wrapper: Any, indptr: Tensor, last_page_len: Tensor, num_pages: int
-    ) -> None:
-        dtypes = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
-        pages_X = self._room_for_pages(wrapper, num_pages)
-        wrapper.plan(indptr, pages_X, last_page_len, *self._shape, self._page_size, **dtypes)
-
-    def _plan_prompts(
-        self,
-        wrapper: Any,
-        length_B: IntArray,
-        indptr: Tensor,
-        last_page_len: Tensor,
-        num_pages: int,
-    ) -> None:
-        dtypes = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
-        queries, pages_X = _running_sum(length_B), self._room_for_pages(wrapper, num_pages)
-        wrapper.plan(
-            queries,
-            indptr,
-            pages_X,
-            last_page_len,
-            *self._shape,
-            self._page_size,
-            causal=True,
-            **dtypes,
-        )
-
-    def _room_for_pages(self, wrapper: Any, num_pages: int) -> Tensor:
-        """Where `begin` will list the pages; a graph's wrapper has its place already."""
-        if wrapper.is_cuda_graph_enabled:
-            return self._no_pages
-        return torch.empty(num_pages, dtype=torch.int32, device=self._device)
-
-    def _group(self, wrapper: Any, rows: slice, parts: list[ReqSlice]) -> _Group:
-        row_B = torch.tensor([part.row for part in parts], dtype=torch.int32).pin_memory()
-        row_B = row_B.to(self._device, non_blocking=True)
-        return _Group(
-            wrapper, rows, (row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
-        )
 
     def prepare_capture(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> FlashInferMetadata:
-        num_requests, is_prompt = len(row_R), num_tokens > len(row_R)
-        is_few = num_requests * self._shape[1] <= _FEW_HEADS
-        if not is_prompt and (self._own or is_few or shared_1 is not None):
-            return FlashInferMetadata([], num_requests, is_few or shared_1 is not None, shared_1)
-        indptr, query_indptr = torch.zeros(
-            2, num_requests + 1, dtype=torch.int32, device=self._device
-        ).unbind()
-        last_page_len = torch.ones(num_requests, dtype=torch.int32, device=self._device)
-        if is_prompt:
-            wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", True, query_indptr, indptr, self._graph_pages_X, last_page_len,
-                backend=self._kernels,
-            )  # fmt: skip
-        else:
-            wrapper = self._flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                indptr,
-                self._graph_pages_X,
-                last_page_len,
-                "NHD",
-                use_tensor_cores=self._use_tensor_cores,
-            )
         metadata = FlashInferMetadata(
-            [_Group(wrapper, slice(None), (row_R, indptr, self._graph_pages_X))]
+            [
+                attention.prepare_capture(row_R, num_tokens, shared_1)
+                for attention in self._attentions
+            ]
         )
-        start_R = np.zeros(num_requests, dtype=np.int32)
-        end_R = np.array([num_tokens - 1, 1], dtype=np.int32) if is_prompt else start_R + 1
+        start_R = np.zeros(len(row_R), dtype=np.int32)
+        end_R = np.ones(len(row_R), dtype=np.int32)
+        end_R[0] += num_tokens - len(row_R)  # a prompt, and a token of padding
         self.prepare_replay(metadata, start_R, end_R)
         return metadata
 
@@ -220,50 +379,25 @@ class FlashInferBackend(BaseAttnBackend):
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
-        if not metadata.groups:
+        if not any(of_spec.groups for of_spec in metadata.of_specs):
             return
         self._planned.synchronize()
-        wrapper, lists = metadata.groups[0].wrapper, _page_lists(end_R, self._page_size)
-        if isinstance(wrapper, self._flashinfer.BatchDecodeWithPagedKVCacheWrapper):
-            self._plan_decode(wrapper, *lists)
-        else:
-            self._plan_prompts(wrapper, end_R - start_R, *lists)
+        for attention, of_spec in zip(self._attentions, metadata.of_specs, strict=True):
+            attention.prepare_replay(of_spec, start_R, end_R)
         self._planned.record()
 
-    def begin(self, batch: Batch) -> None:
-        metadata = batch.attn_metadata
-        assert isinstance(metadata, FlashInferMetadata)
-        kernels = kernels_for(self._page_table_RP)
-        assert kernels is not None
-        if metadata.num_own and not metadata.divides_alike:
-            assert self._own
-            decodes = slice(metadata.num_own)
-            self._own.plan(batch.row_T[decodes], batch.position_T[decodes].int())
-        for group in metadata.groups:
-            if group.lists:
-                row_B, indptr, pages_X = group.lists
-                kernels.list_pages(row_B, indptr, self._page_table_RP, pages_X)
+    def prepare_on_device(self, batch: Batch) -> None:
+        assert isinstance(batch.attn_metadata, FlashInferMetadata)
+        for attention, of_spec in zip(self._attentions, batch.attn_metadata.of_specs, strict=True):
+            attention.prepare_on_device(batch, of_spec)
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
     ) -> Tensor:
-        metadata = batch.attn_metadata
-        assert isinstance(metadata, FlashInferMetadata)
-        o_TNH = q_TNH.new_empty(q_TNH.shape)
-        decodes = slice(metadata.num_own)
-        if metadata.divides_alike:
-            attend_decode(
-                q_TNH, *self._caches[layer], self._page_table_RP, self._page_size, self._token_B[decodes],
-                batch.row_T, batch.position_T, o_TNH, metadata.shared_1,
-            )  # fmt: skip
-        elif metadata.num_own:
-            assert self._own
-            self._own.attend(q_TNH[decodes], *self._caches[layer], o_TNH[decodes])
-        for group in metadata.groups:
-            rows = group.rows
-            kv = (self._pages[layer],) if group.lists else (k_TKH[rows], v_TKH[rows])
-            group.wrapper.run(q_TNH[rows], *kv, out=o_TNH[rows])
-        return o_TNH
+        assert isinstance(batch.attn_metadata, FlashInferMetadata)
+        index = self._index_of_layer[layer]
+        of_spec = batch.attn_metadata.of_specs[index]
+        return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, batch, of_spec)
 
 
 def _page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
@@ -273,8 +407,8 @@ def _page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
     return _running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
 
 
-def _ends(parts: list[ReqSlice]) -> IntArray:
-    return np.array([part.end for part in parts], dtype=np.int32)
+def _ends(slices: list[ReqSlice]) -> IntArray:
+    return np.array([req_slice.end for req_slice in slices], dtype=np.int32)
 
 
 def _running_sum(counts: IntArray) -> Tensor:

@@ -1,6 +1,6 @@
 """Two backends as one: prompts go to the first, decodes to the second."""
 
-# Dimension key: T tokens in the batch, R requests of a graph, N query heads, K kv heads, H head dim.
+# Dimensions: H head width, K kv heads, N query heads, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 
 
 @dataclass(slots=True)
-class _Part:
-    """Tokens of the batch that one backend attends for; `batch` is what it is shown of it, from `begin` on."""
+class _SubBatch:
+    """Tokens of the batch that one backend attends for.
+
+    Attributes:
+        batch: the tokens as a batch of their own, from `prepare_on_device` on.
+    """
 
     backend: BaseAttnBackend
-    rows: slice
+    tokens: slice
     metadata: BaseAttnMetadata
     batch: Batch | None = None
 
@@ -27,64 +31,66 @@ class _Part:
 class HybridMetadata(BaseAttnMetadata):
     """In the order of the batch."""
 
-    parts: list[_Part]
+    sub_batches: list[_SubBatch]
 
 
 class HybridBackend(BaseAttnBackend):
     """Over two backends of one pool."""
 
     def __init__(self, prefill: BaseAttnBackend, decode: BaseAttnBackend) -> None:
-        self._prefill, self._decode = prefill, decode
+        self._prefill = prefill
+        self._decode = decode
         self.captures_graphs = prefill.captures_graphs and decode.captures_graphs
 
     def prepare(self, plan: BatchPlan) -> HybridMetadata:
-        n = plan.num_decodes
-        parts = (
-            (self._decode, slice(n), plan.slices[:n]),
-            (self._prefill, slice(n, None), plan.slices[n:]),
-        )
-        return HybridMetadata(
-            [
-                _Part(backend, rows, backend.prepare(replace(plan, slices=slices)))
-                for backend, rows, slices in parts
-                if slices
-            ]
-        )
+        num_decodes = plan.num_decodes
+        sub_batches = []
+        if num_decodes:
+            decodes = replace(plan, slices=plan.slices[:num_decodes])
+            metadata = self._decode.prepare(decodes)
+            sub_batches.append(_SubBatch(self._decode, slice(num_decodes), metadata))
+        if num_decodes < len(plan.slices):
+            prompts = replace(plan, slices=plan.slices[num_decodes:])
+            metadata = self._prefill.prepare(prompts)
+            sub_batches.append(_SubBatch(self._prefill, slice(num_decodes, None), metadata))
+        return HybridMetadata(sub_batches)
 
     def prepare_capture(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> HybridMetadata:
         backend = self._decode if num_tokens == len(row_R) else self._prefill
-        return HybridMetadata(
-            [_Part(backend, slice(None), backend.prepare_capture(row_R, num_tokens, shared_1))]
-        )
+        metadata = backend.prepare_capture(row_R, num_tokens, shared_1)
+        return HybridMetadata([_SubBatch(backend, slice(None), metadata)])
 
     def prepare_replay(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
         assert isinstance(metadata, HybridMetadata)
-        [part] = metadata.parts
-        part.backend.prepare_replay(part.metadata, start_R, end_R)
+        [sub_batch] = metadata.sub_batches
+        sub_batch.backend.prepare_replay(sub_batch.metadata, start_R, end_R)
 
-    def begin(self, batch: Batch) -> None:
+    def prepare_on_device(self, batch: Batch) -> None:
         assert isinstance(batch.attn_metadata, HybridMetadata)
-        for part in batch.attn_metadata.parts:
-            row_T, position_T = batch.row_T[part.rows], batch.position_T[part.rows]
-            part.batch = replace(
-                batch, row_T=row_T, position_T=position_T, attn_metadata=part.metadata
+        for sub_batch in batch.attn_metadata.sub_batches:
+            sub_batch.batch = replace(
+                batch,
+                row_T=batch.row_T[sub_batch.tokens],
+                position_T=batch.position_T[sub_batch.tokens],
+                attn_metadata=sub_batch.metadata,
             )
-            part.backend.begin(part.batch)
+            sub_batch.backend.prepare_on_device(sub_batch.batch)
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
     ) -> Tensor:
         assert isinstance(batch.attn_metadata, HybridMetadata)
         outputs = []
-        for part in batch.attn_metadata.parts:
-            assert part.batch is not None
+        for sub_batch in batch.attn_metadata.sub_batches:
+            assert sub_batch.batch is not None
+            tokens = sub_batch.tokens
             outputs.append(
-                part.backend.forward(
-                    q_TNH[part.rows], k_TKH[part.rows], v_TKH[part.rows], layer, part.batch
+                sub_batch.backend.forward(
+                    q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], layer, sub_batch.batch
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,13 +1,14 @@
-"""What backends share whose kernels find a step's keys by themselves, from lengths and a page table on the device.
+"""What backends share whose kernels take lengths and a page table on the device.
 
-Such a kernel needs no plan: what it reads in a recorded graph is computed on the device, from where the tokens stand.
+Such a kernel needs no plan from the host: what it reads in a captured graph is computed on the
+device, from where the tokens stand.
 """
 
-# Dimension key: T tokens in the batch, B slices, R table rows or requests of a graph, P pages, S kv slots, K kv heads,
-# H head dim.
+# Dimensions: B requests of a step, P pages, R rows of the tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils.staging import Staging
@@ -25,12 +27,14 @@ class PagedMetadata(BaseAttnMetadata):
     """Where the queries and the keys of each slice are.
 
     Attributes:
-        is_fresh: whether each slice begins with its request, so that its keys are just those of the batch.
+        is_fresh: whether each slice begins with its request, so that its keys are just those of
+            the batch.
+        max_queries, max_keys: bounds, for each slice.
+        row_R: int32; for a graph, where the rows of its requests stand. The tensors below are
+            then made from it in `prepare_on_device`.
         query_indptr: int32 [B + 1], where the slices' tokens begin in the batch.
         length_B: int32, how many keys a slice has, those in the cache included.
         page_table_BP: int32; what follows a slice's own pages may be anything.
-        max_queries, max_keys: bounds, of any slice.
-        row_R: of a graph, where the rows of its requests stand; the other tensors are made from it in `begin`.
     """
 
     is_fresh: bool
@@ -47,28 +51,37 @@ class PagedAttnBackend(BaseAttnBackend):
 
     captures_graphs = True
 
-    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        kv_pool: BaseKVCachePool,
+        page_table_RP: Tensor,
+        num_heads: int,  # noqa: ARG002 - kernels see it from the queries
+        specs: Sequence[AttentionSpec],
+    ) -> None:
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
+        self._specs = specs
         self._staging = Staging(page_table_RP.device, capacity=3 * len(page_table_RP) + 1)
-        pools = (
-            (kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in range(kv_pool.num_layers)
-        )
         self._pages = [
-            tuple(x_SKH.unflatten(0, (-1, self._page_size)) for x_SKH in pair) for pair in pools
+            (
+                kv_pool.k_cache(layer).unflatten(0, (-1, self._page_size)),
+                kv_pool.v_cache(layer).unflatten(0, (-1, self._page_size)),
+            )
+            for layer in range(kv_pool.num_layers)
         ]
 
     def prepare(self, plan: BatchPlan) -> PagedMetadata:
-        row_B = np.array([part.row for part in plan.slices], dtype=np.int32)
-        length_B = np.array([part.end for part in plan.slices], dtype=np.int32)
+        row_B = np.array([req_slice.row for req_slice in plan.slices], dtype=np.int32)
+        length_B = np.array([req_slice.end for req_slice in plan.slices], dtype=np.int32)
         indptr = np.zeros(len(row_B) + 1, dtype=np.int32)
-        np.cumsum([len(part) for part in plan.slices], out=indptr[1:])
+        np.cumsum([len(req_slice) for req_slice in plan.slices], out=indptr[1:])
         metadata = PagedMetadata(
-            is_fresh=all(part.start == 0 for part in plan.slices),
+            is_fresh=all(req_slice.start == 0 for req_slice in plan.slices),
             max_queries=max(map(len, plan.slices)),
             max_keys=int(length_B.max()),
         )
-        rows, metadata.length_B, metadata.query_indptr = self._staging.send(row_B, length_B, indptr)
+        sent = self._staging.send(row_B, length_B, indptr)
+        rows, metadata.length_B, metadata.query_indptr = sent
         pages_RP = self._page_table_RP[:, : -(-metadata.max_keys // self._page_size)]
         metadata.page_table_BP = pages_RP.index_select(0, rows)
         return metadata
@@ -79,31 +92,33 @@ class PagedAttnBackend(BaseAttnBackend):
         num_tokens: int,
         shared_1: Tensor | None = None,  # noqa: ARG002 - a hint
     ) -> PagedMetadata:
-        max_queries = 1 if len(row_R) == num_tokens else num_tokens
         return PagedMetadata(
-            False, max_queries, self._page_table_RP.shape[1] * self._page_size, row_R
+            is_fresh=False,
+            max_queries=1 if len(row_R) == num_tokens else num_tokens,
+            max_keys=self._page_table_RP.shape[1] * self._page_size,
+            row_R=row_R,
         )
 
     def prepare_replay(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
-        """The device knows."""
+        """Nothing to do: the device finds lengths and pages itself."""
 
-    def begin(self, batch: Batch) -> None:
+    def prepare_on_device(self, batch: Batch) -> None:
         metadata = batch.attn_metadata
         assert isinstance(metadata, PagedMetadata)
         if metadata.row_R is None:
             return
-        num_tokens, position_T = len(batch.position_T), batch.position_T.int()
+        num_tokens = len(batch.position_T)
+        position_T = batch.position_T.int()
+        device = position_T.device
         if batch.last_B is None:
-            metadata.query_indptr = torch.arange(
-                num_tokens + 1, dtype=torch.int32, device=position_T.device
-            )
+            indptr = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
             metadata.length_B = position_T + 1
         else:  # a prompt, and its padding as a request of its own
-            indptr = torch.full((3,), num_tokens, dtype=torch.int32, device=position_T.device)
+            indptr = torch.full((3,), num_tokens, dtype=torch.int32, device=device)
             indptr[:1].zero_()
             indptr[1:2].copy_(batch.last_B + 1)
-            metadata.query_indptr = indptr
             metadata.length_B = torch.cat((position_T[batch.last_B] + 1, num_tokens - indptr[1:2]))
+        metadata.query_indptr = indptr
         metadata.page_table_BP = self._page_table_RP.index_select(0, metadata.row_R)

@@ -1,21 +1,24 @@
-"""Paged attention in plain torch, prompts at least: what runs on a CPU, and in any dtype on a GPU.
+"""Paged attention in plain torch, of prompts at least.
 
-A slice of several tokens (a prompt) gathers its pages and is computed in blocks of queries, each against just the keys
-that it may see. Slices of one token (decodes) go to `kernel/decode.py` together.
+This backend runs on a CPU, and in any dtype on a GPU. A slice of several tokens (a prompt) gathers
+its pages and is computed in blocks of queries, each against just the keys that it may see. Slices
+of one token (decodes) go to `kernel/attention.py` together.
 """
 
-# Dimension key: T tokens in the batch, B decodes among them, N query heads, K kv heads, G query heads a kv head,
-# H head dim, R table rows, P pages, s page size, L positions of a context.
+# Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
+# L positions of a sequence, N query heads, P pages, Q positions of a page, R rows of the tables,
+# T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend
+from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan
 from minisgl.kernel import attend_decode, causal_softmax
 from minisgl.kvcache import BaseKVCachePool
@@ -25,7 +28,12 @@ _QUERY_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A slice of several tokens: rows [first, first + length) of the batch, from position `start`."""
+    """A slice of several tokens, from position `start` of its request on.
+
+    Attributes:
+        first: the slice's first token in the batch.
+        page_P: int64, the pages of its context.
+    """
 
     first: int
     length: int
@@ -38,8 +46,8 @@ class TorchAttnMetadata(BaseAttnMetadata):
     """The slices of a plan, sorted by how they are computed.
 
     Attributes:
-        token_B, row_B, position_B: int64; of the decodes, their row in the batch and in the page table, and where
-            they stand.
+        token_B, row_B, position_B: int64; of each decode its token in the batch, its row of the
+            page table, and its position.
     """
 
     prompts: list[_Prompt]
@@ -49,35 +57,41 @@ class TorchAttnMetadata(BaseAttnMetadata):
 
 
 class TorchAttentionBackend(BaseAttnBackend):
-    """Plain torch over any pool. Slots that were never written must be finite."""
+    """Over a pool of any layout."""
 
-    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
+    supported = frozenset({"window", "softcap"})
+
+    def __init__(
+        self,
+        kv_pool: BaseKVCachePool,
+        page_table_RP: Tensor,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+    ) -> None:
         self._pool = kv_pool
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
+        self._specs = specs
         layers = [kv_pool.kv_cache(layer).transpose(1, 2) for layer in range(kv_pool.num_layers)]
-        self._paged_2KPsH: list[Tensor] = [kv.unflatten(2, (-1, self._page_size)) for kv in layers]
+        self._paged_2KPQH: list[Tensor] = [kv.unflatten(2, (-1, self._page_size)) for kv in layers]
         _, num_kv_heads, _, self._head_dim = layers[0].shape
         self._heads = (num_kv_heads, num_heads // num_kv_heads)
-        self._scale = 1.0 / math.sqrt(self._head_dim)
 
     def prepare(self, plan: BatchPlan) -> TorchAttnMetadata:
         prompts: list[_Prompt] = []
         decodes: list[tuple[int, int, int]] = []
         first = 0
-        for part in plan.slices:
-            if len(part) == 1:
-                decodes.append((first, part.row, part.start))
+        for req_slice in plan.slices:
+            if len(req_slice) == 1:
+                decodes.append((first, req_slice.row, req_slice.start))
             else:
-                page_P = self._page_table_RP[part.row, : -(-part.end // self._page_size)].long()
-                prompts.append(_Prompt(first, len(part), part.start, page_P))
-            first += len(part)
-        decodes_3B = (
-            torch.tensor(decodes, dtype=torch.int64, device=self._page_table_RP.device)
-            .view(-1, 3)
-            .T
-        )
-        return TorchAttnMetadata(prompts, *decodes_3B.contiguous())
+                num_pages = -(-req_slice.end // self._page_size)
+                page_P = self._page_table_RP[req_slice.row, :num_pages].long()
+                prompts.append(_Prompt(first, len(req_slice), req_slice.start, page_P))
+            first += len(req_slice)
+        device = self._page_table_RP.device
+        decodes_B3 = torch.tensor(decodes, dtype=torch.int64, device=device).view(-1, 3)
+        return TorchAttnMetadata(prompts, *decodes_B3.T.contiguous())
 
     def forward(
         self,
@@ -89,25 +103,56 @@ class TorchAttentionBackend(BaseAttnBackend):
     ) -> Tensor:
         metadata = batch.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata)
+        spec = self._specs[layer]
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         for prompt in metadata.prompts:
-            rows = slice(prompt.first, prompt.first + prompt.length)
-            self._attend_prompt(q_TNH[rows], layer, prompt, o_TNH[rows])
+            tokens = slice(prompt.first, prompt.first + prompt.length)
+            self._attend_prompt(q_TNH[tokens], layer, prompt, o_TNH[tokens])
         if len(metadata.token_B):
-            decodes = (metadata.token_B, metadata.row_B, metadata.position_B)
-            pool = (self._pool.k_cache(layer), self._pool.v_cache(layer))
-            attend_decode(q_TNH, *pool, self._page_table_RP, self._page_size, *decodes, o_TNH)
+            attend_decode(
+                q_TNH,
+                self._pool.k_cache(layer),
+                self._pool.v_cache(layer),
+                self._page_table_RP,
+                self._page_size,
+                metadata.token_B,
+                metadata.row_B,
+                metadata.position_B,
+                o_TNH,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+            )
         return o_TNH
 
     def _attend_prompt(self, q_TNH: Tensor, layer: int, prompt: _Prompt, o_TNH: Tensor) -> None:
-        """Blocks of queries, written to o_TNH."""
-        k_KLH, v_KLH = self._paged_2KPsH[layer].index_select(2, prompt.page_P).flatten(2, 3)
+        """Blocks of queries, written to o_TNH. Positions count from the first gathered page."""
+        window = self._specs[layer].window
+        num_hidden_pages = _first_seen(prompt.start, window) // self._page_size
+        page_P = prompt.page_P[num_hidden_pages:]
+        start = prompt.start - num_hidden_pages * self._page_size
+        k_KLH, v_KLH = self._paged_2KPQH[layer].index_select(2, page_P).flatten(2, 3)
         q_KGTH = q_TNH.unflatten(1, self._heads).permute(1, 2, 0, 3)
         o_KGTH = o_TNH.unflatten(1, self._heads).permute(1, 2, 0, 3)
         for begin in range(0, prompt.length, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, prompt.length)
-            length, seen = end - begin, prompt.start + end
-            q = q_KGTH[:, :, begin:end].reshape(self._heads[0], -1, self._head_dim)
-            weights = torch.bmm(q, k_KLH[:, :seen].transpose(1, 2))
-            causal_softmax(weights, seen - length, length, self._scale)
-            o_KGTH[:, :, begin:end] = torch.bmm(weights, v_KLH[:, :seen]).unflatten(1, (-1, length))
+            length = end - begin
+            seen = slice(_first_seen(start + begin, window), start + end)
+            q_KXH = q_KGTH[:, :, begin:end].reshape(self._heads[0], -1, self._head_dim)
+            weight_KXL = torch.bmm(q_KXH, k_KLH[:, seen].transpose(1, 2))
+            self._softmax(weight_KXL, length, self._specs[layer])
+            o_KXH = torch.bmm(weight_KXL, v_KLH[:, seen])
+            o_KGTH[:, :, begin:end] = o_KXH.unflatten(1, (-1, length))
+
+    def _softmax(self, score_KXL: Tensor, length: int, spec: AttentionSpec) -> None:
+        """Weights of a block of queries, in place; the last key is that of the last query."""
+        scale = spec.scale
+        if spec.softcap is not None:
+            score_KXL.mul_(scale / spec.softcap).tanh_()
+            scale = spec.softcap
+        causal_softmax(score_KXL, score_KXL.shape[2] - length, length, scale, spec.window)
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first position that a query sees."""
+    return 0 if window is None else max(0, position + 1 - window)

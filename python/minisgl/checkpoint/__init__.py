@@ -4,13 +4,23 @@
     default_model.py  the model that is served by default
     gguf.py           GGUF files as such folders, and their tensors
     config.py         the folder's JSON files as a `ModelConfig`
+    attention.py      the part of it that says what the attention of each layer is
     quantization.py   how config.json says that the weights are quantized
 
 Reading weights is `models/weight.py`. Read `config.py`.
 """
 
-from minisgl.checkpoint.config import ModelConfig, RotaryConfig
+from minisgl.checkpoint.attention import AttentionSpec, RotaryConfig
+from minisgl.checkpoint.config import ModelConfig
 from minisgl.checkpoint.fetch import fetch_model, model_name
 from minisgl.checkpoint.quantization import Quantization, WeightFormat
 
-__all__ = ["ModelConfig", "Quantization", "RotaryConfig", "WeightFormat", "fetch_model", "model_name"]
+__all__ = [
+    "AttentionSpec",
+    "ModelConfig",
+    "Quantization",
+    "RotaryConfig",
+    "WeightFormat",
+    "fetch_model",
+    "model_name",
+]

@@ -11,26 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minisgl.checkpoint.attention import AttentionSpec, attention_specs, head_dim
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import CheckpointError
 
-_ROPE_PARAMETERS_OF_THEIR_OWN = ("rope_type", "type", "rope_theta")
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryConfig:
-    """How a model's positions turn.
-
-    Attributes:
-        kind: one of those in `layers/rotary.py`.
-        scaling: the checkpoint's further parameters, by their Hugging Face names.
-    """
-
-    head_dim: int
-    theta: float
-    max_position: int
-    kind: str = "default"
-    scaling: dict[str, Any] = field(default_factory=dict)
+# What transformers assumes where a config.json is silent, if it differs between architectures.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"use_sliding_window": True, "sliding_window": 4096},
+    "Olmo3ForCausalLM": {
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "rope_theta": 500_000.0,
+    },
+    "SmolLM3ForCausalLM": {
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class ModelConfig:
     """The shape of a model.
 
     Attributes:
-        sliding_window: positions that attention sees at most; None for all.
+        attention: what the attention of each layer is.
         num_experts: 0 for a dense model; the following fields are then meaningless.
         dense_layers: layers of an expert model that have a plain MLP.
         quantization: how weights are stored; None if all are plain.
@@ -57,11 +55,10 @@ class ModelConfig:
     activation: str
     norm_eps: float
     max_position: int
-    rotary: RotaryConfig
+    attention: tuple[AttentionSpec, ...]
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
     num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
@@ -88,26 +85,25 @@ class ModelConfig:
 
     @classmethod
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+        architecture = _architecture(hf)
+        hf = {**_DEFAULTS.get(architecture, {}), **hf}
         num_heads = _size(hf, "num_attention_heads")
-        head_dim = hf.get("head_dim") or _size(hf, "hidden_size") // num_heads
-        max_position = hf["max_position_embeddings"]
         return cls(
-            architecture=_architecture(hf),
+            architecture=architecture,
             vocab_size=_size(hf, "vocab_size"),
             width=_size(hf, "hidden_size"),
             num_layers=_size(hf, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
+            head_dim=head_dim(hf),
             mlp_width=_size(hf, "intermediate_size"),
             activation=hf.get("hidden_act", "silu"),
             norm_eps=hf["rms_norm_eps"],
-            max_position=max_position,
-            rotary=_rotary(hf, head_dim, max_position),
+            max_position=hf["max_position_embeddings"],
+            attention=attention_specs(hf, architecture),
             tied_embeddings=hf.get("tie_word_embeddings", False),
             attention_bias=hf.get("attention_bias", False),
             mlp_bias=hf.get("mlp_bias", False),
-            sliding_window=_sliding_window(hf),
             num_experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
             experts_per_token=hf.get("num_experts_per_tok", 0),
             expert_width=hf.get("moe_intermediate_size", 0),
@@ -147,28 +143,6 @@ def _size(hf: dict[str, Any], name: str) -> int:
 
 def _explain(error: Exception) -> str:
     return f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-
-
-def _rotary(hf: dict[str, Any], head_dim: int, max_position: int) -> RotaryConfig:
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    if hf.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
-        raise ValueError("partial_rotary_factor is not supported")
-    return RotaryConfig(
-        head_dim=head_dim,
-        theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        max_position=max_position,
-        kind=rope.get("rope_type") or rope.get("type") or "default",
-        scaling={key: rope[key] for key in rope if key not in _ROPE_PARAMETERS_OF_THEIR_OWN},
-    )
-
-
-def _sliding_window(hf: dict[str, Any]) -> int | None:
-    """The window, if any layer uses it."""
-    if not hf.get("use_sliding_window", True):
-        return None
-    if "layer_types" in hf and "sliding_attention" not in hf["layer_types"]:
-        return None
-    return hf.get("sliding_window")
 
 
 def _dense_layers(hf: dict[str, Any]) -> frozenset[int]:

@@ -132,8 +132,11 @@ class GGUFFile:
     def config(self) -> dict[str, Any]:
         """Return the metadata as the content of a config.json."""
         fields = {name: self.field(f"{self._arch}.{key}") for name, key in _CONFIG_FIELDS.items()}
+        architecture = _ARCHITECTURES[self._arch]
+        if self._arch == "llama" and fields["sliding_window"] is not None:
+            architecture = "MistralForCausalLM"  # the same tensors, but all layers have the window
         return {
-            "architectures": [_ARCHITECTURES[self._arch]],
+            "architectures": [architecture],
             **{name: value for name, value in fields.items() if value is not None},
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,

@@ -178,7 +178,9 @@ class Engine:
             page_table_RP=page_table_RP,
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
             kv_pool=pool,
-            attn_backend=create_attention_backend(config.attn, pool, page_table_RP, num_heads),
+            attn_backend=create_attention_backend(
+                config.attn, pool, page_table_RP, num_heads, self._model_config.attention
+            ),
             moe_backend=create_moe_backend(self._device, self._dtype),
         )
 
@@ -282,7 +284,7 @@ class Engine:
         return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.token_index_B)
 
     def _forward(self, batch: Batch) -> Tensor:
-        self.context.attn_backend.begin(batch)
+        self.context.attn_backend.prepare_on_device(batch)
         return self._model.forward(batch, self.context)
 
     def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.models import ModelConfig
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +33,14 @@ class EngineLimits:
 
 
 def context_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Positions that the model can tell apart and see.
-
-    Behind a sliding window the model would attend to less than everything; no layer here does that,
-    so the context ends with the window.
+    """Positions that the model can tell apart, or fewer if the user says so.
 
     Raises:
         ConfigError: the user wants more.
     """
     limit = model.max_position
-    reason = "the model's context"
-    if model.sliding_window is not None and model.sliding_window < limit:
-        limit = model.sliding_window
-        reason = "the model's sliding window, beyond which it is not supported"
     if config.max_seq_len is not None and config.max_seq_len > limit:
-        raise ConfigError(f"--max-seq-len must be <= {limit} ({reason}), got {config.max_seq_len}")
-    if limit < model.max_position:
-        logger.warning("the context is limited to %d tokens: %s", limit, reason)
+        raise ConfigError(
+            f"--max-seq-len must be <= {limit} (the model's context), got {config.max_seq_len}"
+        )
     return config.max_seq_len or limit

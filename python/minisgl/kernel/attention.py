@@ -1,4 +1,4 @@
-"""Attention over a paged context: single queries, and the causal softmax of a prompt's scores."""
+"""The steps of attention over a paged context."""
 
 # Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
 # L positions of a sequence, N query heads, P pages, R rows of the tables, S kv slots,
@@ -24,32 +24,44 @@ def attend_decode(
     row_B: Tensor,
     position_B: Tensor,
     o_TNH: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
     shared_1: Tensor | None = None,
 ) -> None:
-    """Attend with query token_B[b] to positions [0, position_B[b]] of table row row_B[b].
+    """Write row token_B[b] of the output: the attention of that query to its context.
 
-    Row token_B[b] of o_TNH receives the result; all other rows keep what they hold.
+    Its context is positions [0, position_B[b]] of row row_B[b] of the page table, or the last
+    `window` of them.
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
         token_B, row_B, position_B: int64; on a GPU any integers.
-        shared_1: int32, the length of the prefix whose pages all rows have in common. It is a hint
-            for a GPU: the result does not depend on it.
+        scale, window, softcap: as in `AttentionSpec`.
+        shared_1: int32, the number of leading tokens whose pages all rows have in common. A GPU
+            reads those once for all requests. Not together with a window.
     """
+    assert window is None or shared_1 is None
     kernels = kernels_for(q_TNH)
-    if kernels is None:
+    context = (k_SKH, v_SKH, page_table_RP, page_size)
+    queries = (token_B, row_B, position_B, o_TNH)
+    if kernels is None or (softcap is not None and not q_TNH.is_cuda):
         attend_decode_reference(
-            q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH
+            q_TNH, *context, *queries, scale=scale, window=window, softcap=softcap
         )
     elif q_TNH.is_cuda:
         kernels.attend_decode(
-            q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH,
-            shared_1,
-        )  # fmt: skip
-    else:
-        kernels.attend_decode(
-            q_TNH, k_SKH, v_SKH, page_table_RP, page_size, token_B, row_B, position_B, o_TNH
+            q_TNH,
+            *context,
+            *queries,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            shared_1=shared_1,
         )
+    else:
+        kernels.attend_decode(q_TNH, *context, *queries, scale, window or 0)
 
 
 def attend_decode_reference(
@@ -62,38 +74,48 @@ def attend_decode_reference(
     row_B: Tensor,
     position_B: Tensor,
     o_TNH: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Compute what `attend_decode` does, in plain torch, one request after the other."""
+    """`attend_decode` in plain torch, one request after the other."""
     group = q_TNH.shape[1] // k_SKH.shape[1]
-    for token, row, position in zip(
-        token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True
-    ):
-        position_L = torch.arange(position + 1, device=q_TNH.device)
+    decodes = zip(token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True)
+    for token, row, position in decodes:
+        first = 0 if window is None else max(0, position + 1 - window)
+        position_L = torch.arange(first, position + 1, device=q_TNH.device)
         page_L = page_table_RP[row, position_L // page_size].long()
         slot_L = page_L * page_size + position_L % page_size
         q_KGH = q_TNH[token].unflatten(0, (-1, group)).float()
         k_KLH = k_SKH[slot_L].transpose(0, 1).float()
         v_KLH = v_SKH[slot_L].transpose(0, 1).float()
-        score_KGL = q_KGH @ k_KLH.transpose(1, 2) / math.sqrt(q_TNH.shape[2])
-        o_KGH = torch.softmax(score_KGL, dim=-1) @ v_KLH
-        o_TNH[token] = o_KGH.flatten(0, 1).to(o_TNH.dtype)
+        score_KGL = q_KGH @ k_KLH.transpose(1, 2) * scale
+        if softcap is not None:
+            score_KGL = softcap * torch.tanh(score_KGL / softcap)
+        weight_KGL = torch.softmax(score_KGL, dim=-1)
+        o_TNH[token] = (weight_KGL @ v_KLH).flatten(0, 1).to(o_TNH.dtype)
 
 
-def causal_softmax(score_KZL: Tensor, start: int, length: int, scale: float) -> None:
-    """Replace scores by softmax(score * scale) over L, in place, under a causal mask.
+def causal_softmax(
+    score_KZL: Tensor, start: int, length: int, scale: float, window: int | None = None
+) -> None:
+    """softmax(score * scale) over L, in place.
 
-    Row z has the scores of the query at position start + z % length, which sees positions up to
-    its own. The weights of later positions become 0.
+    Row z is of a query at position start + z % length. It sees the positions up to its own, or the
+    last `window` of them; the weights of all others become zero.
 
     Args:
-        score_KZL: contiguous; Z = G * length, and L = start + length.
+        score_KZL: contiguous; L = start + length.
     """
     kernels = None if score_KZL.is_cuda else kernels_for(score_KZL)
     if kernels is not None:
-        kernels.causal_softmax(score_KZL, start, length, scale)
+        kernels.causal_softmax(score_KZL, start, length, scale, window or 0)
         return
     score_KGTL = score_KZL.unflatten(1, (-1, length))
-    ones_TL = torch.ones(score_KGTL.shape[2:], dtype=torch.bool, device=score_KZL.device)
-    is_future_TL = ones_TL.triu(start + 1)
-    masked_KGTL = (score_KGTL * scale).masked_fill(is_future_TL, -math.inf)
-    score_KGTL.copy_(torch.softmax(masked_KGTL, dim=-1))
+    everything = torch.ones(score_KGTL.shape[2:], dtype=torch.bool, device=score_KZL.device)
+    is_hidden_TL = everything.triu(start + 1)
+    if window is not None:
+        is_hidden_TL |= everything.tril(start - window)
+    score_KGTL.mul_(scale).masked_fill_(is_hidden_TL, -math.inf)
+    score_KGTL.copy_(torch.softmax(score_KGTL, dim=-1))

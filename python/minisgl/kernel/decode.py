@@ -91,15 +91,18 @@ class BalancedDecode:
         """
         self._kernels.plan_decode(position_B, row_B, self._num_ranges, _LEAST_TILES, self._plan)
 
-    def attend(self, q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, o_BNH: Tensor) -> None:
+    def attend(
+        self, q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, o_BNH: Tensor, scale: float
+    ) -> None:
         """Write each query's attention to its context, as it was planned.
 
         Args:
             q_BNH, o_BNH: the heads of a query lie side by side.
             k_SKH, v_SKH: the kernel just before this one may write the last token of a context;
                 all other tokens must come from earlier kernels.
+            scale: what scores are multiplied by.
         """
         self._kernels.attend_ranges(
             q_BNH, k_SKH, v_SKH, self._page_table_RP, self._page_size, self._plan, self._num_ranges,
-            self._split_outputs, self._split_stats, self._num_done, o_BNH,
+            self._split_outputs, self._split_stats, self._num_done, o_BNH, scale,
         )  # fmt: skip

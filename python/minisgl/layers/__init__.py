@@ -16,13 +16,14 @@ from minisgl.layers.context import Context
 from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, LinearRowParallel
 from minisgl.layers.moe import MoELayer
-from minisgl.layers.norm import RMSNorm, RMSNormFused
-from minisgl.layers.rotary import RotaryEmbedding, get_rope, set_rope_device
+from minisgl.layers.norm import FullWidthQKNorm, RMSNorm, RMSNormFused
+from minisgl.layers.rotary import RotaryEmbedding, RotaryTables, get_rope, set_rope_device
 
 __all__ = [
     "AttentionLayer",
     "BaseOP",
     "Context",
+    "FullWidthQKNorm",
     "LinearColParallelMerged",
     "LinearQKVMerged",
     "LinearRowParallel",
@@ -33,6 +34,7 @@ __all__ = [
     "RMSNormFused",
     "RotaryConfig",
     "RotaryEmbedding",
+    "RotaryTables",
     "StateLessOP",
     "VocabParallelEmbedding",
     "WeightSource",

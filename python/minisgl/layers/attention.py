@@ -1,37 +1,51 @@
-"""The attention of one layer, between its projections: norm, turn and store the heads, then ask the backend."""
+"""The attention of one layer, between its projections."""
 
-# Dimension key: T tokens in the batch, N query heads, K kv heads, H head dim, M = N + 2 K heads in all.
+# Dimensions: H head width, K kv heads, M all heads of a token, S kv slots, T tokens of a step.
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from minisgl.core import Batch
-from minisgl.kernel import HeadNorms, Rotation, rotate_and_store, split_heads
+from minisgl.kernel import HeadNorms, rotate_and_store, split_heads
 from minisgl.layers.base import StateLessOP
 from minisgl.layers.context import Context
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import RotaryEmbedding
 
 
 class AttentionLayer(StateLessOP):
-    """Per-head norm of queries and keys if the model has it, rotary embedding, paged attention.
+    """Norm the heads of queries and keys if the model does, turn them, store, attend.
 
-    The norms are its owner's, who loads them.
+    What the scores are (scale, window, ...) is the backend's affair, which has the layer's
+    `AttentionSpec`.
+
+    Args:
+        layer: whose keys and values these are.
+        rope: shared with other layers.
+        q_norm, k_norm: norms of one head; their owner loads them.
     """
 
     def __init__(
-        self, layer: int, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+        self,
+        layer: int,
+        rope: RotaryEmbedding,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> None:
         self._layer = layer
+        self._rope = rope
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def forward(self, qkv_TMH: Tensor, rotation: Rotation, batch: Batch, ctx: Context) -> Tensor:
-        """o_T(N*H) of this rank's heads."""
+    def forward(self, qkv_TMH: Tensor, batch: Batch, ctx: Context) -> Tensor:
+        """The outputs of this rank's query heads, side by side; qkv_TMH is overwritten."""
         norms = None
         if self._q_norm and self._k_norm:
             norms = HeadNorms(self._q_norm.weight_D, self._k_norm.weight_D, self._q_norm.eps)
-        k_SKH, v_SKH = ctx.kv_pool.k_cache(self._layer), ctx.kv_pool.v_cache(self._layer)
+        rotation = self._rope.forward(batch.position_T)
+        k_SKH = ctx.kv_pool.k_cache(self._layer)
+        v_SKH = ctx.kv_pool.v_cache(self._layer)
         rotate_and_store(qkv_TMH, norms, rotation, batch.slot_T, k_SKH, v_SKH)
         heads = split_heads(qkv_TMH, k_SKH.shape[1])
         return ctx.attn_backend.forward(*heads, self._layer, batch).flatten(1)

@@ -7,7 +7,7 @@ yarn      the same idea by number of rotations, and attention scaled (Peng et al
 divided   each frequency by a number of its own: how GGUF files write down any of the above
 """
 
-# Dimension key: T tokens in the batch, N heads, H head dim, L positions.
+# Dimensions: H head width, L positions of a sequence, T tokens of a step.
 
 from __future__ import annotations
 
@@ -32,20 +32,50 @@ class RotaryEmbedding(StateLessOP):
         self, inverse_frequency: Tensor, scale: float, num_positions: int, dtype: torch.dtype
     ) -> None:
         angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
-        cos, sin = angle.cos() * scale, angle.sin() * scale
+        cos = angle.cos() * scale
+        sin = angle.sin() * scale
         self._cos_LH = torch.cat((cos, cos), dim=-1).to(dtype)
         self._sin_LH = torch.cat((-sin, sin), dim=-1).to(dtype)
 
     def to(self, device: torch.device) -> None:
-        self._cos_LH, self._sin_LH = self._cos_LH.to(device), self._sin_LH.to(device)
+        self._cos_LH = self._cos_LH.to(device)
+        self._sin_LH = self._sin_LH.to(device)
 
     def forward(self, position_T: Tensor) -> Rotation:
         """The angles of positions, all below the table's length."""
         return Rotation(self._cos_LH, self._sin_LH, position_T)
 
 
+class RotaryTables:
+    """The tables of a model, made on demand: layers with equal rotations share one."""
+
+    def __init__(self, num_positions: int, dtype: torch.dtype) -> None:
+        self._num_positions = num_positions
+        self._dtype = dtype
+        self._tables: dict[RotaryConfig | None, RotaryEmbedding] = {}
+
+    def table(self, config: RotaryConfig | None, head_dim: int) -> RotaryEmbedding:
+        """The table of a layer; without a config one that turns nothing, for the same kernels.
+
+        Raises:
+            CheckpointError: as `get_rope`.
+        """
+        if config not in self._tables:
+            self._tables[config] = self._make(config, head_dim)
+        return self._tables[config]
+
+    def _make(self, config: RotaryConfig | None, head_dim: int) -> RotaryEmbedding:
+        if config is None:
+            return RotaryEmbedding(
+                torch.zeros(head_dim // 2), 1.0, self._num_positions, self._dtype
+            )
+        return get_rope(config, self._num_positions, self._dtype)
+
+
 def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> RotaryEmbedding:
-    """Make the table for positions below num_positions; on the CPU, in float32 until the last rounding.
+    """Make the table for positions below num_positions, on the CPU.
+
+    It is computed in float32 and rounded once.
 
     Raises:
         CheckpointError: an unknown kind, or one of its parameters is missing.
@@ -82,31 +112,37 @@ def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
 
 def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
     frequency, _ = _default(config)
-    s = config.scaling
-    rotations = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    scaling = config.scaling
+    rotations = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     keep = ((rotations - low) / (high - low)).clamp(0, 1)
-    return frequency * keep + frequency / s["factor"] * (1 - keep), 1.0
+    return frequency * keep + frequency / scaling["factor"] * (1 - keep), 1.0
 
 
 def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
     frequency, _ = _default(config)
-    s, half = config.scaling, config.head_dim // 2
-    original = s.get("original_max_position_embeddings") or config.max_position
-    factor = s["factor"]
+    scaling = config.scaling
+    half = config.head_dim // 2
+    original = scaling.get("original_max_position_embeddings") or config.max_position
+    factor = scaling["factor"]
 
     def dimension(rotations: float) -> float:
         """The (fractional) dimension that turns this often over the original context."""
         turns = math.log(original / (rotations * 2 * math.pi))
         return config.head_dim * turns / (2 * math.log(config.theta))
 
-    low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
-    if s.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low = dimension(scaling.get("beta_fast") or 32)
+    high = dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, config.head_dim - 1)
     ramp = (torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)
     interpolate = ramp.clamp(0, 1)
-    return frequency / factor * interpolate + frequency * (1 - interpolate), _yarn_scale(s, factor)
+    stretched = frequency / factor * interpolate + frequency * (1 - interpolate)
+    return stretched, _yarn_scale(scaling, factor)
 
 
 def _yarn_scale(scaling: dict[str, Any], factor: float) -> float:
@@ -123,7 +159,8 @@ def _yarn_scale(scaling: dict[str, Any], factor: float) -> float:
 
 
 def _divided(config: RotaryConfig) -> tuple[Tensor, float]:
-    return _default(config)[0] / torch.tensor(config.scaling["divisors"], dtype=torch.float32), 1.0
+    frequency, _ = _default(config)
+    return frequency / torch.tensor(config.scaling["divisors"], dtype=torch.float32), 1.0
 
 
 _KINDS: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {

@@ -1,11 +1,14 @@
 """Models: the networks that checkpoints describe, and their weights.
 
-    base.py       the decoder that all architectures share
-    llama.py mistral.py qwen2.py qwen3.py qwen3_moe.py   only what differs
+    llama.py mistral.py olmo2.py olmo3.py qwen2.py qwen3.py qwen3_moe.py smollm3.py
+                  an architecture each: its decoder layer
+    blocks.py     attention and MLP, of which most layers are made
+    base.py       what all share: embedding, stack of layers, last norm, output head
     register.py   from an architecture's name to its class
     weight.py     from a folder's weight files to this rank's tensors
 
-What a folder says besides weights is read by `minisgl.checkpoint`. Read `qwen3.py`, then `base.py`.
+What a folder says besides weights is read by `minisgl.checkpoint`. Read
+`qwen3.py`, then `base.py` and `blocks.py`.
 """
 
 from minisgl.checkpoint import ModelConfig, RotaryConfig, fetch_model

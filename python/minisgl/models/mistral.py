@@ -1,13 +1,15 @@
-"""Mistral 7B and its successors (Jiang et al. 2023, arXiv:2310.06825).
-
-The first release attends to a sliding window. Within the window it is a Llama; `ModelConfig.sliding_window` makes
-the engine limit the context to the window rather than compute something else behind it.
-"""
+"""Mistral 7B and its successors (Jiang et al. 2023, arXiv:2310.06825)."""
 
 from __future__ import annotations
 
 from minisgl.models.base import BaseLLMModel
+from minisgl.models.llama import LlamaLayer
 
 
 class MistralForCausalLM(BaseLLMModel):
-    """The shared decoder as it is."""
+    """A stack of Llama's layers. Those of the first release attend to a sliding window.
+
+    The window stands in the layers' `AttentionSpec`, which the attention backend has.
+    """
+
+    layer_class = LlamaLayer

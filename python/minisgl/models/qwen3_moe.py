@@ -1,25 +1,67 @@
 """Qwen3, mixture of experts (Qwen team 2025, arXiv:2505.09388)."""
 
+# Dimensions: D model width, T tokens of a step.
+
 from __future__ import annotations
 
+from torch import Tensor
+
 from minisgl.checkpoint import ModelConfig
+from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
-from minisgl.layers import MoELayer
-from minisgl.models.base import MLP, GatedMLP
-from minisgl.models.qwen3 import Qwen3ForCausalLM
+from minisgl.layers import Context, MoELayer, RMSNormFused, RotaryTables
+from minisgl.models.base import BaseLLMModel, DecoderLayer
+from minisgl.models.blocks import MLP, Attention, GatedMLP
 
 
-class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """Experts in place of the MLP, but in the layers that the config exempts."""
+class Qwen3MoeLayer(DecoderLayer):
+    """A layer of Qwen3 with experts for its MLP, except where the config says that it is dense."""
 
-    def _mlp(self, layer: int, config: ModelConfig, comm: DistributedCommunicator) -> MLP:
-        if layer in config.dense_layers:
-            return GatedMLP(config, comm)
-        return MoELayer(
-            config.width,
-            config.expert_width,
-            config.num_experts,
-            config.experts_per_token,
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        ropes: RotaryTables,
+        comm: DistributedCommunicator,
+    ) -> None:
+        self.input_layernorm = RMSNormFused(config.width, config.norm_eps)
+        self.self_attn = Attention(
+            layer,
+            config,
+            ropes,
             comm,
-            normalize=config.normalize_experts,
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            head_norm=True,
         )
+        self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
+        self.mlp: MLP
+        if layer in config.dense_layers:
+            self.mlp = GatedMLP(config, comm)
+        else:
+            self.mlp = MoELayer(
+                config.width,
+                config.expert_width,
+                config.num_experts,
+                config.experts_per_token,
+                comm,
+                normalize=config.normalize_experts,
+            )
+
+    def attend(
+        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
+        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
+
+    def transform(
+        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
+        return self.mlp.forward(x_TD, ctx), residual_TD
+
+
+class Qwen3MoeForCausalLM(BaseLLMModel):
+    """A stack of Qwen3's layers, most of them with experts."""
+
+    layer_class = Qwen3MoeLayer

@@ -5,18 +5,24 @@ from __future__ import annotations
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mistral import MistralForCausalLM
+from minisgl.models.olmo2 import Olmo2ForCausalLM
+from minisgl.models.olmo3 import Olmo3ForCausalLM
 from minisgl.models.qwen2 import Qwen2ForCausalLM
 from minisgl.models.qwen3 import Qwen3ForCausalLM
 from minisgl.models.qwen3_moe import Qwen3MoeForCausalLM
+from minisgl.models.smollm3 import SmolLM3ForCausalLM
 from minisgl.utils import Registry
 
 MODELS: Registry[type[BaseLLMModel]] = Registry("architecture")
 for _model in (
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
 ):
     MODELS.register(_model.__name__)(_model)
 

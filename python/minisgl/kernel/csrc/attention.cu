@@ -375,7 +375,7 @@ void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, in
 void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                       TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
                       int64_t num_ranges, TensorView part_Z, TensorView top_Z,
-                      TensorView num_done_Z, TensorView o_BNH) {
+                      TensorView num_done_Z, TensorView o_BNH, double scale) {
   int num_kv_heads = static_cast<int>(k_SKH.size(1)), width = static_cast<int>(k_SKH.size(2));
   auto pool = [](const TensorView& x) {
     return Pool{data_of<const uint16_t>(x), x.stride(0), x.stride(1)};
@@ -395,7 +395,7 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
             static_cast<int>(q_BNH.size(1)) / num_kv_heads,
             static_cast<int>(page_size),
             static_cast<int>(page_table_RP.stride(0)),
-            1.44269504f / sqrtf(static_cast<float>(width))};
+            1.44269504f * static_cast<float>(scale)};
   auto kernel = width == 128 ? attend_ranges<128> : attend_ranges<64>;
   launch(q_BNH.device(), static_cast<int>(num_ranges) * num_kv_heads, 32, kernel, in);
 }

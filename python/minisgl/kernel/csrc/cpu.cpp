@@ -178,10 +178,11 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
   });
 }
 
-// One query of each request against its paged context; a task is the queries that share a kv head.
+// One query of each request against its paged context, or against the last `window` tokens of it if
+// that is not zero. A task is the queries that share a kv head.
 void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
                    int64_t page_size, TensorView token_B, TensorView row_B, TensorView position_B,
-                   TensorView o_TNH) {
+                   TensorView o_TNH, double scale, int64_t window) {
   auto tokens = static_cast<const int64_t*>(token_B.data_ptr());
   auto rows = static_cast<const int64_t*>(row_B.data_ptr());
   auto positions = static_cast<const int64_t*>(position_B.data_ptr());
@@ -189,38 +190,42 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   int64_t group = q_TNH.size(1) / num_kv_heads;
   int64_t num_positions = std::accumulate(positions, positions + batch, batch);
   int64_t work = num_positions * q_TNH.size(1) * q_TNH.size(2);
-  float scale = 1.0f / std::sqrt(float(q_TNH.size(2)));
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
 #pragma omp parallel for schedule(dynamic) if (work > 2 * kParallelWork)
     for (int64_t task = 0; task < batch * num_kv_heads; ++task) {
-      int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads, end = positions[b] + 1;
+      int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads;
+      int64_t end = positions[b] + 1;
+      int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
+      int64_t length = end - begin;
       const int32_t* pages = row<int32_t>(page_table_RP, rows[b]);
       auto at = [&](const TensorView& pool, int64_t l) {
-        int64_t slot = pages[l / page_size] * page_size + l % page_size;
+        int64_t position = begin + l;
+        int64_t slot = pages[position / page_size] * page_size + position % page_size;
         return row<T>(pool, slot) + kv_head * pool.stride(1);
       };
-      std::vector<float> score(group * end), q(group * width), o(group * width), line(width);
+      std::vector<float> score(group * length), q(group * width), o(group * width), line(width);
       auto unpack = [&](const T* x) {
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) line[i] = get(x[i]);
       };
       const T* queries = row<T>(q_TNH, tokens[b]) + kv_head * group * width;
-      for (int64_t i = 0; i < group * width; ++i) q[i] = get(queries[i]) * scale;
-      for (int64_t l = 0; l < end; ++l) {
+      for (int64_t i = 0; i < group * width; ++i) q[i] = get(queries[i]) * float(scale);
+      for (int64_t l = 0; l < length; ++l) {
         unpack(at(k_SKH, l));
         for (int64_t g = 0; g < group; ++g) {
           float sum = 0;
 #pragma omp simd reduction(+ : sum)
           for (int64_t i = 0; i < width; ++i) sum += q[g * width + i] * line[i];
-          score[g * end + l] = sum;
+          score[g * length + l] = sum;
         }
       }
-      for (int64_t g = 0; g < group; ++g) softmax(&score[g * end], end, 1.0f, &score[g * end]);
-      for (int64_t l = 0; l < end; ++l) {
+      for (int64_t g = 0; g < group; ++g)
+        softmax(&score[g * length], length, 1.0f, &score[g * length]);
+      for (int64_t l = 0; l < length; ++l) {
         unpack(at(v_SKH, l));
         for (int64_t g = 0; g < group; ++g) {
-          float weight = score[g * end + l];
+          float weight = score[g * length + l];
 #pragma omp simd
           for (int64_t i = 0; i < width; ++i) o[g * width + i] += weight * line[i];
         }
@@ -234,7 +239,9 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   });
 }
 
-void causal_softmax(TensorView score_KZL, int64_t start, int64_t length, double scale) {
+// Row r sees the keys up to its own, or the last `window` of them if that is not zero.
+void causal_softmax(TensorView score_KZL, int64_t start, int64_t length, double scale,
+                    int64_t window) {
   for_dtype(score_KZL, [&](auto zero) {
     using T = decltype(zero);
     int64_t rows = score_KZL.size(0) * score_KZL.size(1), width = score_KZL.size(2);
@@ -244,9 +251,11 @@ void causal_softmax(TensorView score_KZL, int64_t start, int64_t length, double 
 #pragma omp for
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = static_cast<T*>(score_KZL.data_ptr()) + r * width;
-        int64_t seen = start + r % length + 1;  // each head's rows are a multiple of length
-        softmax(scores, seen, float(scale), buffer.data());
-        std::fill(scores + seen, scores + width, T(0));
+        int64_t end = start + r % length + 1;  // each head's rows are a multiple of length
+        int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
+        std::fill(scores, scores + begin, T(0));
+        softmax(scores + begin, end - begin, float(scale), buffer.data());
+        std::fill(scores + end, scores + width, T(0));
       }
     }
   });

@@ -12,8 +12,6 @@ Lengths are read on the device, so the host plans nothing.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -30,8 +28,9 @@ _SHARED_BLOCK = 64  # positions at a time, there
 
 @triton.jit
 def _attend(
-    queries, k_pool, v_pool, pages, begin, end, scale, stride_k, stride_v, page_size,
+    queries, k_pool, v_pool, pages, begin, end, scale, softcap, stride_k, stride_v, page_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Softmax over positions [begin, end) of the context with these pages.
 
@@ -52,6 +51,8 @@ def _attend(
         k = tl.load(k_pool + slot * stride_k + h[None, :], mask=inside, other=0.0)
         v = tl.load(v_pool + slot * stride_v + h[None, :], mask=inside, other=0.0)
         score = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
         score = tl.where(mask[None, :], score, -1e30)
         new_top = tl.maximum(top, tl.max(score, axis=1))
         weight = tl.where(mask[None, :], tl.exp(score - new_top[:, None]), 0.0)
@@ -65,10 +66,11 @@ def _attend(
 @triton.jit
 def _attend_suffix(
     q, k_pool, v_pool, page_table, token, row, position, shared, split_o, split_top, split_sum,
-    scale, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    scale, softcap, window, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
     num_splits, num_prefix_splits, num_heads,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A split of what follows the shared prefix: a program for the queries of one kv head."""
     b = tl.program_id(0)
@@ -81,6 +83,8 @@ def _attend_suffix(
     if HAS_SHARED:
         start = tl.load(shared)
     end = tl.load(position + b).to(tl.int32) + 1
+    if HAS_WINDOW:
+        start = tl.maximum(end - window, 0)
     length = tl.maximum(end - start, 0)
     split_size = tl.cdiv(tl.cdiv(length, num_splits - num_prefix_splits), BLOCK) * BLOCK
     begin = start + split * split_size
@@ -91,8 +95,8 @@ def _attend_suffix(
     acc, top, total = _attend(
         queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh,
         page_table + tl.load(row + b).to(tl.int64) * stride_pages,
-        begin, tl.minimum(begin + split_size, end), scale,
-        stride_ks, stride_vs, page_size, HEADS, WIDTH, WIDTH_2, BLOCK,
+        begin, tl.minimum(begin + split_size, end), scale, softcap,
+        stride_ks, stride_vs, page_size, HEADS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
     )  # fmt: skip
     place = (b * num_heads + head) * num_splits + num_prefix_splits + split
     tl.store(split_top + place, top, mask=is_head)
@@ -104,10 +108,10 @@ def _attend_suffix(
 @triton.jit
 def _attend_shared_prefix(
     q, k_pool, v_pool, page_table, row, shared, split_o, split_top, split_sum,
-    scale, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    scale, softcap, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
     num_splits, num_prefix_splits, num_heads, batch_size,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A split of the shared prefix: a program for ROWS of all requests' queries of one kv head."""
     x = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -126,8 +130,8 @@ def _attend_shared_prefix(
     acc, top, total = _attend(
         queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh,
         page_table + tl.load(row).to(tl.int64) * stride_pages,
-        begin, tl.minimum(begin + split_size, end), scale,
-        stride_ks, stride_vs, page_size, ROWS, WIDTH, WIDTH_2, BLOCK,
+        begin, tl.minimum(begin + split_size, end), scale, softcap,
+        stride_ks, stride_vs, page_size, ROWS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
     )  # fmt: skip
     place = (b * num_heads + head) * num_splits + split
     tl.store(split_top + place, top, mask=is_query)
@@ -160,7 +164,8 @@ def _merge_splits(
 
 def attend_decode(
     q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
-    token_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor,
+    token_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, *,
+    scale: float, window: int | None = None, softcap: float | None = None,
     shared_1: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, num_heads, width = q_TNH.shape
@@ -169,11 +174,8 @@ def attend_decode(
     group = num_heads // num_kv_heads
     device = q_TNH.device
     has_shared = shared_1 is not None
-    options = {
-        "WIDTH": width,
-        "WIDTH_2": max(16, triton.next_power_of_2(width)),
-        **pdl(q_TNH),
-    }
+    sizes_of_heads = {"WIDTH": width, "WIDTH_2": max(16, triton.next_power_of_2(width))}
+    options = {**sizes_of_heads, "HAS_SOFTCAP": softcap is not None, **pdl(q_TNH)}
 
     # As many splits of the prefix, and of the suffixes, as fill the device.
     num_tiles = triton.cdiv(batch_size * group, _SHARED_ROWS)
@@ -185,7 +187,7 @@ def attend_decode(
     split_o = torch.empty(num_outputs, width, dtype=torch.float32, device=device)
     split_top, split_sum = torch.empty(2, num_outputs, device=device).unbind()
     sizes = (
-        1.0 / math.sqrt(width), q_TNH.stride(0),
+        q_TNH.stride(0),
         k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
         page_table_RP.stride(0), page_size, num_splits, num_prefix_splits, num_heads,
     )  # fmt: skip
@@ -193,19 +195,19 @@ def attend_decode(
     if has_shared:
         _attend_shared_prefix[(num_tiles, num_kv_heads, num_prefix_splits)](
             q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1,
-            split_o, split_top, split_sum, *sizes, batch_size,
+            split_o, split_top, split_sum, scale, softcap or 0.0, *sizes, batch_size,
             GROUP=group, ROWS=_SHARED_ROWS, BLOCK=_SHARED_BLOCK, **options,
         )  # fmt: skip
     _attend_suffix[(batch_size, num_kv_heads, num_suffix_splits)](
         q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B,
         shared_1 if has_shared else row_B,  # without a shared prefix it is not read
-        split_o, split_top, split_sum, *sizes,
+        split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, *sizes,
         GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK,
-        HAS_SHARED=has_shared, **options,
+        HAS_SHARED=has_shared, HAS_WINDOW=window is not None, **options,
     )  # fmt: skip
     _merge_splits[(batch_size, num_heads)](
         split_o, split_top, split_sum, token_B, o_TNH, o_TNH.stride(0), num_splits, num_heads,
-        SPLITS_2=triton.next_power_of_2(num_splits), **options,
+        SPLITS_2=triton.next_power_of_2(num_splits), **sizes_of_heads, **pdl(q_TNH),
     )  # fmt: skip
 
 

@@ -1,0 +1,105 @@
+"""Blocks that the layers of several architectures are made of."""
+
+# Dimensions: D model width, F mlp width, H head width, M all heads of a token, T tokens of a step.
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from minisgl.checkpoint import ModelConfig
+from minisgl.core import Batch
+from minisgl.distributed import DistributedCommunicator
+from minisgl.errors import CheckpointError
+from minisgl.kernel import gelu_and_mul, silu_and_mul
+from minisgl.layers import (
+    AttentionLayer,
+    BaseOP,
+    Context,
+    LinearColParallelMerged,
+    LinearQKVMerged,
+    LinearRowParallel,
+    RMSNorm,
+    RotaryTables,
+)
+
+_ACTIVATIONS = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
+
+
+class Attention(BaseOP):
+    """Projections around an `AttentionLayer`.
+
+    Args:
+        head_norm: whether each head of queries and keys is normed before it is turned.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        ropes: RotaryTables,
+        comm: DistributedCommunicator,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        head_norm: bool = False,
+    ) -> None:
+        rope = ropes.table(config.attention[layer].rope, config.head_dim)
+        self.qkv_proj = qkv_projection(config, comm, bias=qkv_bias)
+        self.o_proj = output_projection(config, comm, bias=output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if head_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if head_norm else None
+        self.attention = AttentionLayer(layer, rope, self.q_norm, self.k_norm)
+
+    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> Tensor:
+        qkv_TMH = self.qkv_proj.forward_heads(x_TD)
+        return self.o_proj.forward(self.attention.forward(qkv_TMH, batch, ctx))
+
+
+def qkv_projection(
+    config: ModelConfig, comm: DistributedCommunicator, *, bias: bool
+) -> LinearQKVMerged:
+    """From activations to the heads of queries, keys and values."""
+    return LinearQKVMerged(
+        config.width, config.num_heads, config.num_kv_heads, config.head_dim, comm.info, bias=bias
+    )
+
+
+def output_projection(
+    config: ModelConfig, comm: DistributedCommunicator, *, bias: bool
+) -> LinearRowParallel:
+    """From the outputs of attention back to the model's width."""
+    return LinearRowParallel(config.num_heads * config.head_dim, config.width, comm, bias=bias)
+
+
+class MLP(Protocol):
+    """What follows the attention of a layer."""
+
+    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor: ...
+
+
+class GatedMLP(BaseOP):
+    """down(activation(gate(x)) * up(x)).
+
+    Raises:
+        CheckpointError: the activation is not known.
+    """
+
+    def __init__(self, config: ModelConfig, comm: DistributedCommunicator) -> None:
+        if config.activation not in _ACTIVATIONS:
+            raise CheckpointError(
+                f"activation {config.activation!r} is not supported: {', '.join(_ACTIVATIONS)}"
+            )
+        self._activation = _ACTIVATIONS[config.activation]
+        outputs = {"gate_proj": config.mlp_width, "up_proj": config.mlp_width}
+        self.gate_up_proj = LinearColParallelMerged.even(
+            config.width, outputs, comm.info, bias=config.mlp_bias
+        )
+        self.down_proj = LinearRowParallel(
+            config.mlp_width, config.width, comm, bias=config.mlp_bias
+        )
+
+    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:  # noqa: ARG002 - as of every MLP
+        gate_TF, up_TF = self.gate_up_proj.forward(x_TD)
+        return self.down_proj.forward(self._activation(gate_TF, up_TF))

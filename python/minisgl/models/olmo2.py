@@ -1,0 +1,84 @@
+"""OLMo 2 (OLMo team 2024, arXiv:2501.00656)."""
+
+# Dimensions: D model width, H head width, M all heads of a token, T tokens of a step.
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minisgl.checkpoint import ModelConfig
+from minisgl.core import Batch
+from minisgl.distributed import DistributedCommunicator
+from minisgl.layers import (
+    AttentionLayer,
+    BaseOP,
+    Context,
+    FullWidthQKNorm,
+    RMSNorm,
+    RotaryTables,
+)
+from minisgl.models.base import BaseLLMModel, DecoderLayer
+from minisgl.models.blocks import GatedMLP, output_projection, qkv_projection
+
+
+class Olmo2Attention(BaseOP):
+    """Attention whose queries are normed over all heads together, and whose keys are, too."""
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        ropes: RotaryTables,
+        comm: DistributedCommunicator,
+    ) -> None:
+        rope = ropes.table(config.attention[layer].rope, config.head_dim)
+        self.qkv_proj = qkv_projection(config, comm, bias=config.attention_bias)
+        self.qk_norm = FullWidthQKNorm(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps, comm
+        )
+        self.attention = AttentionLayer(layer, rope)
+        self.o_proj = output_projection(config, comm, bias=config.attention_bias)
+
+    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> Tensor:
+        qkv_TMH = self.qkv_proj.forward_heads(x_TD)
+        self.qk_norm.apply(qkv_TMH)
+        return self.o_proj.forward(self.attention.forward(qkv_TMH, batch, ctx))
+
+
+class Olmo2Layer(DecoderLayer):
+    """Attention, norm, MLP, norm: a half is normed after it is computed, not before.
+
+    So there is nothing for a norm to add up, and x is the whole sum: residual stays None.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        ropes: RotaryTables,
+        comm: DistributedCommunicator,
+    ) -> None:
+        self.self_attn = Olmo2Attention(layer, config, ropes, comm)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = GatedMLP(config, comm)
+        self.post_feedforward_layernorm = RMSNorm(config.width, config.norm_eps)
+
+    def attend(
+        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
+    ) -> tuple[Tensor, None]:
+        assert residual_TD is None
+        attended_TD = self.self_attn.forward(x_TD, batch, ctx)
+        return x_TD + self.post_attention_layernorm.forward(attended_TD), None
+
+    def transform(
+        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
+    ) -> tuple[Tensor, None]:
+        assert residual_TD is None
+        transformed_TD = self.mlp.forward(x_TD, ctx)
+        return x_TD + self.post_feedforward_layernorm.forward(transformed_TD), None
+
+
+class Olmo2ForCausalLM(BaseLLMModel):
+    """A stack of OLMo 2's layers."""
+
+    layer_class = Olmo2Layer
