@@ -1,12 +1,17 @@
-"""A real frontend over real queues, with a worker behind it that says what the test tells it to say."""
+"""The application over a real frontend and real queues; a fake worker sends what the test says."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+import pytest
+from fastapi import FastAPI
 
 from minisgl.message import (
     BatchFrontendMsg,
@@ -17,11 +22,12 @@ from minisgl.message import (
     decoder,
     encode,
 )
+from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue, private_folder
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+DEADLINE_S = 20.0
 Script = Callable[[TokenizeMsg], Iterable[UserReply]]
 
 
@@ -29,13 +35,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """In a loop of its own, and not for ever."""
 
     async def limited() -> T:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(DEADLINE_S):
             return await work
 
     return asyncio.run(limited())
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def wait_until(holds: Callable[[], bool]) -> None:
     """Let the loop go on until something holds; `run` sets the deadline."""
     while not holds():
         await asyncio.sleep(0.001)
@@ -52,15 +58,15 @@ class FakeWorker:
         self._frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def take(self, tokenizer: int = 0) -> Any:
+    async def receive(self, tokenizer: int = 0) -> Any:
         """The next message to one of the tokenizers."""
         return await self._inboxes[tokenizer].get()
 
-    def say(self, *replies: UserReply) -> None:
+    def send(self, *replies: UserReply) -> None:
         """One reply as it is, several as those of one step."""
-        self.put(replies[0] if len(replies) == 1 else BatchFrontendMsg(list(replies)))
+        self.send_message(replies[0] if len(replies) == 1 else BatchFrontendMsg(list(replies)))
 
-    def put(self, msg: FrontendMsg) -> None:
+    def send_message(self, msg: FrontendMsg) -> None:
         """Any message."""
         self._frontend.put(msg)
 
@@ -69,9 +75,9 @@ class FakeWorker:
 
         async def serve() -> None:
             while True:
-                msg = await self.take()
+                msg = await self.receive()
                 for reply in script(msg) if isinstance(msg, TokenizeMsg) else ():
-                    self.say(reply)
+                    self.send(reply)
 
         self._tasks.append(asyncio.create_task(serve()))
 
@@ -89,7 +95,7 @@ class FakeWorker:
 
 
 @asynccontextmanager
-async def office(
+async def running_frontend(
     max_open_requests: int = 8, num_tokenizer: int = 1
 ) -> AsyncIterator[tuple[Frontend, FakeWorker]]:
     """A running frontend and the worker that it talks to."""
@@ -117,7 +123,7 @@ async def office(
             replies.close()
 
 
-def spell(*pieces: str, num_prompt: int = 3, num_cached: int = 0) -> Script:
+def token_replies(*pieces: str, num_prompt: int = 3, num_cached: int = 0) -> Script:
     """A script that answers every prompt with these pieces, each of one token."""
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
@@ -139,7 +145,7 @@ def spell(*pieces: str, num_prompt: int = 3, num_cached: int = 0) -> Script:
 Asgi = Callable[..., Awaitable[None]]
 
 
-class Call:
+class HttpCall:
     """One HTTP request put to an application by hand, and what it sends back."""
 
     def __init__(
@@ -156,7 +162,7 @@ class Call:
         self.headers: dict[str, str] = {}
         self.chunks: list[bytes] = []
         self.num_received = 0
-        self._hung_up = asyncio.Event()
+        self._disconnected = asyncio.Event()
         size = -(-len(body) // parts) or 1
         self._body = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
         scope = {
@@ -183,7 +189,7 @@ class Call:
         if self._body:
             part = self._body.pop(0)
             return {"type": "http.request", "body": part, "more_body": bool(self._body)}
-        await self._hung_up.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
@@ -193,9 +199,89 @@ class Call:
         elif message.get("body"):
             self.chunks.append(bytes(message["body"]))
 
-    def hang_up(self) -> None:
-        self._hung_up.set()
+    def disconnect(self) -> None:
+        self._disconnected.set()
 
     @property
     def body(self) -> bytes:
         return b"".join(self.chunks)
+
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234, width=2)
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    TEXT: {"model": "m", "prompt": "hi"},
+    RESPONSES: {"model": "m", "input": "hi"},
+}
+routes = pytest.mark.parametrize("route", [CHAT, TEXT])
+all_routes = pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES])
+MAX_BODY = 4096
+
+
+class App:
+    """The application, the frontend below it, and the worker below that."""
+
+    def __init__(self, app: FastAPI, frontend: Frontend, worker: FakeWorker) -> None:
+        self.app, self.frontend, self.worker = app, frontend, worker
+        self._calls: list[HttpCall] = []
+
+    def call(self, method: str, path: str, body: bytes = b"", **options: Any) -> HttpCall:
+        self._calls.append(HttpCall(self.app, method, path, body, **options))
+        return self._calls[-1]
+
+    def post(
+        self, route: str, *, raw: bytes | None = None, parts: int = 1, **fields: Any
+    ) -> HttpCall:
+        body = json.dumps({**BODIES.get(route, {}), **fields}).encode() if raw is None else raw
+        return self.call("POST", route, body, parts=parts)
+
+    async def cancel_calls(self) -> None:
+        """Those that a failed test left behind."""
+        for call in self._calls:
+            call.done.cancel()
+        await asyncio.gather(*(call.done for call in self._calls), return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_app(
+    max_open_requests: int = 8,
+    model: ServedModel = MODEL,
+    num_tokenizer: int = 1,
+    max_body: int = MAX_BODY,
+    **options: Any,
+) -> AsyncIterator[App]:
+    async with running_frontend(max_open_requests, num_tokenizer) as (frontend, worker):
+        app = App(create_app(frontend, model, max_body, **options), frontend, worker)
+        try:
+            yield app
+        finally:
+            await app.cancel_calls()
+
+
+def run_with_app(scenario: Callable[[App], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def whole() -> None:
+        async with running_app(**options) as app:
+            await scenario(app)
+            assert app.frontend.num_open == 0, "a request outlived its answer"
+
+    run(whole())
+
+
+def assert_is_error(call: HttpCall, status: int, **fields: Any) -> dict[str, Any]:
+    """The answer is OpenAI's error object with these fields."""
+    assert call.status == status, call.body
+    assert call.headers["content-type"] == "application/json"
+    (error,) = json.loads(call.body).values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert {name: error[name] for name in fields} == fields
+    return error  # type: ignore[no-any-return]
+
+
+def events_of(call: HttpCall) -> list[Any]:
+    """The data of each event; every byte of the stream belongs to one."""
+    text = call.body.decode()
+    assert re.fullmatch(r"(data: [^\n]+\n\n)*", text)
+    data = [event.removeprefix("data: ") for event in text.split("\n\n")[:-1]]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]

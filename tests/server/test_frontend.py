@@ -21,19 +21,19 @@ from minisgl.message import (
 )
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _seed_after
-from tests.server.harness import office, run, spell, until
+from tests.server.harness import run, running_frontend, token_replies, wait_until
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
 
 
 def test_a_prompt_reaches_the_worker_and_its_replies_come_back_in_order() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             generation = frontend.submit(["hello"], PARAMS)
-            msg = await worker.take()
+            msg = await worker.receive()
             assert msg == TokenizeMsg(msg.uid, "hello", PARAMS)
-            worker.say(UserReply(msg.uid, "a"))
-            worker.say(
+            worker.send(UserReply(msg.uid, "a"))
+            worker.send(
                 UserReply(msg.uid, "b"), UserReply(msg.uid, "c", finish="length", num_output=3)
             )
             replies = [reply async for _, reply in generation]
@@ -42,39 +42,39 @@ def test_a_prompt_reaches_the_worker_and_its_replies_come_back_in_order() -> Non
             assert generation.has_ended
             assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_replies_go_to_the_prompt_that_they_belong_to() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             generation = frontend.submit(["a", "b", "c"], PARAMS)
             other = frontend.submit(["d"], PARAMS)
-            uids = [(await worker.take()).uid for _ in range(4)]
+            uids = [(await worker.receive()).uid for _ in range(4)]
             assert len(set(uids)) == 4
-            worker.say(*(UserReply(uid, f"of {uid}", finish="stop") for uid in reversed(uids)))
+            worker.send(*(UserReply(uid, f"of {uid}", finish="stop") for uid in reversed(uids)))
             assert [(index, reply.text) async for index, reply in generation] == [
                 (index, f"of {uids[index]}") for index in (2, 1, 0)
             ]
             assert [reply.text async for _, reply in other] == [f"of {uids[3]}"]
             assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_more_prompts_than_may_ever_be_open_are_not_told_to_try_again() -> None:
-    async def scene() -> None:
-        async with office(max_open_requests=2) as (frontend, _):
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=2) as (frontend, _):
             with pytest.raises(InvalidRequest, match=r"3 answers .* at most 2") as refusal:
                 frontend.submit(["a", "b", "c"], PARAMS)
             assert (refusal.value.status, refusal.value.param) == (400, None)
 
-    run(scene())
+    run(scenario())
 
 
 def test_beyond_the_limit_requests_are_refused_and_accepted_again_when_one_ends() -> None:
-    async def scene() -> None:
-        async with office(max_open_requests=2) as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=2) as (frontend, worker):
             first = frontend.submit(["a"], PARAMS)
             with pytest.raises(QueueFull, match=r"1 requests are open and the limit is 2"):
                 frontend.submit(["b", "c"], PARAMS)
@@ -82,64 +82,64 @@ def test_beyond_the_limit_requests_are_refused_and_accepted_again_when_one_ends(
             with pytest.raises(QueueFull) as refusal:
                 frontend.submit(["c"], PARAMS)
             assert refusal.value.status == 429
-            worker.say(UserReply((await worker.take()).uid, finish="stop"))
+            worker.send(UserReply((await worker.receive()).uid, finish="stop"))
             await first.next()
             frontend.submit(["c"], PARAMS)
             assert frontend.num_open == 2
-            assert [(await worker.take()).prompt for _ in range(2)] == ["b", "c"], (
+            assert [(await worker.receive()).prompt for _ in range(2)] == ["b", "c"], (
                 "a refused prompt was sent"
             )
 
-    run(scene())
+    run(scenario())
 
 
 def test_closing_aborts_what_has_not_ended_once_and_on_its_own_way() -> None:
-    async def scene() -> None:
-        async with office(num_tokenizer=3) as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend(num_tokenizer=3) as (frontend, worker):
             generation = frontend.submit(["a", "b", "c"], PARAMS)
-            uids = [(await worker.take(i)).uid for i in range(3)]
-            worker.say(UserReply(uids[1], finish="stop"))
+            uids = [(await worker.receive(i)).uid for i in range(3)]
+            worker.send(UserReply(uids[1], finish="stop"))
             await generation.next()
             generation.close()
             generation.close()
             assert frontend.num_open == 0
             assert generation.has_ended
             for i in (0, 2):
-                assert await worker.take(i) == AbortMsg(uids[i]), (
+                assert await worker.receive(i) == AbortMsg(uids[i]), (
                     "the abort follows its request on the same queue"
                 )
             next_one = frontend.submit(["d", "e", "f"], PARAMS)
             for i in range(3):
-                assert isinstance(await worker.take(i), TokenizeMsg), "nothing was aborted twice"
+                assert isinstance(await worker.receive(i), TokenizeMsg), "nothing was aborted twice"
             next_one.close()
 
-    run(scene())
+    run(scenario())
 
 
 def test_replies_to_a_request_that_was_given_up_are_dropped() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             given_up, kept = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
-            uids = [(await worker.take()).uid for _ in range(2)]
+            uids = [(await worker.receive()).uid for _ in range(2)]
             given_up.close()
-            worker.say(
+            worker.send(
                 UserReply(uids[0], "late"),
                 UserReply(uids[0], finish="abort"),
                 UserReply(12345, "unknown"),
             )
-            worker.say(UserReply(uids[1], "b", finish="stop"))
+            worker.send(UserReply(uids[1], "b", finish="stop"))
             assert [reply.text async for _, reply in kept] == ["b"]
             assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_refusal_arrives_with_its_status_and_the_other_prompts_are_aborted() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             generation = frontend.submit(["a", "b"], PARAMS)
-            first, second = [(await worker.take()).uid for _ in range(2)]
-            worker.say(
+            first, second = [(await worker.receive()).uid for _ in range(2)]
+            worker.send(
                 UserReply(first, error=ReplyError(418, "teapot", "short and stout", "spout"))
             )
             with pytest.raises(RequestError, match="short and stout") as refusal:
@@ -150,22 +150,22 @@ def test_a_refusal_arrives_with_its_status_and_the_other_prompts_are_aborted() -
                 "spout",
             )
             generation.close()
-            assert await worker.take() == AbortMsg(second)
+            assert await worker.receive() == AbortMsg(second)
             assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             waiting = [frontend.submit(["a"], PARAMS) for _ in range(3)] + [
                 frontend.submit(["b", "c"], PARAMS)
             ]
             tasks = [asyncio.create_task(generation.next()) for generation in waiting]
             half_read = frontend.submit(["d"], PARAMS)
-            uid = [(await worker.take()).uid for _ in range(6)][-1]
-            worker.say(UserReply(uid, "so far"))
+            uid = [(await worker.receive()).uid for _ in range(6)][-1]
+            worker.send(UserReply(uid, "so far"))
             assert (await half_read.next())[1].text == "so far"
 
             frontend.fail("the engine is gone")
@@ -180,50 +180,50 @@ def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None
             for generation in waiting:
                 generation.close()
 
-    run(scene())
+    run(scenario())
 
 
 def test_what_had_come_before_a_failure_can_still_be_read() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             done, cut = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
-            uids = [(await worker.take()).uid for _ in range(2)]
-            worker.say(UserReply(uids[0], "all", finish="stop"), UserReply(uids[1], "part"))
-            await until(lambda: frontend.num_open == 1)
+            uids = [(await worker.receive()).uid for _ in range(2)]
+            worker.send(UserReply(uids[0], "all", finish="stop"), UserReply(uids[1], "part"))
+            await wait_until(lambda: frontend.num_open == 1)
             frontend.fail("gone")
             assert [reply.text async for _, reply in done] == ["all"]
             assert (await cut.next())[1].text == "part"
             with pytest.raises(EngineFailed):
                 await cut.next()
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_request_that_cannot_be_sent_is_not_open() -> None:
-    async def scene() -> None:
-        async with office(max_open_requests=1) as (frontend, _worker):
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=1) as (frontend, _worker):
             with pytest.raises(UnicodeEncodeError):
                 frontend.submit(["\ud800"], PARAMS)
             assert frontend.num_open == 0, "it would take a place for ever"
 
-    run(scene())
+    run(scenario())
 
 
 @pytest.mark.parametrize("num_tokenizer", [1, 3])
 def test_at_the_end_every_tokenizer_is_told_and_one_passes_it_on(num_tokenizer: int) -> None:
-    async def scene() -> None:
-        async with office(num_tokenizer=num_tokenizer) as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend(num_tokenizer=num_tokenizer) as (frontend, worker):
             frontend.shut_down()
-            told = [await worker.take(i) for i in range(num_tokenizer)]
+            told = [await worker.receive(i) for i in range(num_tokenizer)]
             assert told == [ShutdownMsg(stops_scheduler=i == 0) for i in range(num_tokenizer)]
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
-    async def scene() -> None:
-        async with office(max_open_requests=64) as (frontend, worker):
-            worker.answer_with(spell("a", "b", "c"))
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=64) as (frontend, worker):
+            worker.answer_with(token_replies("a", "b", "c"))
 
             async def ask(number: int) -> None:
                 generation = frontend.submit(["x"], PARAMS)
@@ -237,31 +237,31 @@ def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
                 await asyncio.gather(*(ask(number) for number in range(start, start + 50)))
                 assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_questions_go_to_all_tokenizers_in_turn_and_each_gets_its_own_answer() -> None:
-    async def scene() -> None:
-        async with office(num_tokenizer=2) as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend(num_tokenizer=2) as (frontend, worker):
             encoding = asyncio.create_task(frontend.encode("text", add_special_tokens=False))
             decoding = asyncio.create_task(frontend.decode([1, 2]))
-            first, second = [await worker.take(i) for i in range(2)]
+            first, second = [await worker.receive(i) for i in range(2)]
             assert first == EncodeMsg(first.uid, "text", add_special_tokens=False)
             assert second == DecodeMsg(second.uid, pack_ids([1, 2]))
-            worker.put(CodecReply(second.uid, text="two"))
-            worker.put(CodecReply(first.uid, ids=pack_ids([5, 6, 7])))
+            worker.send_message(CodecReply(second.uid, text="two"))
+            worker.send_message(CodecReply(first.uid, ids=pack_ids([5, 6, 7])))
             assert await encoding == [5, 6, 7]
             assert await decoding == "two"
             assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_question_takes_a_place_and_one_that_is_given_up_leaves_it() -> None:
-    async def scene() -> None:
-        async with office(max_open_requests=1) as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=1) as (frontend, worker):
             asking = asyncio.create_task(frontend.decode([1]))
-            uid = (await worker.take()).uid
+            uid = (await worker.receive()).uid
             assert frontend.num_open == 1
             with pytest.raises(QueueFull):
                 frontend.submit(["a"], PARAMS)
@@ -270,20 +270,20 @@ def test_a_question_takes_a_place_and_one_that_is_given_up_leaves_it() -> None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             assert frontend.num_open == 0
-            worker.put(CodecReply(uid, text="late"))
+            worker.send_message(CodecReply(uid, text="late"))
             again = asyncio.create_task(frontend.decode([2]))
-            worker.put(CodecReply((await worker.take()).uid, text="in time"))
+            worker.send_message(CodecReply((await worker.receive()).uid, text="in time"))
             assert await again == "in time"
 
-    run(scene())
+    run(scenario())
 
 
 def test_a_question_is_refused_by_the_tokenizer_or_by_an_engine_that_is_gone() -> None:
-    async def scene() -> None:
-        async with office() as (frontend, worker):
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
             asking = asyncio.create_task(frontend.decode([1]))
-            worker.put(
-                CodecReply((await worker.take()).uid, error=ReplyError(400, "c", "no", "tokens"))
+            worker.send_message(
+                CodecReply((await worker.receive()).uid, error=ReplyError(400, "c", "no", "tokens"))
             )
             with pytest.raises(RequestError, match="no") as refusal:
                 await asking
@@ -293,14 +293,14 @@ def test_a_question_is_refused_by_the_tokenizer_or_by_an_engine_that_is_gone() -
                 "tokens",
             )
             asking = asyncio.create_task(frontend.decode([1]))
-            await worker.take()
+            await worker.receive()
             frontend.fail("gone")
             for question in (asking, frontend.decode([1])):
                 with pytest.raises(EngineFailed, match="gone"):
                     await question
             assert frontend.num_open == 0
 
-    run(scene())
+    run(scenario())
 
 
 def test_the_smallest_seed_follows_the_largest() -> None:

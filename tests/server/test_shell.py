@@ -16,7 +16,7 @@ from minisgl.errors import EngineFailed
 from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
 from minisgl.server.frontend import Frontend
 from minisgl.server.shell import Shell
-from tests.server.harness import FakeWorker, Script, office, run, until
+from tests.server.harness import FakeWorker, Script, run, running_frontend, wait_until
 
 PARAMS = SamplingParams(temperature=0.0)
 TOO_LONG = ReplyError(400, "context_length_exceeded", "too long for the context", "messages")
@@ -52,11 +52,11 @@ class Chat:
         self._num_typed += 1
         self._lines.put_nowait(line)
 
-    async def say(self, line: str | type[BaseException]) -> str:
+    async def send(self, line: str | type[BaseException]) -> str:
         """Type a line and wait until the shell asks for the next one; what it showed meanwhile."""
         before = len(self.shown)
         self.type(line)
-        await until(lambda: self.running.done() or self.is_waiting)
+        await wait_until(lambda: self.running.done() or self.is_waiting)
         return self.shown[before:]
 
     async def leave(self) -> None:
@@ -66,11 +66,11 @@ class Chat:
 
 @asynccontextmanager
 async def chatting(script: Script | None = None) -> AsyncIterator[Chat]:
-    async with office() as (frontend, worker):
+    async with running_frontend() as (frontend, worker):
         if script:
             worker.answer_with(script)
         chat = Chat(frontend, worker)
-        await until(lambda: chat.is_waiting)
+        await wait_until(lambda: chat.is_waiting)
         try:
             yield chat
         finally:
@@ -78,67 +78,69 @@ async def chatting(script: Script | None = None) -> AsyncIterator[Chat]:
             await asyncio.gather(chat.running, return_exceptions=True)
 
 
-def scene(play: Callable[[Chat], Coroutine[Any, Any, None]], script: Script | None = None) -> None:
+def scenario(
+    scenario: Callable[[Chat], Coroutine[Any, Any, None]], script: Script | None = None
+) -> None:
     async def whole() -> None:
         async with chatting(script) as chat:
-            await play(chat)
+            await scenario(chat)
             assert chat.frontend.num_open == 0
 
     run(whole())
 
 
 def test_it_says_what_it_is_and_leaves_at_exit() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         await chat.leave()
         assert chat.shown.startswith("Chat with m.")
         assert "/help" in chat.shown
 
-    scene(play)
+    scenario(scenario)
 
 
 @pytest.mark.parametrize("line", [EOFError, " /exit \n"])
 def test_the_end_of_the_input_and_exit_end_it(line: Any) -> None:
-    async def play(chat: Chat) -> None:
-        await chat.say(line)
+    async def scenario(chat: Chat) -> None:
+        await chat.send(line)
         await chat.running
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_what_would_command_the_terminal_is_not_written() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         chat.type("hi")
-        msg = await chat.worker.take()
-        chat.worker.say(
+        msg = await chat.worker.receive()
+        chat.worker.send(
             UserReply(msg.uid, "a\x1b[2J\x9b\x07\r\x7f\tb\n\u3000é👩‍👩‍👧", finish="stop")
         )
-        await until(lambda: chat.is_waiting)
+        await wait_until(lambda: chat.is_waiting)
         assert chat.shown.endswith("a\ufffd[2J\ufffd\ufffd\ufffd\ufffd\tb\n\u3000é👩‍👩‍👧\n")
         chat.type("again")
-        again = await chat.worker.take()
+        again = await chat.worker.receive()
         assert "\x1b[2J" in again.prompt.messages[1]["content"], "the model sees what it said"
-        chat.worker.say(UserReply(again.uid, finish="stop"))
-        await until(lambda: chat.is_waiting)
+        chat.worker.send(UserReply(again.uid, finish="stop"))
+        await wait_until(lambda: chat.is_waiting)
         await chat.leave()
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_the_answer_is_written_piece_by_piece() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         chat.type("hi")
-        msg = await chat.worker.take()
-        chat.worker.say(UserReply(msg.uid, "Hel"))
-        await until(lambda: chat.shown.endswith("Hel"))
-        chat.worker.say(UserReply(msg.uid, "lo", finish="stop"))
-        await until(lambda: chat.shown.endswith("Hello\n"))
+        msg = await chat.worker.receive()
+        chat.worker.send(UserReply(msg.uid, "Hel"))
+        await wait_until(lambda: chat.shown.endswith("Hel"))
+        chat.worker.send(UserReply(msg.uid, "lo", finish="stop"))
+        await wait_until(lambda: chat.shown.endswith("Hello\n"))
         await chat.leave()
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_every_turn_is_sent_with_all_turns_before_it() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         prompts = []
 
         def script(msg: TokenizeMsg) -> list[UserReply]:
@@ -147,8 +149,8 @@ def test_every_turn_is_sent_with_all_turns_before_it() -> None:
             return [UserReply(msg.uid, f"answer {len(prompts)}", finish="stop")]
 
         chat.worker.answer_with(script)
-        await chat.say("  one \n")
-        await chat.say("two")
+        await chat.send("  one \n")
+        await chat.send("two")
         assert prompts == [
             [{"role": "user", "content": "one"}],
             [
@@ -158,7 +160,7 @@ def test_every_turn_is_sent_with_all_turns_before_it() -> None:
             ],
         ]
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_reset_forgets_the_conversation() -> None:
@@ -168,21 +170,21 @@ def test_reset_forgets_the_conversation() -> None:
         prompts.append(msg.prompt.messages)
         return [UserReply(msg.uid, "ok", finish="stop")]
 
-    async def play(chat: Chat) -> None:
-        await chat.say("one")
-        assert await chat.say("/reset")
-        await chat.say("two")
+    async def scenario(chat: Chat) -> None:
+        await chat.send("one")
+        assert await chat.send("/reset")
+        await chat.send("two")
         assert prompts[-1] == [{"role": "user", "content": "two"}]
 
-    scene(play, script)
+    scenario(scenario, script)
 
 
 def test_help_lists_every_command() -> None:
-    async def play(chat: Chat) -> None:
-        shown = await chat.say("/help")
+    async def scenario(chat: Chat) -> None:
+        shown = await chat.send("/help")
         assert all(command in shown for command in ("/reset", "/help", "/exit", "Ctrl-C"))
 
-    scene(play)
+    scenario(scenario)
 
 
 @pytest.mark.parametrize("line", ["/", "/reste", "/exit now", "/ exit", "//", "/RESET"])
@@ -190,21 +192,21 @@ def test_an_unknown_command_is_named_and_goes_to_nobody(line: str) -> None:
     def script(msg: TokenizeMsg) -> list[UserReply]:
         raise AssertionError(f"{msg} was sent")
 
-    async def play(chat: Chat) -> None:
-        shown = await chat.say(line)
+    async def scenario(chat: Chat) -> None:
+        shown = await chat.send(line)
         assert line.split()[0] in shown
         assert "/help" in shown
 
-    scene(play, script)
+    scenario(scenario, script)
 
 
 @pytest.mark.parametrize("line", ["", "   ", "\n", KeyboardInterrupt])
 def test_an_empty_line_and_a_ctrl_c_at_the_prompt_do_nothing(line: Any) -> None:
-    async def play(chat: Chat) -> None:
-        assert await chat.say(line) == ""
+    async def scenario(chat: Chat) -> None:
+        assert await chat.send(line) == ""
         await chat.leave()
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_a_refused_message_is_said_and_not_kept() -> None:
@@ -216,13 +218,13 @@ def test_a_refused_message_is_said_and_not_kept() -> None:
             return [UserReply(msg.uid, error=ReplyError(400, "invalid_value", "that cannot be"))]
         return [UserReply(msg.uid, "ok", finish="stop")]
 
-    async def play(chat: Chat) -> None:
-        await chat.say("one")
-        assert await chat.say("two") == "that cannot be\n"
-        await chat.say("three")
+    async def scenario(chat: Chat) -> None:
+        await chat.send("one")
+        assert await chat.send("two") == "that cannot be\n"
+        await chat.send("three")
         assert [turn["content"] for turn in prompts[-1]] == ["one", "ok", "three"]
 
-    scene(play, script)
+    scenario(scenario, script)
 
 
 def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
@@ -234,16 +236,16 @@ def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
             return [UserReply(msg.uid, error=TOO_LONG)]
         return [UserReply(msg.uid, f"to {msg.prompt.messages[-1]['content']}", finish="stop")]
 
-    async def play(chat: Chat) -> None:
-        await chat.say("one")
-        await chat.say("two")
-        shown = await chat.say("three")
+    async def scenario(chat: Chat) -> None:
+        await chat.send("one")
+        await chat.send("two")
+        shown = await chat.send("three")
         assert "dropped" in shown
         assert shown.endswith("to three\n")
         assert [turn["content"] for turn in prompts[-1]] == ["two", "to two", "three"]
         assert [turn["role"] for turn in prompts[-1]] == ["user", "assistant", "user"]
 
-    scene(play, script)
+    scenario(scenario, script)
 
 
 def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() -> None:
@@ -252,69 +254,69 @@ def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() 
             return [UserReply(msg.uid, error=TOO_LONG)]
         return [UserReply(msg.uid, f"{len(msg.prompt.messages)} turns", finish="stop")]
 
-    async def play(chat: Chat) -> None:
-        await chat.say("one")
-        assert (await chat.say("a long one")).endswith("too long for the context\n")
-        assert (await chat.say("two")).endswith("1 turns\n"), (
+    async def scenario(chat: Chat) -> None:
+        await chat.send("one")
+        assert (await chat.send("a long one")).endswith("too long for the context\n")
+        assert (await chat.send("two")).endswith("1 turns\n"), (
             "the refused message was dropped, and the old turns too"
         )
 
-    scene(play, script)
+    scenario(scenario, script)
 
 
 def test_ctrl_c_stops_the_answer_keeps_what_came_and_the_shell_goes_on() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         chat.type("tell me")
-        msg = await chat.worker.take()
-        chat.worker.say(UserReply(msg.uid, "once upon"))
-        await until(lambda: "once upon" in chat.shown)
+        msg = await chat.worker.receive()
+        chat.worker.send(UserReply(msg.uid, "once upon"))
+        await wait_until(lambda: "once upon" in chat.shown)
         os.kill(os.getpid(), signal.SIGINT)
-        assert await chat.worker.take() == AbortMsg(msg.uid)
-        await until(lambda: chat.shown.endswith("[stopped]\n"))
+        assert await chat.worker.receive() == AbortMsg(msg.uid)
+        await wait_until(lambda: chat.shown.endswith("[stopped]\n"))
         chat.type("go on")
-        again = await chat.worker.take()
+        again = await chat.worker.receive()
         assert [turn["content"] for turn in again.prompt.messages] == [
             "tell me",
             "once upon",
             "go on",
         ]
-        chat.worker.say(UserReply(again.uid, "a time", finish="stop"))
-        await until(lambda: chat.shown.endswith("a time\n"))
+        chat.worker.send(UserReply(again.uid, "a time", finish="stop"))
+        await wait_until(lambda: chat.shown.endswith("a time\n"))
         await chat.leave()
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_ctrl_c_before_the_first_token_stops_too() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         chat.type("tell me")
-        msg = await chat.worker.take()
+        msg = await chat.worker.receive()
         os.kill(os.getpid(), signal.SIGINT)
-        assert await chat.worker.take() == AbortMsg(msg.uid)
-        await until(lambda: chat.shown.endswith("[stopped]\n"))
+        assert await chat.worker.receive() == AbortMsg(msg.uid)
+        await wait_until(lambda: chat.shown.endswith("[stopped]\n"))
         await chat.leave()
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_an_engine_that_dies_ends_it() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         chat.type("hi")
-        await chat.worker.take()
+        await chat.worker.receive()
         chat.frontend.fail("the engine is gone")
         with pytest.raises(EngineFailed, match="the engine is gone"):
             await chat.running
 
-    scene(play)
+    scenario(scenario)
 
 
 def test_cancelled_in_mid_answer_it_ends_and_aborts() -> None:
-    async def play(chat: Chat) -> None:
+    async def scenario(chat: Chat) -> None:
         chat.type("hi")
-        msg = await chat.worker.take()
+        msg = await chat.worker.receive()
         chat.running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await chat.running
-        assert await chat.worker.take() == AbortMsg(msg.uid)
+        assert await chat.worker.receive() == AbortMsg(msg.uid)
 
-    scene(play)
+    scenario(scenario)

@@ -12,9 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
 from minisgl.server.http.metrics import Metrics, Stopwatch
-from tests.server.harness import spell, until
+from tests.server.harness import CHAT, TEXT, App, run_with_app, token_replies, wait_until
 from tests.server.http.test_middleware import KEYS, bearer
-from tests.server.test_api_server import CHAT, TEXT, App, scene
 
 FEATURES = Path(__file__).parents[3] / "docs" / "features.md"
 Samples = dict[str, float]
@@ -39,8 +38,8 @@ async def scrape(app: App, **options: Any) -> Samples:
 
 
 def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("a", "", "b", "c", num_prompt=7, num_cached=4))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a", "", "b", "c", num_prompt=7, num_cached=4))
         for route in (CHAT, TEXT):
             for stream in (False, True):
                 await app.post(route, stream=stream).done
@@ -56,7 +55,7 @@ def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
             seen[f"http_requests_total {CHAT} 200"] == seen[f"http_requests_total {TEXT} 200"] == 2
         )
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_a_prompt_without_an_answer_is_counted_once() -> None:
 
 
 def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         for method, path in (
             ("GET", "/v1/models/m"),
             ("GET", "/v1/models/x/y"),
@@ -127,23 +126,23 @@ def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
             "errors_total too_short": 1,
         }
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_bug_is_a_500_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         monkeypatch.setattr(app.frontend, "encode", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await app.post("/tokenize", prompt="a").done
         seen = await scrape(app)
         assert (seen["http_requests_total /tokenize 500"], seen["errors_total http_500"]) == (1, 1)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         refusal = ReplyError(400, "context_length_exceeded", "101 tokens", "prompt")
         app.worker.answer_with(lambda msg: [UserReply(msg.uid, error=refusal, num_prompt=101)])
         await app.post(CHAT, stream=stream).done
@@ -154,16 +153,16 @@ def test_a_refusal_by_a_worker_is_an_error_and_no_tokens(stream: bool) -> None:
         ) == (1, 1)
         assert seen["prompt_tokens_total"] == seen["request_duration_seconds_count"] == 0
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_an_engine_that_dies_is_one_error_for_a_stream_and_one_for_a_whole_answer() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         stream = app.post(CHAT, stream=True)
-        app.worker.say(UserReply((await app.worker.take()).uid, "part", num_output=1))
-        await until(lambda: b"part" in stream.body)
+        app.worker.send(UserReply((await app.worker.receive()).uid, "part", num_output=1))
+        await wait_until(lambda: b"part" in stream.body)
         whole = app.post(CHAT)
-        await app.worker.take()
+        await app.worker.receive()
         app.frontend.fail("gone")
         await asyncio.gather(stream.done, whole.done)
         seen = await scrape(app)
@@ -174,24 +173,24 @@ def test_an_engine_that_dies_is_one_error_for_a_stream_and_one_for_a_whole_answe
         ) == (1, 1)
         assert seen["aborts_total"] == 0
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_readers_that_go_away_are_aborts() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(TEXT, prompt=["a", "b"])
-        await app.worker.take()
-        call.hang_up()
+        await app.worker.receive()
+        call.disconnect()
         await call.done
         seen = await scrape(app)
         assert (seen["aborts_total"], seen[f"http_requests_total {TEXT} 499"]) == (2, 1)
         assert seen["request_duration_seconds_count"] == 0
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         before = await scrape(app)
         assert (
             before["requests_running"]
@@ -199,10 +198,10 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
             == before["kv_pages_used_ratio"]
             == 0
         )
-        app.worker.put(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2, 20, 200, 0)))
-        app.worker.put(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5, 30, 300, 48)))
-        app.worker.put(BatchFrontendMsg([]))
-        app.worker.answer_with(spell("a"))
+        app.worker.send_message(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2, 20, 200, 0)))
+        app.worker.send_message(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5, 30, 300, 48)))
+        app.worker.send_message(BatchFrontendMsg([]))
+        app.worker.answer_with(token_replies("a"))
         await app.post(TEXT).done  # comes after them
         seen = await scrape(app)
         assert (seen["requests_running"], seen["requests_waiting"]) == (3, 2)
@@ -212,23 +211,23 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
         assert seen["computed_tokens_total"] == 300
         assert seen["cached_tokens_total"] == 48
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_it_wants_a_key_and_counts_who_has_none() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.call("GET", "/metrics")
         await call.done
         assert call.status == 401
         seen = await scrape(app, **bearer(KEYS[0]))
         assert seen["errors_total invalid_api_key"] == seen["http_requests_total other 401"] == 1
 
-    scene(play, api_keys=KEYS)
+    run_with_app(scenario, api_keys=KEYS)
 
 
 def test_no_text_of_a_request_or_an_answer_is_in_it_and_two_servers_do_not_mix() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("confidential"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("confidential"))
         await app.post(CHAT, messages=[{"role": "user", "content": "confidential"}]).done
         await app.post(CHAT, confidential=1).done
         await app.call("GET", "/confidential").done
@@ -237,7 +236,7 @@ def test_no_text_of_a_request_or_an_answer_is_in_it_and_two_servers_do_not_mix()
         assert b"confidential" not in call.body
         assert parse(Metrics().expose().decode())["output_tokens_total"] == 0
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_the_documentation_lists_every_metric_with_its_type_and_no_other() -> None:

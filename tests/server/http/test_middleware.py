@@ -6,8 +6,16 @@ import json
 
 import pytest
 
-from tests.server.harness import Call, spell
-from tests.server.test_api_server import BODIES, CHAT, LIMIT, App, assert_is_error, scene
+from tests.server.harness import (
+    BODIES,
+    CHAT,
+    MAX_BODY,
+    App,
+    HttpCall,
+    assert_is_error,
+    run_with_app,
+    token_replies,
+)
 
 KEYS = ("sk-one", "ключ")
 
@@ -16,7 +24,7 @@ def bearer(key: str) -> dict[str, list[tuple[bytes, bytes]]]:
     return {"headers": [(b"authorization", b"Bearer " + key.encode())]}
 
 
-def assert_is_refused(call: Call) -> None:
+def assert_is_refused(call: HttpCall) -> None:
     error = assert_is_error(call, 401, type="invalid_request_error", code="invalid_api_key")
     assert call.headers["www-authenticate"] == "Bearer"
     assert not any(key in error["message"] for key in KEYS)
@@ -25,14 +33,14 @@ def assert_is_refused(call: Call) -> None:
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER   "])
 def test_each_of_the_keys_opens_the_door(key: str, scheme: bytes) -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("ok"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
         headers = [(b"authorization", scheme + key.encode())]
         call = app.call("POST", CHAT, json.dumps(BODIES[CHAT]).encode(), headers=headers)
         await call.done
         assert call.status == 200
 
-    scene(play, api_keys=KEYS)
+    run_with_app(scenario, api_keys=KEYS)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +63,14 @@ def test_each_of_the_keys_opens_the_door(key: str, scheme: bytes) -> None:
     ids=lambda value: str(value)[:20],
 )
 def test_without_a_known_key_nothing_is_answered(value: bytes | None) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         headers = [] if value is None else [(b"authorization", value)]
         call = app.call("POST", CHAT, json.dumps(BODIES[CHAT]).encode(), headers=headers)
         await call.done
         assert_is_refused(call)
         assert app.frontend.num_open == 0
 
-    scene(play, api_keys=KEYS)
+    run_with_app(scenario, api_keys=KEYS)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_without_a_known_key_nothing_is_answered(value: bytes | None) -> None:
     ],
 )
 def test_every_route_but_health_wants_a_key(method: str, path: str) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.call(method, path)
         await call.done
         assert_is_refused(call)
@@ -88,27 +96,27 @@ def test_every_route_but_health_wants_a_key(method: str, path: str) -> None:
         await health.done
         assert health.status == 200
 
-    scene(play, api_keys=KEYS)
+    run_with_app(scenario, api_keys=KEYS)
 
 
 def test_a_body_is_not_read_before_the_key() -> None:
-    async def play(app: App) -> None:
-        call = app.post(CHAT, raw=b" " * (LIMIT + 1), parts=7)
+    async def scenario(app: App) -> None:
+        call = app.post(CHAT, raw=b" " * (MAX_BODY + 1), parts=7)
         await call.done
         assert_is_refused(call)
         assert call.num_received == 0
 
-    scene(play, api_keys=KEYS)
+    run_with_app(scenario, api_keys=KEYS)
 
 
 def test_without_keys_none_is_asked_for_and_one_that_comes_is_no_harm() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         for options in ({}, bearer("anything")):
             call = app.call("GET", "/v1/models", **options)
             await call.done
             assert call.status == 200
 
-    scene(play)
+    run_with_app(scenario)
 
 
 ORIGIN = "https://a.org"
@@ -120,7 +128,7 @@ def from_page(origin: str, *more: tuple[bytes, bytes]) -> list[tuple[bytes, byte
 
 @pytest.mark.parametrize("keys", [(), KEYS])
 def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, ...]) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         asks = [
             (b"access-control-request-method", b"POST"),
             (b"access-control-request-headers", b"authorization,content-type"),
@@ -136,7 +144,7 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
         }
         assert "authorization" in call.headers["access-control-allow-headers"].lower()
 
-        app.worker.answer_with(spell("ok"))
+        app.worker.answer_with(token_replies("ok"))
         for path, options in (
             (CHAT, from_page(ORIGIN)),
             (CHAT, from_page(ORIGIN, *bearer(KEYS[0])["headers"])),
@@ -148,7 +156,7 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
             )
             assert call.status == (401 if keys and options == from_page(ORIGIN) else 200)
 
-    scene(play, api_keys=keys, cors_origins=("https://b.org", ORIGIN))
+    run_with_app(scenario, api_keys=keys, cors_origins=("https://b.org", ORIGIN))
 
 
 @pytest.mark.parametrize(
@@ -157,16 +165,16 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
 def test_all_origins_or_those_given(
     allowed: tuple[str, ...], origin: str, said: str | None
 ) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.call("GET", "/v1/models", headers=from_page(origin))
         await call.done
         assert call.headers.get("access-control-allow-origin") == said
 
-    scene(play, cors_origins=allowed)
+    run_with_app(scenario, cors_origins=allowed)
 
 
 def test_without_the_option_no_page_is_let_in() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         preflight = app.call(
             "OPTIONS", CHAT, headers=from_page(ORIGIN, (b"access-control-request-method", b"POST"))
         )
@@ -178,4 +186,4 @@ def test_without_the_option_no_page_is_let_in() -> None:
             name.startswith("access-control") for name in preflight.headers | plain.headers
         )
 
-    scene(play)
+    run_with_app(scenario)

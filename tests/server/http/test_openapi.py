@@ -14,9 +14,8 @@ from minisgl.message import CodecReply, ReplyError, TextLogprobs, TokenizeMsg, U
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
-from tests.server.harness import Call, Script
+from tests.server.harness import CHAT, MODEL, RESPONSES, TEXT, App, HttpCall, Script, run_with_app
 from tests.server.openai.test_responses import events_of
-from tests.server.test_api_server import CHAT, MODEL, RESPONSES, TEXT, App, scene
 
 GENERATE, EMBED = "/generate", "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE}
@@ -64,7 +63,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def answering(finish: Any, *, logprobs: bool) -> Script:
+def answer_script(finish: Any, *, logprobs: bool) -> Script:
     """A thought, a text and a call; or a vector."""
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
@@ -103,7 +102,7 @@ def check(document: dict[str, Any], schema: dict[str, Any], answer: Any) -> None
     jsonschema_rs.validate({**schema, "components": closed(document["components"])}, answer)
 
 
-def check_call(document: dict[str, Any], path: str, call: Call, method: str = "post") -> None:
+def check_call(document: dict[str, Any], path: str, call: HttpCall, method: str = "post") -> None:
     declared = document["paths"][path][method]["responses"][str(call.status)]["content"]
     check(document, declared[call.headers["content-type"]]["schema"], json.loads(call.body))
 
@@ -126,10 +125,10 @@ def output_schemas(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize(("path", "fields"), ASKED)
 def test_whole_answers_are_as_declared(path: str, fields: dict[str, Any], finish: Any) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         document = await document_of(app)
         app.worker.answer_with(
-            answering(finish, logprobs="logprobs" in fields or "include" in fields)
+            answer_script(finish, logprobs="logprobs" in fields or "include" in fields)
         )
         call = app.post(path, **fields)
         await call.done
@@ -142,12 +141,12 @@ def test_whole_answers_are_as_declared(path: str, fields: dict[str, Any], finish
             with pytest.raises(jsonschema_rs.ValidationError, match="more"):
                 check(document, {"$ref": "#/components/schemas/ChatCompletion"}, spoilt)
 
-    scene(play, model=SPEAKER)
+    run_with_app(scenario, model=SPEAKER)
 
 
 @pytest.mark.parametrize("error", [None, ReplyError(500, "internal_error", "oh")])
 def test_responses_in_events_are_as_declared_too(error: ReplyError | None) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         document = await document_of(app)
         last = {"finish": "stop"} if error is None else {"error": error}
         app.worker.answer_with(lambda msg: [UserReply(msg.uid, "a"), UserReply(msg.uid, **last)])
@@ -163,18 +162,18 @@ def test_responses_in_events_are_as_declared_too(error: ReplyError | None) -> No
         for response in found:
             check(document, {"$ref": "#/components/schemas/ResponseObject"}, response)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_the_other_routes_and_errors_are_as_declared() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         document = await document_of(app)
         for path, body, reply in (
             ("/tokenize", {"prompt": "a"}, {"ids": pack_ids([1, 2])}),
             ("/detokenize", {"tokens": [1]}, {"text": "a"}),
         ):
             call = app.post(path, **body)
-            app.worker.put(CodecReply((await app.worker.take()).uid, **reply))
+            app.worker.send_message(CodecReply((await app.worker.receive()).uid, **reply))
             await call.done
             assert call.status == 200
             check_call(document, path, call)
@@ -196,12 +195,12 @@ def test_the_other_routes_and_errors_are_as_declared() -> None:
             await call.done
             check_call(document, declared, call, method)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize("keys", [(), ("sk",)])
 def test_keys_are_declared_where_they_are_wanted_and_422_nowhere(keys: tuple[str, ...]) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         headers = [(b"authorization", b"Bearer sk")]
         call = app.call("GET", "/openapi.json", headers=headers)
         await call.done
@@ -221,12 +220,12 @@ def test_keys_are_declared_where_they_are_wanted_and_422_nowhere(keys: tuple[str
         if not keys:
             assert '"401"' not in call.body.decode() and "security" not in call.body.decode()
 
-    scene(play, api_keys=keys)
+    run_with_app(scenario, api_keys=keys)
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_an_answer_has_is_required_and_streams_are_declared() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         document = await document_of(app)
         taken = {f"{name}-Output" for name in ("TextOptions",)}
         for name, schema in output_schemas(document):
@@ -246,4 +245,4 @@ def test_what_an_answer_has_is_required_and_streams_are_declared() -> None:
             assert all(media["schema"] for media in content.values()), path
         assert "HTTPValidationError" not in document["components"]["schemas"]
 
-    scene(play)
+    run_with_app(scenario)

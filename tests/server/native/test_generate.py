@@ -11,8 +11,14 @@ import pytest
 from minisgl.core import SamplingParams
 from minisgl.message import ReplyError, TextLogprobs, TokenIds, TokenizeMsg, UserReply, unpack_ids
 from minisgl.server.native.generate import GenerateRequest
-from tests.server.harness import spell, until
-from tests.server.test_api_server import App, assert_is_error, events_of, scene
+from tests.server.harness import (
+    App,
+    assert_is_error,
+    events_of,
+    run_with_app,
+    token_replies,
+    wait_until,
+)
 
 ROUTE = "/generate"
 USAGE = {
@@ -26,8 +32,8 @@ NOT_TAKEN = {"grammar", "embeds"}
 
 
 def test_a_text_in_and_a_text_out() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("Hel", "lo", num_prompt=5, num_cached=4))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("Hel", "lo", num_prompt=5, num_cached=4))
         call = app.post(ROUTE, prompt="hi")
         await call.done
         assert call.status == 200
@@ -36,12 +42,12 @@ def test_a_text_in_and_a_text_out() -> None:
             == {"text": "Hello", "finish_reason": "stop", "usage": USAGE} | NONE
         )
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_stream_gives_each_piece_once_and_the_usage_last() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("Hel", "lo", num_prompt=5, num_cached=4))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("Hel", "lo", num_prompt=5, num_cached=4))
         call = app.post(ROUTE, prompt="hi", stream=True)
         await call.done
         assert events_of(call) == [
@@ -50,7 +56,7 @@ def test_a_stream_gives_each_piece_once_and_the_usage_last() -> None:
             "[DONE]",
         ]
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -58,7 +64,7 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
     told = TextLogprobs("a", -0.5, [("a", -0.5), ("b", -1.0)])
     expected = {"token": "a", "logprob": -0.5, "top": [["a", -0.5], ["b", -1.0]]}
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(
             lambda msg: [UserReply(msg.uid, "", logprobs=[told]), UserReply(msg.uid, finish="stop")]
         )
@@ -67,7 +73,7 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
         answers = events_of(call)[:-1] if stream else [json.loads(call.body)]
         assert [entry for answer in answers for entry in answer.get("logprobs", [])] == [expected]
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
@@ -79,7 +85,7 @@ def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
             UserReply(msg.uid, finish="stop", num_prompt=2),
         ]
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(replies)
         for stream in (False, True):
             call = app.post(ROUTE, prompt="hi", logprobs=0, prompt_logprobs=0, stream=stream)
@@ -93,7 +99,7 @@ def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
                 ("yo", -1.0)
             ]
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_parameters_have_our_own_names_and_the_models_defaults() -> None:
@@ -132,18 +138,18 @@ def test_parameters_have_our_own_names_and_the_models_defaults() -> None:
 
 
 def test_ids_go_on_as_they_are_and_a_model_may_be_named() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(ROUTE, prompt=[5, 6, 5], model="m")
-        msg = await app.worker.take()
+        msg = await app.worker.receive()
         assert isinstance(msg.prompt, TokenIds)
         assert unpack_ids(msg.prompt.raw).tolist() == [5, 6, 5]
-        app.worker.say(UserReply(msg.uid, finish="length"))
+        app.worker.send(UserReply(msg.uid, finish="length"))
         await call.done
         other = app.post(ROUTE, prompt="hi", model="gpt-9")
         await other.done
         assert_is_error(other, 404, param="model")
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize(
@@ -162,28 +168,28 @@ def test_ids_go_on_as_they_are_and_a_model_may_be_named() -> None:
     ],
 )
 def test_what_it_does_not_take_is_refused_by_name(body: dict[str, Any], param: str) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(ROUTE, **body)
         await call.done
         assert assert_is_error(call, 400)["param"].split(".")[0] == param
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_refusal_comes_before_any_byte_and_a_hang_up_aborts() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         refused = app.post(ROUTE, prompt="hi", stream=True)
-        app.worker.say(
-            UserReply((await app.worker.take()).uid, error=ReplyError(400, "c", "no", "prompt"))
+        app.worker.send(
+            UserReply((await app.worker.receive()).uid, error=ReplyError(400, "c", "no", "prompt"))
         )
         await refused.done
         assert_is_error(refused, 400, message="no")
         call = app.post(ROUTE, prompt="hi", stream=True)
-        uid = (await app.worker.take()).uid
-        app.worker.say(UserReply(uid, "part"))
-        await until(lambda: b"part" in call.body)
-        call.hang_up()
-        assert (await app.worker.take()).uid == uid
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, "part"))
+        await wait_until(lambda: b"part" in call.body)
+        call.disconnect()
+        assert (await app.worker.receive()).uid == uid
         await call.done
 
-    scene(play)
+    run_with_app(scenario)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.message import CodecReply, Conversation, DecodeMsg, EncodeMsg, ReplyError, pack_ids
-from tests.server.test_api_server import App, assert_is_error, scene
+from tests.server.harness import App, assert_is_error, run_with_app
 
 TURN = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
 ASKED = pytest.mark.parametrize(
@@ -33,29 +33,29 @@ ASKED = pytest.mark.parametrize(
 def test_a_prompt_of_either_kind_is_tokenized(
     body: dict[str, Any], prompt: Any, special: bool | None
 ) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post("/tokenize", **body)
-        msg = await app.worker.take()
+        msg = await app.worker.receive()
         assert msg == EncodeMsg(msg.uid, prompt, special)
-        app.worker.put(CodecReply(msg.uid, ids=pack_ids([1, 70_000, 3])))
+        app.worker.send_message(CodecReply(msg.uid, ids=pack_ids([1, 70_000, 3])))
         await call.done
         assert call.status == 200
         assert json.loads(call.body) == {"tokens": [1, 70_000, 3], "count": 3, "max_model_len": 100}
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 2**31 - 1]])
 def test_tokens_become_text(tokens: list[int]) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post("/detokenize", tokens=tokens)
-        msg = await app.worker.take()
+        msg = await app.worker.receive()
         assert msg == DecodeMsg(msg.uid, pack_ids(tokens))
-        app.worker.put(CodecReply(msg.uid, text="é👍"))
+        app.worker.send_message(CodecReply(msg.uid, text="é👍"))
         await call.done
         assert (call.status, json.loads(call.body)) == (200, {"prompt": "é👍"})
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize(
@@ -83,54 +83,54 @@ def test_tokens_become_text(tokens: list[int]) -> None:
 def test_what_is_no_such_request_is_a_400_that_names_the_field(
     route: str, body: dict[str, Any], param: str
 ) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(route, **body)
         await call.done
         assert_is_error(call, 400, type="invalid_request_error", param=param)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @ASKED
 def test_another_model_is_a_404(route: str, body: dict[str, Any]) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(route, **body, model="gpt-9")
         await call.done
         assert_is_error(call, 404, code="model_not_found")
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @ASKED
 def test_a_refusal_an_engine_that_dies_and_a_full_house(route: str, body: dict[str, Any]) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         refused = app.post(route, **body)
-        uid = (await app.worker.take()).uid
+        uid = (await app.worker.receive()).uid
         too_many = app.post(route, **body)
         await too_many.done
         assert_is_error(too_many, 429, code="queue_full")
-        app.worker.put(
+        app.worker.send_message(
             CodecReply(uid, error=ReplyError(400, "invalid_value", "no such token", "tokens"))
         )
         await refused.done
         assert_is_error(refused, 400, message="no such token", param="tokens")
         cut = app.post(route, **body)
-        await app.worker.take()
+        await app.worker.receive()
         app.frontend.fail("the engine is gone")
         await cut.done
         assert_is_error(cut, 503, code="engine_failed")
 
-    scene(play, max_open_requests=1)
+    run_with_app(scenario, max_open_requests=1)
 
 
 @ASKED
 def test_a_reader_that_goes_away_leaves_nothing_behind(route: str, body: dict[str, Any]) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(route, **body)
-        await app.worker.take()
+        await app.worker.receive()
         assert app.frontend.num_open == 1
-        call.hang_up()
+        call.disconnect()
         await call.done
         assert call.status == 499
 
-    scene(play)
+    run_with_app(scenario)

@@ -16,8 +16,16 @@ from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
-from tests.server.harness import Script, run
-from tests.server.test_api_server import CHAT, MODEL, App, assert_is_error, events_of, running
+from tests.server.harness import (
+    CHAT,
+    MODEL,
+    App,
+    Script,
+    assert_is_error,
+    events_of,
+    run,
+    running_app,
+)
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("get", "put")]
 NAMED = {"type": "function", "function": {"name": "get"}}
@@ -32,7 +40,7 @@ SPEAKER = replace(
 )
 
 
-def spell(text: str, finish: Any = "stop") -> Script:
+def token_replies(text: str, finish: Any = "stop") -> Script:
     """A script that says a text three characters at a time."""
 
     def script(msg: TokenizeMsg) -> list[UserReply]:
@@ -58,9 +66,9 @@ def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) ->
     """The only choice of a whole answer, which must be the same that OpenAI's client makes of the events."""
     choices: list[Any] = []
 
-    async def play() -> None:
-        async with running(model=model) as app, client_of(app) as client:
-            app.worker.answer_with(spell(text, finish))
+    async def scenario() -> None:
+        async with running_app(model=model) as app, client_of(app) as client:
+            app.worker.answer_with(token_replies(text, finish))
             call = app.post(CHAT, **{"tools": TOOLS, **fields})
             await call.done
             assert call.status == 200, call.body
@@ -73,7 +81,7 @@ def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) ->
                     streamed = error.completion
                 choices.append(streamed.choices[0].to_dict())
 
-    run(play())
+    run(scenario())
     whole, streamed = choices
     for number, said in enumerate(streamed["message"].get("tool_calls") or ()):
         assert said.pop("index") == number
@@ -146,23 +154,23 @@ def test_if_none_is_to_be_called_calls_are_text() -> None:
 
 
 def test_an_answer_that_is_too_long_says_so_even_if_it_called_tools() -> None:
-    async def play() -> None:
-        async with running(model=SPEAKER) as app:
-            app.worker.answer_with(spell(CALLS + "\nAnd", "length"))
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
+            app.worker.answer_with(token_replies(CALLS + "\nAnd", "length"))
             call = app.post(CHAT, tools=TOOLS)
             await call.done
             (choice,) = json.loads(call.body)["choices"]
             assert (called(choice), choice["finish_reason"]) == (BOTH, "length")
 
-    run(play())
+    run(scenario())
 
 
 def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far_as_it_came() -> (
     None
 ):
-    async def play() -> None:
-        async with running(model=SPEAKER) as app:
-            app.worker.answer_with(spell(CALLS[:50], "length"))
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
+            app.worker.answer_with(token_replies(CALLS[:50], "length"))
             whole, stream = app.post(CHAT, tools=TOOLS), app.post(CHAT, tools=TOOLS, stream=True)
             await whole.done
             await stream.done
@@ -177,7 +185,7 @@ def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far
             assert all(delta.get("content") is None for delta in deltas)
             assert len(pieces) > 2 and CALLS[:50].endswith("".join(pieces))
 
-    run(play())
+    run(scenario())
 
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
@@ -205,9 +213,9 @@ def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_cl
 
 
 def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
-    async def play() -> None:
-        async with running(model=SPEAKER) as app:
-            app.worker.answer_with(spell(CALLS[:24], "length"))
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
+            app.worker.answer_with(token_replies(CALLS[:24], "length"))
             whole, stream = (
                 app.post(CHAT, tools=TOOLS, tool_choice="required", stream=it)
                 for it in (False, True)
@@ -220,14 +228,16 @@ def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
             assert (first["delta"], last["delta"]) == ({"role": "assistant", "content": None}, {})
             assert choice["finish_reason"] == last["finish_reason"] == "length"
 
-    run(play())
+    run(scenario())
 
 
 def test_the_events_of_a_call() -> None:
-    async def play() -> None:
-        async with running(model=SPEAKER) as app:
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
             app.worker.answer_with(
-                spell(f'{THOUGHT}<tool_call>{{"name": "put", "arguments": {{"a": 1}}}}</tool_call>')
+                token_replies(
+                    f'{THOUGHT}<tool_call>{{"name": "put", "arguments": {{"a": 1}}}}</tool_call>'
+                )
             )
             call = app.post(CHAT, tools=TOOLS, stream=True)
             await call.done
@@ -246,7 +256,7 @@ def test_the_events_of_a_call() -> None:
             assert all(it.keys() == {"index", "function"} and it["index"] == 0 for it in more)
             assert "".join(it["function"]["arguments"] for it in more) == '{"a": 1}'
 
-    run(play())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -261,10 +271,10 @@ def test_the_events_of_a_call() -> None:
     ids=str,
 )
 def test_what_the_engine_and_the_template_are_told(fields: Any, has_grammar: bool) -> None:
-    async def play() -> None:
-        async with running(model=SPEAKER) as app:
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app:
             call = app.post(CHAT, **{"tools": TOOLS, **fields})
-            msg = await app.worker.take()
+            msg = await app.worker.receive()
             assert (msg.sampling.grammar is not None) == has_grammar
             assert not msg.sampling.skip_special_tokens
             names = [tool["function"]["name"] for tool in msg.prompt.tools]
@@ -273,28 +283,28 @@ def test_what_the_engine_and_the_template_are_told(fields: Any, has_grammar: boo
                 for it in fields.get("tools", TOOLS)
                 if "none" not in fields.values()
             ]
-            app.worker.say(UserReply(msg.uid, finish="stop"))
+            app.worker.send(UserReply(msg.uid, finish="stop"))
             await call.done
 
-    run(play())
+    run(scenario())
 
 
 def test_a_model_that_is_not_known_to_call_tools_says_so() -> None:
-    async def play() -> None:
-        async with running() as app:
+    async def scenario() -> None:
+        async with running_app() as app:
             call = app.post(CHAT, tools=TOOLS)
             await call.done
             assert "--tool-call-parser" in assert_is_error(call, 400, param="tools")["message"]
 
-    run(play())
+    run(scenario())
 
 
 def test_an_answer_comes_back_as_a_turn_of_the_next_request() -> None:
     """As OpenAI's client sends its own message object back."""
 
-    async def play() -> None:
-        async with running(model=SPEAKER) as app, client_of(app) as client:
-            app.worker.answer_with(spell(THOUGHT + CALLS))
+    async def scenario() -> None:
+        async with running_app(model=SPEAKER) as app, client_of(app) as client:
+            app.worker.answer_with(token_replies(THOUGHT + CALLS))
             asked: list[Any] = [{"role": "user", "content": "hi"}]
             tools: Any = TOOLS
             first = await client.chat.completions.create(model="m", messages=asked, tools=tools)
@@ -308,4 +318,4 @@ def test_an_answer_comes_back_as_a_turn_of_the_next_request() -> None:
             )
             assert again.choices[0].finish_reason == "tool_calls"
 
-    run(play())
+    run(scenario())

@@ -18,9 +18,17 @@ from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
-from tests.server.harness import spell
+from tests.server.harness import (
+    BODIES,
+    CHAT,
+    RESPONSES,
+    TEXT,
+    App,
+    assert_is_error,
+    run_with_app,
+    token_replies,
+)
 from tests.server.http.test_openapi import document_of
-from tests.server.test_api_server import BODIES, CHAT, RESPONSES, TEXT, App, assert_is_error, scene
 
 TABLES_ARE_OF = "3.54"  # the client's release, which the head of docs/openai.md names
 EMBED = "/v1/embeddings"
@@ -124,13 +132,13 @@ def test_the_tables_have_all_of_openais_fields(route: str) -> None:
     unknown = openais - first(documented(route))
     assert not unknown or _release(openai.__version__) > _release(TABLES_ARE_OF)
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         for name in [*unknown, "a_field_of_tomorrow"]:
             call = app.post(route, **{**NEEDED[route], name: {}})
             await call.done
             assert_is_error(call, 400, param=name, code="extra_forbidden")
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def _release(version: str) -> list[int]:
@@ -139,12 +147,12 @@ def _release(version: str) -> list[int]:
 
 @pytest.mark.parametrize("route", KINDS)
 def test_the_document_has_the_fields_of_the_tables_and_no_others(route: str) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         schema = (await document_of(app))["components"]["schemas"][KINDS[route].__name__]
         assert schema["additionalProperties"] is False
         assert schema["properties"].keys() == first(documented(route))
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +160,7 @@ def test_the_document_has_the_fields_of_the_tables_and_no_others(route: str) -> 
     [(route, name) for route, kind in KINDS.items() for name in kind.model_fields],
 )
 def test_null_is_the_same_as_absent(route: str, name: str) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(
             lambda msg: [UserReply(msg.uid, finish="length", embedding=bytes(8))]
         )
@@ -163,7 +171,7 @@ def test_null_is_the_same_as_absent(route: str, name: str) -> None:
         else:
             assert call.status == 200, call.body
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_text_completion_without_a_limit_has_sixteen_tokens() -> None:
@@ -182,13 +190,13 @@ def test_what_the_tables_call_refused_has_a_value_here(route: str) -> None:
     [(route, name, value) for route, fields in REFUSED.items() for name, value in fields.items()],
 )
 def test_what_would_change_an_answer_is_refused_by_name(route: str, name: str, value: Any) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(route, **{**NEEDED[route], **nested(name, value)})
         await call.done
         error = assert_is_error(call, 400, param=name, code="unsupported_parameter")
         assert name in error["message"]
 
-    scene(play)
+    run_with_app(scenario)
 
 
 async def assert_takes_the_first_only(app: App, route: str, name: str, values: list[Any]) -> None:
@@ -206,27 +214,27 @@ async def assert_takes_the_first_only(app: App, route: str, name: str, values: l
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES])
 def test_what_is_accepted_has_a_type(route: str, name: str) -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("a"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a"))
         await assert_takes_the_first_only(app, route, name, ACCEPTED[name])
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_prediction_has_a_type() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("a"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a"))
         await assert_takes_the_first_only(app, CHAT, "prediction", PREDICTION)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_the_document_has_the_values_that_change_nothing() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         schemas = (await document_of(app))["components"]["schemas"]
         assert schemas["ChatRequest"]["properties"]["functions"]["enum"] == [[], None]
         assert schemas["ChatRequest"]["properties"]["audio"]["enum"] == [None]
         assert schemas["ResponsesRequest"]["properties"]["background"]["enum"] == [False, None]
         assert schemas["ResponsesRequest"]["properties"]["input"]["anyOf"][0] == {"type": "string"}
 
-    scene(play)
+    run_with_app(scenario)

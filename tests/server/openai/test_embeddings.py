@@ -11,7 +11,7 @@ import pytest
 
 from minisgl.message import AbortMsg, ReplyError, TokenIds, UserReply, unpack_ids
 from minisgl.server.openai.embeddings import EMBEDDING_SAMPLING
-from tests.server.test_api_server import App, assert_is_error, scene
+from tests.server.harness import App, assert_is_error, run_with_app
 
 ROUTE = "/v1/embeddings"
 VECTORS = [[0.6, -0.8], [1.0, 0.0]]
@@ -23,17 +23,19 @@ def raw(vector: list[float]) -> bytes:
 
 @pytest.mark.parametrize("encoding_format", [None, "float", "base64"])
 def test_vectors_come_in_the_order_of_their_inputs(encoding_format: str | None) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(
             ROUTE, model="m", input=["a", "b"], encoding_format=encoding_format, user="me"
         )
-        msgs = [await app.worker.take() for _ in range(2)]
+        msgs = [await app.worker.receive() for _ in range(2)]
         assert [(msg.prompt, msg.sampling) for msg in msgs] == [
             ("a", EMBEDDING_SAMPLING),
             ("b", EMBEDDING_SAMPLING),
         ]
         for msg, vector in reversed(list(zip(msgs, VECTORS, strict=True))):
-            app.worker.say(UserReply(msg.uid, finish="length", num_prompt=3, embedding=raw(vector)))
+            app.worker.send(
+                UserReply(msg.uid, finish="length", num_prompt=3, embedding=raw(vector))
+            )
         await call.done
         assert call.status == 200
         answer = json.loads(call.body)
@@ -54,22 +56,22 @@ def test_vectors_come_in_the_order_of_their_inputs(encoding_format: str | None) 
             else:
                 assert told == pytest.approx(vector)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_ids_go_on_as_they_are() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(ROUTE, model="m", input=[[1, 2], [3]], dimensions=2)
         prompts = []
         for _ in range(2):
-            msg = await app.worker.take()
+            msg = await app.worker.receive()
             assert isinstance(msg.prompt, TokenIds)
             prompts.append(unpack_ids(msg.prompt.raw).tolist())
-            app.worker.say(UserReply(msg.uid, finish="length", embedding=raw(VECTORS[0])))
+            app.worker.send(UserReply(msg.uid, finish="length", embedding=raw(VECTORS[0])))
         await call.done
         assert (call.status, prompts) == (200, [[1, 2], [3]])
 
-    scene(play)
+    run_with_app(scenario)
 
 
 @pytest.mark.parametrize(
@@ -88,34 +90,34 @@ def test_ids_go_on_as_they_are() -> None:
 def test_what_cannot_be_embedded_is_refused_by_name(
     fields: dict[str, Any], status: int, param: str
 ) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(ROUTE, **{"model": "m", "input": "a", **fields})
         await call.done
         assert_is_error(call, status, param=param)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_if_one_input_is_too_long_the_other_is_aborted_and_the_error_says_input() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(ROUTE, model="m", input=["a", "b"])
-        first, second = [(await app.worker.take()).uid for _ in range(2)]
-        app.worker.say(
+        first, second = [(await app.worker.receive()).uid for _ in range(2)]
+        app.worker.send(
             UserReply(second, error=ReplyError(400, "context_length_exceeded", "101 tokens"))
         )
         await call.done
         assert_is_error(call, 400, code="context_length_exceeded", param="input")
-        assert await app.worker.take() == AbortMsg(first)
+        assert await app.worker.receive() == AbortMsg(first)
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_client_that_goes_away_aborts_its_inputs() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(ROUTE, model="m", input="a")
-        uid = (await app.worker.take()).uid
-        call.hang_up()
-        assert await app.worker.take() == AbortMsg(uid)
+        uid = (await app.worker.receive()).uid
+        call.disconnect()
+        assert await app.worker.receive() == AbortMsg(uid)
         await call.done
 
-    scene(play)
+    run_with_app(scenario)

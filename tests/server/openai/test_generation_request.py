@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from minisgl.core import Grammar, SamplingParams
+from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import TokenIds, pack_ids
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
-
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-TEXT = {"model": "m", "prompt": "hello"}
-BODIES = {ChatRequest: CHAT, CompletionRequest: TEXT}
-both = pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+from tests.server.openai.harness import BODIES, both, read, sampling
 
 OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [1],
@@ -79,20 +73,6 @@ HONOURED = [  # name, value, what the sampler gets
     ("seed", 7, 7),
     ("priority", -3, -3),
 ]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-GRAMMARS = [  # name, value, what the scheduler gets
-    ("response_format", {"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
-    (
-        "response_format",
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
-        Grammar("json_schema", json.dumps(SCHEMA)),
-    ),
-    ("guided_json", SCHEMA, Grammar("json_schema", json.dumps(SCHEMA))),
-    ("guided_json", json.dumps(SCHEMA), Grammar("json_schema", json.dumps(SCHEMA))),
-    ("guided_regex", "[0-9]+", Grammar("regex", "[0-9]+")),
-    ("guided_choice", ["yes", 'n"o'], Grammar("lark", 'start: "yes" | "n\\"o"')),
-    ("guided_grammar", 'start: "x"', Grammar("lark", 'start: "x"')),
-]
 
 
 def pairs(table: dict[str, list[Any]]) -> list[Any]:
@@ -103,15 +83,6 @@ def pairs(table: dict[str, list[Any]]) -> list[Any]:
     ]
 
 
-def read(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> Any:
-    """The request as it comes over the wire: through JSON."""
-    return kind.model_validate(json.loads(json.dumps({**BODIES[kind], **fields})))
-
-
-def sampling(kind: type[ChatRequest] | type[CompletionRequest], **fields: Any) -> SamplingParams:
-    return read(kind, **fields).sampling({})  # type: ignore[no-any-return]
-
-
 def effect(request: Any) -> Any:
     return (
         request.sampling({}),
@@ -120,53 +91,6 @@ def effect(request: Any) -> Any:
         request.include_usage,
         request.stream,
     )
-
-
-@both
-@pytest.mark.parametrize(("name", "value", "grammar"), GRAMMARS)
-def test_formats_become_grammars(kind: Any, name: str, value: Any, grammar: Grammar) -> None:
-    assert sampling(kind, **{name: value}).grammar == grammar
-
-
-@both
-def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
-    with pytest.raises(InvalidRequest, match="both response_format and guided_regex") as refusal:
-        sampling(kind, response_format={"type": "json_object"}, guided_regex="x")
-    assert refusal.value.param == "guided_regex"
-
-
-@both
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("response_format", {"type": "json_schema"}, r"(?s)json_schema.*required"),
-        ("response_format", {"type": "text", "json_schema": {"name": "x"}}, "not permitted"),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"schema": {}}},
-            "json_schema.name",
-        ),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
-            "pattern",
-        ),
-        ("response_format", {"type": "xml"}, "json_object"),
-        ("guided_choice", [], "at least 1"),
-        ("guided_grammar", "start: " + "a " * 8192, "16391 characters, which is more than 8192"),
-        ("guided_regex", "\ud83d", "half a surrogate pair"),
-        ("guided_json", {"minimum": math.inf}, "finite number|not JSON"),
-        ("guided_json", json.dumps({"title": "x" * 300_000}), "at most 131072"),
-        ("guided_json", "{'type': 'object'}", "not JSON"),
-        ("guided_json", "null", "dictionary"),
-        ("guided_json", '{"a": ' * 65 + "1" + "}" * 65, "more than 64 deep"),
-        ("guided_json", "[" * 100_000, "not JSON"),
-        ("guided_json", '{"minimum": 1e999}', "not JSON"),
-    ],
-)
-def test_bad_formats_are_refused(kind: Any, name: str, value: Any, reason: str) -> None:
-    with pytest.raises((ValidationError, InvalidRequest), match=reason):
-        sampling(kind, **{name: value})
 
 
 @both
@@ -269,13 +193,6 @@ def test_a_value_out_of_bounds_names_its_field(
     with pytest.raises(InvalidRequest) as refusal:
         sampling(kind, **fields)
     assert refusal.value.param == param
-
-
-def test_the_name_of_a_speaker_goes_to_the_template() -> None:
-    (conversation,) = read(
-        ChatRequest, messages=[{"role": "user", "content": "x", "name": "Ada"}]
-    ).prompts()
-    assert conversation.messages == [{"role": "user", "content": "x", "name": "Ada"}]
 
 
 def test_top_logprobs_need_logprobs() -> None:
@@ -436,250 +353,6 @@ def test_max_completion_tokens_wins() -> None:
 def test_a_text_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None:
     assert read(CompletionRequest).token_limit == 16
     assert read(CompletionRequest, max_tokens=2).token_limit == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("a", "a"),
-        ("", ""),
-        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
-        ("\1 \u2028 👍", "\1 \u2028 👍"),
-    ],
-)
-def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
-    (conversation,) = read(ChatRequest, messages=[{"role": "user", "content": content}]).prompts()
-    assert conversation.messages == [{"role": "user", "content": text}]
-
-
-def test_a_developer_is_a_system() -> None:
-    roles = ["developer", "system", "user", "assistant"]
-    (conversation,) = read(
-        ChatRequest, messages=[{"role": role, "content": "x"} for role in roles]
-    ).prompts()
-    assert [turn["role"] for turn in conversation.messages] == [
-        "system",
-        "system",
-        "user",
-        "assistant",
-    ]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        {},
-        "hello",
-        None,
-        ["hello"],
-        [{"role": "user"}],
-        [{"content": "x"}],
-        [{"role": "robot", "content": "x"}],
-        [{"role": "tool", "content": "x"}],
-        [{"role": "tool", "tool_call_id": "1"}],
-        [{"role": "user", "content": "x", "tool_call_id": "1"}],
-        [{"role": "user", "content": "x", "tool_calls": [CALL]}],
-        [{"role": "user", "content": "x", "reasoning_content": "Hm"}],
-        [{"role": "assistant", "content": None}],
-        [{"role": "assistant", "reasoning_content": "Hm"}],
-        [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
-        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}],
-        [
-            {
-                "role": "assistant",
-                "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}],
-            }
-        ],
-        [{"role": "assistant", "tool_calls": [{**CALL, "id": "\ud83d"}]}],
-        [{"role": "assistant", "content": "x", "refusal": "no"}],
-        [{"role": "User", "content": "x"}],
-        [{"role": None, "content": "x"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": ["x"]}],
-        [{"role": "assistant", "content": "x", "tool_calls": []}],
-        [{"role": "user", "content": "x"}, {"role": "user", "content": "x", "weight": 1}],
-    ],
-)
-def test_messages_of_another_shape_are_refused(messages: Any) -> None:
-    with pytest.raises(ValidationError) as error:
-        read(ChatRequest, messages=messages)
-    assert error.value.errors()[0]["loc"][0] == "messages"
-
-
-def turn(**fields: Any) -> Any:
-    """What the template gets for an assistant's message."""
-    (conversation,) = read(ChatRequest, messages=[{"role": "assistant", **fields}]).prompts()
-    return conversation.messages[0]
-
-
-def test_calls_and_their_results_go_to_the_template() -> None:
-    call = {**CALL, "function": {"name": "f", "arguments": '{"x": [1, null]}'}}
-    messages = [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [call, CALL],
-            "refusal": None,
-            "audio": None,
-            "reasoning_content": "Hm",
-        },
-        {
-            "role": "tool",
-            "tool_call_id": "c1",
-            "content": [{"type": "text", "text": "42"}],
-            "name": "f",
-        },
-    ]
-    (conversation,) = read(ChatRequest, messages=messages).prompts()
-    calls = [{**CALL, "function": {"name": "f", "arguments": it}} for it in ({"x": [1, None]}, {})]
-    assert conversation.messages == [
-        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Hm"},
-        {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "f"},
-    ]
-    assert turn(tool_calls=[CALL]) == turn(content="", tool_calls=[CALL])
-
-
-DEEP = '{"a": ' * 65 + "1" + "}" * 65
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["", "{", "[1]", "null", '{"a": 1e999', '{"a": %s}' % 10**30, '{"a": "\\ud83d"}', DEEP],
-)
-def test_arguments_that_are_no_object_to_send_on_stay_text(arguments: str) -> None:
-    (call,) = turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": arguments}}])[
-        "tool_calls"
-    ]
-    assert call["function"]["arguments"] == arguments
-
-
-def test_tools_go_to_the_template_unless_none_is_to_be_called() -> None:
-    schema = {"type": "object", "properties": {"x": {}}}
-    full = {"name": "f", "description": "F.", "parameters": schema, "strict": True}
-    tools = [{"type": "function", "function": it} for it in (full, {"name": "g"})]
-
-    def shown(**fields: Any) -> Any:
-        return read(ChatRequest, tools=tools, **fields).prompts()[0].tools
-
-    assert shown() == [
-        {"type": "function", "function": {"name": "f", "description": "F.", "parameters": schema}},
-        {
-            "type": "function",
-            "function": {"name": "g", "parameters": {"type": "object", "properties": {}}},
-        },
-    ]
-    named = {"type": "function", "function": {"name": "g"}}
-    assert (
-        shown(tool_choice="required")
-        == shown(tool_choice="auto")
-        == shown(tool_choice=named)
-        == shown()
-    )
-    assert shown(tool_choice="none") == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "choice", "callable", "several"),
-    [
-        ({}, "auto", ["f", "g"], True),
-        ({"tool_choice": "auto", "parallel_tool_calls": False}, "auto", ["f", "g"], False),
-        ({"tool_choice": "required", "parallel_tool_calls": True}, "required", ["f", "g"], True),
-        ({"tool_choice": "none"}, "none", [], True),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "required",
-            ["g"],
-            False,
-        ),
-    ],
-)
-def test_what_an_answer_may_call(
-    fields: Any, choice: str, callable: list[str], several: bool
-) -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
-    use = read(ChatRequest, tools=tools, **fields).tool_use
-    assert (use.choice, [tool.name for tool in use.callable_tools], use.allows_several_calls) == (
-        choice,
-        callable,
-        several,
-    )
-    assert use.is_enforced == (choice == "required")
-    tools[1]["function"]["strict"] = True  # type: ignore[index]
-    assert read(ChatRequest, tools=tools, **fields).tool_use.is_enforced == (choice != "none")
-
-
-def nested(depth: int) -> dict[str, Any]:
-    return (
-        {"type": "object", "properties": {"a": nested(depth - 2)}}
-        if depth > 2
-        else {"type": "object"}
-    )
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        {},
-        {"name": ""},
-        {"name": "a b"},
-        {"name": "f\n"},
-        {"name": "x" * 65},
-        {"name": "f", "description": 1},
-        {"name": "f", "description": "\ud83d"},
-        {"name": "f", "parameters": []},
-        {"name": "f", "parameters": {"type": "string"}},
-        {"name": "f", "parameters": {"type": ["object", "null"]}},
-        {"name": "f", "parameters": {"title": "\ud83d"}},
-        {"name": "f", "parameters": {"maximum": 10**30}},
-        {"name": "f", "parameters": nested(66)},
-        {"name": "f", "strict": "yes"},
-        {"name": "f", "else": 1},
-    ],
-    ids=lambda function: str(function)[:60],
-)
-def test_a_tool_of_another_shape_is_refused(function: Any) -> None:
-    with pytest.raises(ValidationError) as error:
-        read(ChatRequest, tools=[{"type": "function", "function": function}])
-    assert error.value.errors()[0]["loc"][:3] == ("tools", 0, "function")
-
-
-def test_tools_have_bounds() -> None:
-    def offer(names: list[str], **fields: Any) -> Any:
-        return read(
-            ChatRequest,
-            tools=[{"type": "function", "function": {"name": it}} for it in names],
-            **fields,
-        )
-
-    assert len(offer([str(i) for i in range(128)]).tool_use.tools) == 128
-    with pytest.raises(ValidationError, match="tools"):
-        offer([str(i) for i in range(129)])
-    function = {"name": "f-._1" + "x" * 59, "parameters": nested(64)}
-    assert read(
-        ChatRequest, tools=[{"type": "function", "function": function}]
-    ).tool_use.callable_tools
-
-
-@pytest.mark.parametrize(
-    ("names", "choice", "param"),
-    [
-        ("ff", "auto", "tools"),
-        ("f", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
-        ("", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
-        ("", "required", "tool_choice"),
-    ],
-)
-def test_a_choice_that_does_not_suit_the_tools_is_refused(
-    names: str, choice: Any, param: str
-) -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    with pytest.raises(InvalidRequest) as refusal:
-        read(ChatRequest, tools=tools, tool_choice=choice).prompts()
-    assert refusal.value.param == param
 
 
 @pytest.mark.parametrize(

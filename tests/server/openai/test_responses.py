@@ -40,8 +40,17 @@ from minisgl.server.parsing.deltas import (
 )
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
-from tests.server.harness import Call, run, spell, until
-from tests.server.test_api_server import MODEL, RESPONSES, App, assert_is_error, scene
+from tests.server.harness import (
+    MODEL,
+    RESPONSES,
+    App,
+    HttpCall,
+    assert_is_error,
+    run,
+    run_with_app,
+    token_replies,
+    wait_until,
+)
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGE = (
@@ -180,15 +189,15 @@ async def client_of(app: App) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def post(app: App, **fields: Any) -> Call:
+async def post(app: App, **fields: Any) -> HttpCall:
     call = app.post(RESPONSES, **fields)
     await call.done
     return call
 
 
 def test_a_whole_answer_is_openais_object() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("Hel", "", "lo 👍", num_prompt=5, num_cached=4))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("Hel", "", "lo 👍", num_prompt=5, num_cached=4))
         call = await post(app)
         assert call.status == 200
         answer = json.loads(call.body)
@@ -242,7 +251,7 @@ def test_a_whole_answer_is_openais_object() -> None:
             "user": None,
         }
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_response_says_what_was_asked() -> None:
@@ -267,8 +276,8 @@ def test_a_response_says_what_was_asked() -> None:
 
 
 def test_a_stream_tells_of_a_message_from_beginning_to_end() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("Hé", "", "\n\nline\r\u2028"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("Hé", "", "\n\nline\r\u2028"))
         call = await post(app, stream=True)
         assert call.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = events_of(call.body.decode())
@@ -283,20 +292,20 @@ def test_a_stream_tells_of_a_message_from_beginning_to_end() -> None:
         assert events[-1]["response"]["output"] == [message]
         assert events[-1]["response"]["usage"]["total_tokens"] == 6
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_a_first_piece_is_sent_before_the_second_is_made() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(RESPONSES, stream=True)
-        uid = (await app.worker.take()).uid
-        app.worker.say(UserReply(uid, "first"))
-        await until(lambda: b"first" in call.body)
-        app.worker.say(UserReply(uid, "second", finish="stop"))
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, "first"))
+        await wait_until(lambda: b"first" in call.body)
+        app.worker.send(UserReply(uid, "second", finish="stop"))
         await call.done
         assert replay(events_of(call.body.decode()))[0]["content"][0]["text"] == "firstsecond"
 
-    scene(play)
+    run_with_app(scenario)
 
 
 SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
@@ -431,17 +440,17 @@ def fail_after(part: str, fail: Callable[[App, int], None]) -> list[dict[str, An
     """The events of a stream that said something before it failed."""
     events: list[dict[str, Any]] = []
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = app.post(RESPONSES, stream=True)
-        uid = (await app.worker.take()).uid
-        app.worker.say(UserReply(uid, part))
-        await until(lambda: part.encode() in call.body)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, part))
+        await wait_until(lambda: part.encode() in call.body)
         fail(app, uid)
         await call.done
         assert call.status == 200
         events.extend(events_of(call.body.decode()))
 
-    scene(play)
+    run_with_app(scenario)
     return events
 
 
@@ -464,7 +473,7 @@ def test_an_engine_that_dies_in_mid_stream_fails_the_response() -> None:
 def test_a_refusal_in_mid_stream_fails_the_response() -> None:
     refusal = ReplyError(400, "no_grammar", "the grammar ran out", "text")
     *_, error, failed = fail_after(
-        "part", lambda app, uid: app.worker.say(UserReply(uid, error=refusal))
+        "part", lambda app, uid: app.worker.send(UserReply(uid, error=refusal))
     )
     assert (error["code"], error["param"]) == ("no_grammar", "text")
     assert failed["response"]["error"] == {
@@ -496,7 +505,7 @@ def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
 
 
 def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(with_logprobs)
         asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
         whole = json.loads((await post(app, **asked)).body)
@@ -521,7 +530,7 @@ def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
         ]
         assert replay(events)[0]["content"] == [part]
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_only_messages_have_log_probabilities() -> None:
@@ -537,8 +546,8 @@ def test_only_messages_have_log_probabilities() -> None:
 
 
 def test_openais_client_reads_whole_answers_and_streams() -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("Hel", "lo"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("Hel", "lo"))
         async with client_of(app) as client:
             whole = await client.responses.create(model="m", input="hi")
             assert (whole.output_text, whole.status) == ("Hello", "completed")
@@ -557,7 +566,7 @@ def test_openais_client_reads_whole_answers_and_streams() -> None:
             ]
             assert [event.sequence_number for event in events] == list(range(len(events)))
 
-    scene(play)
+    run_with_app(scenario)
 
 
 class Point(BaseModel):
@@ -575,7 +584,7 @@ def test_openais_client_parses_into_its_own_classes() -> None:
             UserReply(msg.uid, '"y":2}', finish="stop", num_output=2),
         ]
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(script)
         async with client_of(app) as client:
             parsed = await client.responses.parse(model="m", input="hi", text_format=Point)
@@ -586,7 +595,7 @@ def test_openais_client_parses_into_its_own_classes() -> None:
             assert grammar is not None and grammar.kind == "json_schema"
             assert set(json.loads(grammar.text)["properties"]) == {"x", "y"}
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_the_items_of_an_answer_are_input_of_the_next_request() -> None:
@@ -814,12 +823,12 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
     ids=str,
 )
 def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         call = await post(app, **fields)
         error = assert_is_error(call, 400, type="invalid_request_error", param=param)
         assert param in error["message"]
 
-    scene(play)
+    run_with_app(scenario)
 
 
 def test_an_input_must_be() -> None:
@@ -870,9 +879,9 @@ def test_an_answer_with_tools_through_openais_client() -> None:
 
     def script(msg: TokenizeMsg) -> Iterable[UserReply]:
         prompts.append(msg.prompt)
-        return spell(*(spoken[at : at + 3] for at in range(0, len(spoken), 3)))(msg)
+        return token_replies(*(spoken[at : at + 3] for at in range(0, len(spoken), 3)))(msg)
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(script)
         async with client_of(app) as client:
             whole = await client.responses.create(model="m", input="hi", tools=tools)
@@ -890,8 +899,8 @@ def test_an_answer_with_tools_through_openais_client() -> None:
         )
         assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
 
-    scene(
-        play,
+    run_with_app(
+        scenario,
         model=replace(
             MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
         ),
@@ -901,7 +910,7 @@ def test_an_answer_with_tools_through_openais_client() -> None:
 def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
     spoken = '<tool_call>\n{"name": "f", "arguments": {"x'
 
-    async def play(app: App) -> None:
+    async def scenario(app: App) -> None:
         app.worker.answer_with(
             lambda msg: [UserReply(msg.uid, spoken), UserReply(msg.uid, finish="length")]
         )
@@ -914,13 +923,13 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
             assert (item["type"], item["status"]) == ("function_call", "incomplete")
             assert (item["name"], item["arguments"]) == ("f", '{"x')
 
-    scene(play, model=replace(MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""))))
+    run_with_app(scenario, model=replace(MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""))))
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 def test_no_response_is_kept(method: str) -> None:
-    async def play(app: App) -> None:
-        app.worker.answer_with(spell("a"))
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a"))
         made = json.loads((await post(app, store=True)).body)
         call = app.call(method, f"{RESPONSES}/{made['id']}")
         await call.done
@@ -932,4 +941,4 @@ def test_no_response_is_kept(method: str) -> None:
                     "resp_1"
                 )
 
-    scene(play)
+    run_with_app(scenario)

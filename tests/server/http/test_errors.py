@@ -1,0 +1,292 @@
+"""Errors: status, code and the field at fault, before the first byte of an answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from minisgl.message import (
+    CodecReply,
+    DecodeMsg,
+    ReplyError,
+    UserReply,
+)
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import REASONING_FORMATS
+from tests.server.harness import (
+    CHAT,
+    MODEL,
+    RESPONSES,
+    TEXT,
+    App,
+    all_routes,
+    assert_is_error,
+    run_with_app,
+)
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "a" * 2**17}}}
+
+
+@all_routes
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_by_the_worker_is_an_error_before_any_byte(route: str, stream: bool) -> None:
+    async def scenario(app: App) -> None:
+        refusal = ReplyError(400, "context_length_exceeded", "101 tokens", "prompt")
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, error=refusal)])
+        call = app.post(route, stream=stream)
+        await call.done
+        assert_is_error(
+            call,
+            400,
+            message="101 tokens",
+            type="invalid_request_error",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        (CHAT, {}, "messages"),
+        (TEXT, {}, "prompt"),
+        (RESPONSES, {}, "input"),
+        ("/generate", {"prompt": "hi"}, "prompt"),
+        ("/v1/embeddings", {"model": "m", "input": "hi"}, "input"),
+        ("/detokenize", {"tokens": [5]}, "tokens"),
+        (TEXT, {"prompt": [5], "echo": True}, "prompt"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_said_of_the_field_that_the_client_sent(
+    route: str, body: dict[str, Any], field: str
+) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, **body)
+        msg = await app.worker.receive()
+        refusal = ReplyError(400, "invalid_value", "it is bad")
+        app.worker.send_message(
+            (CodecReply if isinstance(msg, DecodeMsg) else UserReply)(msg.uid, error=refusal)
+        )
+        await call.done
+        assert_is_error(call, 400, message="it is bad", param=field)
+
+    run_with_app(scenario)
+
+
+@all_routes
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_before_the_first_token_is_a_503(route: str, stream: bool) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, stream=stream)
+        await app.worker.receive()
+        app.frontend.fail("the engine is gone")
+        await call.done
+        assert_is_error(
+            call, 503, message="the engine is gone", type="server_error", code="engine_failed"
+        )
+        again = app.post(route)
+        await again.done
+        assert_is_error(again, 503, message="the engine is gone")
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("POST", "/v1/chat/completion", 404),
+        ("GET", "/v1/\x00", 404),
+        ("GET", CHAT, 405),
+        ("PUT", TEXT, 405),
+        ("GET", RESPONSES, 405),
+        ("PUT", f"{RESPONSES}/resp_1", 405),
+        ("POST", f"{RESPONSES}/resp_1/cancel", 404),
+        ("DELETE", "/v1/models", 405),
+        ("DELETE", "/v1/models/m", 405),
+        ("POST", "/health", 405),
+        ("BREW", CHAT, 405),
+    ],
+)
+def test_a_wrong_route_or_method_is_an_error_that_names_it(
+    method: str, path: str, status: int
+) -> None:
+    async def scenario(app: App) -> None:
+        call = app.call(method, path)
+        await call.done
+        error = assert_is_error(call, status, type="invalid_request_error")
+        assert f"{method} {path}" in error["message"]
+
+    run_with_app(scenario)
+
+
+@all_routes
+def test_too_many_requests_are_a_429_and_the_open_ones_go_on(route: str) -> None:
+    async def scenario(app: App) -> None:
+        first = app.post(route)
+        uid = (await app.worker.receive()).uid
+        second = app.post(route)
+        await second.done
+        assert_is_error(second, 429, type="rate_limit_error", code="queue_full")
+        assert int(second.headers["retry-after"]) >= 1
+        app.worker.send(UserReply(uid, "ok", finish="stop"))
+        await first.done
+        assert first.status == 200
+
+    run_with_app(scenario, max_open_requests=1)
+
+
+@all_routes
+def test_another_model_is_a_404(route: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, model="gpt-9")
+        await call.done
+        error = assert_is_error(call, 404, param="model", code="model_not_found")
+        assert "gpt-9" in error["message"]
+        assert "'m'" in error["message"]
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]},
+            "messages.1.role",
+        ),
+        ({"tempature": 1}, "tempature"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"tools": [{}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "a\0"}, "stop"),
+        ({"messages": [{"role": "user", "content": "a\0"}]}, "messages.0.content"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}, "stream": False}, "stream_options"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"stop": 3}, "stop"),
+        ({"stop": ["a", 3]}, "stop.1"),
+        ({"guided_json": {"a": float("nan")}}, "guided_json"),
+        ({"guided_json": "\ud800"}, "guided_json"),
+        ({"guided_json": {"a": json.loads("[" * 64 + "1" + "]" * 64)}}, "guided_json"),
+        ({"guided_json": '{"a": ' + "[" * 64 + "1" + "]" * 64 + "}"}, "guided_json"),
+    ],
+)
+def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(CHAT, **fields)
+        await call.done
+        error = assert_is_error(call, 400, type="invalid_request_error", param=param)
+        assert param in error["message"]
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "said"),
+    [
+        ([-1], "prompt.0", "greater than or equal to 0"),
+        ([[5], [2**31]], "prompt.1.0", "less than or equal to"),
+    ],
+)
+def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, said: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=prompt)
+        await call.done
+        assert said in assert_is_error(call, 400, param=param)["message"]
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (CHAT, {"response_format": FORMAT}, "response_format"),
+        (
+            CHAT,
+            {"guided_json": {"title": "a" * (2**17 - 20)}},
+            "guided_json",
+        ),  # too long with what lets the model think
+        (TEXT, {"guided_regex": "a" * (2**17 + 1)}, "guided_regex"),
+        (RESPONSES, {"text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}}}, "text"),  # type: ignore[dict-item]
+    ],
+)
+def test_a_grammar_that_is_too_long_is_said_of_its_field(
+    route: str, fields: dict[str, Any], param: str
+) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, **fields)
+        await call.done
+        assert "at most 131072" in assert_is_error(call, 400, param=param)["message"]
+
+    run_with_app(
+        scenario,
+        model=replace(MODEL, dialect=Dialect(reasoning_format=REASONING_FORMATS["qwen3"])),
+        max_body=2**20,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 10**30},
+        {"top_k": 10**30},
+        {"seed": 10**30},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {"model": "\ud83d"},
+        {"\ud83d": 1},
+    ],
+    ids=str,
+)
+def test_what_no_message_can_carry_is_refused_and_takes_no_place(fields: dict[str, Any]) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(CHAT, **fields)
+        await call.done
+        assert call.status in (400, 404), call.body
+        assert_is_error(call, call.status, type="invalid_request_error")
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 2000,
+        b'{"model": 1e5',
+        b"{}",
+    ],
+)
+def test_a_body_that_is_no_request_is_a_400(raw: bytes) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(CHAT, raw=raw)
+        await call.done
+        assert_is_error(call, 400, type="invalid_request_error")
+
+    run_with_app(scenario)

@@ -1,0 +1,141 @@
+"""Streams of chats and text completions: usage, order of chunks, errors in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from minisgl.message import (
+    ReplyError,
+    TokenizeMsg,
+    UserReply,
+)
+from tests.server.harness import (
+    TEXT,
+    App,
+    events_of,
+    routes,
+    run_with_app,
+    token_replies,
+    wait_until,
+)
+
+
+@routes
+def test_a_stream_that_asks_for_usage_ends_with_it(route: str) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a", "b", num_prompt=7, num_cached=6))
+        call = app.post(route, stream=True, stream_options={"include_usage": True})
+        await call.done
+        *chunks, usage, done = events_of(call)
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert usage["choices"] == []
+        assert usage["usage"]["total_tokens"] == 9
+        assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+        assert done == "[DONE]"
+        assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+
+    run_with_app(scenario)
+
+
+@routes
+def test_a_stream_that_does_not_ask_for_usage_has_none(route: str) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a"))
+        call = app.post(route, stream=True)
+        await call.done
+        assert not any("usage" in chunk for chunk in events_of(call)[:-1])
+
+    run_with_app(scenario)
+
+
+def test_a_streams_first_piece_is_sent_before_its_second_is_made() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, stream=True)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, "first"))
+        await wait_until(lambda: b"first" in call.body)
+        app.worker.send(UserReply(uid, "second", finish="stop"))
+        await call.done
+        assert [event["choices"][0]["text"] for event in events_of(call)[:-1]] == [
+            "first",
+            "second",
+        ]
+
+    run_with_app(scenario)
+
+
+@routes
+def test_an_engine_that_dies_in_mid_stream_is_the_last_event(route: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(route, stream=True)
+        app.worker.send(UserReply((await app.worker.receive()).uid, "part"))
+        await wait_until(lambda: b"part" in call.body)
+        app.frontend.fail("the engine is gone")
+        await call.done
+        assert call.status == 200
+        error = events_of(call)[-1]
+        assert error == {
+            "error": {
+                "message": "the engine is gone",
+                "type": "server_error",
+                "param": None,
+                "code": "engine_failed",
+            }
+        }
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_in_the_middle_of_an_answer_is_said_of_its_field(stream: bool) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, guided_regex="x+", stream=stream)
+        uid = (await app.worker.receive()).uid
+        error = ReplyError(400, "invalid_value", "it is too large", "grammar")
+        app.worker.send(UserReply(uid, "x"), UserReply(uid, error=error))
+        await call.done
+        said = (events_of(call) if stream else [json.loads(call.body)])[-1]["error"]
+        assert (said["message"], said["param"]) == ("it is too large", "guided_regex")
+
+    run_with_app(scenario)
+
+
+def test_many_streams_at_once_do_not_mix() -> None:
+    async def scenario(app: App) -> None:
+        calls = [app.post(TEXT, prompt=f"p{i}", stream=True) for i in range(8)]
+        msgs: list[TokenizeMsg] = [await app.worker.receive() for _ in calls]
+        for piece in range(5):
+            app.worker.send(
+                *(
+                    UserReply(m.uid, f"{m.prompt}.{piece} ", finish="stop" if piece == 4 else None)
+                    for m in msgs
+                )
+            )
+        await asyncio.gather(*(call.done for call in calls))
+        for i, call in enumerate(calls):
+            text = "".join(event["choices"][0]["text"] for event in events_of(call)[:-1])
+            assert text == "".join(f"p{i}.{piece} " for piece in range(5))
+
+    run_with_app(scenario)
+
+
+def test_a_stream_of_several_answers_begins_with_the_first_of_each_prompt() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b"], n=2, stream=True)
+        uids = [(await app.worker.receive()).uid for _ in range(4)]
+        app.worker.send(UserReply(uids[1], "<1>"))
+        app.worker.send(UserReply(uids[2], "<2>"))
+        await wait_until(lambda: b"<2>" in call.body)
+        for uid in uids:
+            app.worker.send(UserReply(uid, finish="stop"))
+        await call.done
+        shown = [
+            (event["choices"][0]["index"], event["choices"][0]["text"])
+            for event in events_of(call)[:-1]
+        ]
+        assert shown[:2] == [(1, "<1>"), (2, "<2>")]
+
+    run_with_app(scenario)

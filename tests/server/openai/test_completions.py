@@ -1,0 +1,131 @@
+"""Text completions: the objects and chunks of an answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from minisgl.message import (
+    AbortMsg,
+    CodecReply,
+    ReplyError,
+    TextLogprobs,
+    UserReply,
+)
+from tests.server.harness import (
+    TEXT,
+    App,
+    assert_is_error,
+    events_of,
+    run_with_app,
+    token_replies,
+)
+
+PROMPT_LOGPROBS = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [("a", -0.25)])]
+ANSWER_LOGPROBS = TextLogprobs("yo", -1.0, [("b", -0.75)])
+
+
+def test_several_prompts_give_several_choices_in_order_and_one_usage() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b", "c"])
+        uids = [(await app.worker.receive()).uid for _ in range(3)]
+        for uid in reversed(uids):
+            app.worker.send(
+                UserReply(uid, f"<{uids.index(uid)}>", finish="length", num_prompt=2, num_output=1)
+            )
+        await call.done
+        answer = json.loads(call.body)
+        assert answer["object"] == "text_completion"
+        assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+            (0, "<0>"),
+            (1, "<1>"),
+            (2, "<2>"),
+        ]
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (6, 3)
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(stream: bool) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=[[1, 2], [3]], echo=True, logprobs=1, stream=stream)
+        for text in ("<s>hi", "x"):
+            question = await app.worker.receive()
+            app.worker.send_message(CodecReply(question.uid, text=text))
+        uids = [(await app.worker.receive()).uid for _ in range(2)]
+        first = {
+            "logprobs": [ANSWER_LOGPROBS],
+            "prompt_logprobs": PROMPT_LOGPROBS,
+            "num_prompt": 2,
+            "num_output": 1,
+        }
+        app.worker.send(
+            UserReply(uids[0], "yo", **first),
+            UserReply(uids[1], prompt_logprobs=PROMPT_LOGPROBS[:1]),
+        )
+        for uid in uids:
+            app.worker.send(UserReply(uid, finish="length"))
+        await call.done
+        events = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        choices = [
+            choice for event in events for choice in event["choices"] if choice["index"] == 0
+        ]
+        assert "".join(choice["text"] for choice in choices) == "<s>hiyo"
+        (logprobs,) = (choice["logprobs"] for choice in choices if choice["logprobs"])
+        assert logprobs == {
+            "tokens": ["<s>", "hi", "yo"],
+            "token_logprobs": [None, -0.5, -1.0],
+            "top_logprobs": [None, {"a": -0.25}, {"b": -0.75}],
+            "text_offset": [0, 3, 5],
+        }
+        assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 1) == "x"
+
+    run_with_app(scenario)
+
+
+def test_an_echo_without_an_answer() -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(lambda msg: [UserReply(msg.uid, finish="length", num_prompt=2)])
+        call = app.post(TEXT, echo=True, max_tokens=0)
+        await call.done
+        answer = json.loads(call.body)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == ("hi", None)
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 0)
+        silent = app.post(TEXT, max_tokens=0)
+        await silent.done
+        assert_is_error(silent, 400, param="max_tokens")
+
+    run_with_app(scenario)
+
+
+def test_a_text_stream_has_text_and_then_its_end() -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a", "", "b"))
+        call = app.post(TEXT, stream=True)
+        await call.done
+        *chunks, done = events_of(call)
+        assert done == "[DONE]"
+        assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+        assert [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks] == [
+            ("a", None),
+            ("b", "stop"),
+        ]
+
+    run_with_app(scenario)
+
+
+def test_if_one_of_several_prompts_is_refused_all_are() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(TEXT, prompt=["a", "b"], stream=True)
+        first, second = [(await app.worker.receive()).uid for _ in range(2)]
+        app.worker.send(
+            UserReply(first, "text"), UserReply(second, error=ReplyError(400, "c", "no", None))
+        )
+        await call.done
+        assert_is_error(call, 400, message="no")
+        assert await app.worker.receive() == AbortMsg(first)
+
+    run_with_app(scenario)
