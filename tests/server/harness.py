@@ -48,7 +48,7 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class FakeWorker:
-    """Tokenizers, scheduler and detokenizer in one. It says only what the test tells it to."""
+    """Tokenizers, scheduler and detokenizer in one. It sends only what the test says."""
 
     def __init__(self, addresses: Addresses) -> None:
         decode = decoder(TokenizerMsg)
@@ -207,7 +207,9 @@ class HttpCall:
         return b"".join(self.chunks)
 
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
 MODEL = ServedModel("m", 100, {"temperature": 0.25}, created=1234, width=2)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
@@ -223,7 +225,9 @@ class App:
     """The application, the frontend below it, and the worker below that."""
 
     def __init__(self, app: FastAPI, frontend: Frontend, worker: FakeWorker) -> None:
-        self.app, self.frontend, self.worker = app, frontend, worker
+        self.app = app
+        self.frontend = frontend
+        self.worker = worker
         self._calls: list[HttpCall] = []
 
     def call(self, method: str, path: str, body: bytes = b"", **options: Any) -> HttpCall:
@@ -260,12 +264,12 @@ async def running_app(
 
 
 def run_with_app(scenario: Callable[[App], Coroutine[Any, Any, None]], **options: Any) -> None:
-    async def whole() -> None:
+    async def run_scenario() -> None:
         async with running_app(**options) as app:
             await scenario(app)
             assert app.frontend.num_open == 0, "a request outlived its answer"
 
-    run(whole())
+    run(run_scenario())
 
 
 def assert_is_error(call: HttpCall, status: int, **fields: Any) -> dict[str, Any]:

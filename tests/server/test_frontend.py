@@ -1,4 +1,4 @@
-"""Open requests: each is told its end once, none stays in the table, and an abort takes the way of its request."""
+"""Open requests: each ends once, none stays open, and an abort follows its request."""
 
 from __future__ import annotations
 
@@ -119,9 +119,10 @@ def test_closing_aborts_what_has_not_ended_once_and_on_its_own_way() -> None:
 def test_replies_to_a_request_that_was_given_up_are_dropped() -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):
-            given_up, kept = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
+            aborted = frontend.submit(["a"], PARAMS)
+            kept = frontend.submit(["b"], PARAMS)
             uids = [(await worker.receive()).uid for _ in range(2)]
-            given_up.close()
+            aborted.close()
             worker.send(
                 UserReply(uids[0], "late"),
                 UserReply(uids[0], finish="abort"),
@@ -186,7 +187,8 @@ def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None
 def test_what_had_come_before_a_failure_can_still_be_read() -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):
-            done, cut = frontend.submit(["a"], PARAMS), frontend.submit(["b"], PARAMS)
+            done = frontend.submit(["a"], PARAMS)
+            cut = frontend.submit(["b"], PARAMS)
             uids = [(await worker.receive()).uid for _ in range(2)]
             worker.send(UserReply(uids[0], "all", finish="stop"), UserReply(uids[1], "part"))
             await wait_until(lambda: frontend.num_open == 1)
@@ -214,8 +216,8 @@ def test_at_the_end_every_tokenizer_is_told_and_one_passes_it_on(num_tokenizer: 
     async def scenario() -> None:
         async with running_frontend(num_tokenizer=num_tokenizer) as (frontend, worker):
             frontend.shut_down()
-            told = [await worker.receive(i) for i in range(num_tokenizer)]
-            assert told == [ShutdownMsg(stops_scheduler=i == 0) for i in range(num_tokenizer)]
+            messages = [await worker.receive(i) for i in range(num_tokenizer)]
+            assert messages == [ShutdownMsg(stops_scheduler=i == 0) for i in range(num_tokenizer)]
 
     run(scenario())
 

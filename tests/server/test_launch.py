@@ -71,7 +71,7 @@ def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--port", "99999"], "--port"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
@@ -80,7 +80,7 @@ def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
 )
 def test_what_cannot_work_is_one_line_and_exit_code_1(
     argv: list[str],
-    said: str,
+    message: str,
     capfd: pytest.CaptureFixture[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_1(
     assert launch_server([arg.format(folder=folder) for arg in argv]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("minisgl: error: ")
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(

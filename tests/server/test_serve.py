@@ -47,14 +47,14 @@ def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_
         ]
         return served_model("m", model, reports, ServerConfig(**options)).dialect
 
-    said = dialect("<tool_call>", {"<tool_call>": 7})
-    assert (type(said.tool_format), said.reasoning_format, said.markers) == (
+    chosen = dialect("<tool_call>", {"<tool_call>": 7})
+    assert (type(chosen.tool_format), chosen.reasoning_format, chosen.added_tokens) == (
         Hermes,
         None,
         {"<tool_call>": 7},
     )
-    said = dialect("<tool_call>", {}, tool_call_parser="mistral", reasoning_parser="deepseek_r1")
-    assert (type(said.tool_format), said.reasoning_format) == (
+    chosen = dialect("<tool_call>", {}, tool_call_parser="mistral", reasoning_parser="deepseek_r1")
+    assert (type(chosen.tool_format), chosen.reasoning_format) == (
         Mistral,
         ReasoningFormat(is_open=True),
     )

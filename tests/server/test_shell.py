@@ -1,4 +1,4 @@
-"""The chat, with a reader and a writer that belong to the test and a worker that says what it is told to."""
+"""The chat, with a reader and a writer of the test and a fake worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Chat:
     """A shell that is being talked to."""
 
     def __init__(self, frontend: Frontend, worker: FakeWorker) -> None:
-        self.frontend, self.worker = frontend, worker
+        self.frontend = frontend
+        self.worker = worker
         self.shown = ""
         self._lines: asyncio.Queue[str | type[BaseException]] = asyncio.Queue()
         self._num_read = self._num_typed = 0
@@ -78,15 +79,15 @@ async def chatting(script: Script | None = None) -> AsyncIterator[Chat]:
             await asyncio.gather(chat.running, return_exceptions=True)
 
 
-def scenario(
+def run_with_chat(
     scenario: Callable[[Chat], Coroutine[Any, Any, None]], script: Script | None = None
 ) -> None:
-    async def whole() -> None:
+    async def run_scenario() -> None:
         async with chatting(script) as chat:
             await scenario(chat)
             assert chat.frontend.num_open == 0
 
-    run(whole())
+    run(run_scenario())
 
 
 def test_it_says_what_it_is_and_leaves_at_exit() -> None:
@@ -95,7 +96,7 @@ def test_it_says_what_it_is_and_leaves_at_exit() -> None:
         assert chat.shown.startswith("Chat with m.")
         assert "/help" in chat.shown
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 @pytest.mark.parametrize("line", [EOFError, " /exit \n"])
@@ -104,7 +105,7 @@ def test_the_end_of_the_input_and_exit_end_it(line: Any) -> None:
         await chat.send(line)
         await chat.running
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_what_would_command_the_terminal_is_not_written() -> None:
@@ -123,7 +124,7 @@ def test_what_would_command_the_terminal_is_not_written() -> None:
         await wait_until(lambda: chat.is_waiting)
         await chat.leave()
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_the_answer_is_written_piece_by_piece() -> None:
@@ -136,7 +137,7 @@ def test_the_answer_is_written_piece_by_piece() -> None:
         await wait_until(lambda: chat.shown.endswith("Hello\n"))
         await chat.leave()
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_every_turn_is_sent_with_all_turns_before_it() -> None:
@@ -160,7 +161,7 @@ def test_every_turn_is_sent_with_all_turns_before_it() -> None:
             ],
         ]
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_reset_forgets_the_conversation() -> None:
@@ -176,7 +177,7 @@ def test_reset_forgets_the_conversation() -> None:
         await chat.send("two")
         assert prompts[-1] == [{"role": "user", "content": "two"}]
 
-    scenario(scenario, script)
+    run_with_chat(scenario, script)
 
 
 def test_help_lists_every_command() -> None:
@@ -184,7 +185,7 @@ def test_help_lists_every_command() -> None:
         shown = await chat.send("/help")
         assert all(command in shown for command in ("/reset", "/help", "/exit", "Ctrl-C"))
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 @pytest.mark.parametrize("line", ["/", "/reste", "/exit now", "/ exit", "//", "/RESET"])
@@ -197,7 +198,7 @@ def test_an_unknown_command_is_named_and_goes_to_nobody(line: str) -> None:
         assert line.split()[0] in shown
         assert "/help" in shown
 
-    scenario(scenario, script)
+    run_with_chat(scenario, script)
 
 
 @pytest.mark.parametrize("line", ["", "   ", "\n", KeyboardInterrupt])
@@ -206,7 +207,7 @@ def test_an_empty_line_and_a_ctrl_c_at_the_prompt_do_nothing(line: Any) -> None:
         assert await chat.send(line) == ""
         await chat.leave()
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_a_refused_message_is_said_and_not_kept() -> None:
@@ -224,7 +225,7 @@ def test_a_refused_message_is_said_and_not_kept() -> None:
         await chat.send("three")
         assert [turn["content"] for turn in prompts[-1]] == ["one", "ok", "three"]
 
-    scenario(scenario, script)
+    run_with_chat(scenario, script)
 
 
 def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
@@ -245,7 +246,7 @@ def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
         assert [turn["content"] for turn in prompts[-1]] == ["two", "to two", "three"]
         assert [turn["role"] for turn in prompts[-1]] == ["user", "assistant", "user"]
 
-    scenario(scenario, script)
+    run_with_chat(scenario, script)
 
 
 def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() -> None:
@@ -261,7 +262,7 @@ def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() 
             "the refused message was dropped, and the old turns too"
         )
 
-    scenario(scenario, script)
+    run_with_chat(scenario, script)
 
 
 def test_ctrl_c_stops_the_answer_keeps_what_came_and_the_shell_goes_on() -> None:
@@ -284,7 +285,7 @@ def test_ctrl_c_stops_the_answer_keeps_what_came_and_the_shell_goes_on() -> None
         await wait_until(lambda: chat.shown.endswith("a time\n"))
         await chat.leave()
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_ctrl_c_before_the_first_token_stops_too() -> None:
@@ -296,7 +297,7 @@ def test_ctrl_c_before_the_first_token_stops_too() -> None:
         await wait_until(lambda: chat.shown.endswith("[stopped]\n"))
         await chat.leave()
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_an_engine_that_dies_ends_it() -> None:
@@ -307,7 +308,7 @@ def test_an_engine_that_dies_ends_it() -> None:
         with pytest.raises(EngineFailed, match="the engine is gone"):
             await chat.running
 
-    scenario(scenario)
+    run_with_chat(scenario)
 
 
 def test_cancelled_in_mid_answer_it_ends_and_aborts() -> None:
@@ -319,4 +320,4 @@ def test_cancelled_in_mid_answer_it_ends_and_aborts() -> None:
             await chat.running
         assert await chat.worker.receive() == AbortMsg(msg.uid)
 
-    scenario(scenario)
+    run_with_chat(scenario)

@@ -203,17 +203,17 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "param", "said"),
+    ("prompt", "param", "reason"),
     [
         ([-1], "prompt.0", "greater than or equal to 0"),
         ([[5], [2**31]], "prompt.1.0", "less than or equal to"),
     ],
 )
-def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, said: str) -> None:
+def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, reason: str) -> None:
     async def scenario(app: App) -> None:
         call = app.post(TEXT, prompt=prompt)
         await call.done
-        assert said in assert_is_error(call, 400, param=param)["message"]
+        assert reason in assert_is_error(call, 400, param=param)["message"]
 
     run_with_app(scenario)
 

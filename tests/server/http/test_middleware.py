@@ -1,4 +1,4 @@
-"""What stands before the routes: who is let in, and who is told why not."""
+"""Middleware: which keys and origins are allowed, and what the others get."""
 
 from __future__ import annotations
 
@@ -160,15 +160,16 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("allowed", "origin", "said"), [(("*",), ORIGIN, "*"), ((ORIGIN,), "https://b.org", None)]
+    ("allowed", "origin", "allow_origin"),
+    [(("*",), ORIGIN, "*"), ((ORIGIN,), "https://b.org", None)],
 )
 def test_all_origins_or_those_given(
-    allowed: tuple[str, ...], origin: str, said: str | None
+    allowed: tuple[str, ...], origin: str, allow_origin: str | None
 ) -> None:
     async def scenario(app: App) -> None:
         call = app.call("GET", "/v1/models", headers=from_page(origin))
         await call.done
-        assert call.headers.get("access-control-allow-origin") == said
+        assert call.headers.get("access-control-allow-origin") == allow_origin
 
     run_with_app(scenario, cors_origins=allowed)
 

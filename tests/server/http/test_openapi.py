@@ -17,7 +17,8 @@ from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import CHAT, MODEL, RESPONSES, TEXT, App, HttpCall, Script, run_with_app
 from tests.server.openai.test_responses import events_of
 
-GENERATE, EMBED = "/generate", "/v1/embeddings"
+GENERATE = "/generate"
+EMBED = "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE}
 ONLY_IF_ANY = {"AssistantMessage": {"reasoning_content", "tool_calls"}}
 SPEAKER = replace(
@@ -69,12 +70,12 @@ def answer_script(finish: Any, *, logprobs: bool) -> Script:
     def script(msg: TokenizeMsg) -> list[UserReply]:
         if msg.sampling.embeds:
             return [UserReply(msg.uid, finish="length", num_prompt=1, embedding=bytes(8))]
-        told = [LIKELY] if logprobs else []
+        tokens = [LIKELY] if logprobs else []
         of_prompt = PROMPT if msg.sampling.prompt_logprobs is not None else None
-        begin = UserReply(msg.uid, SAID[0], logprobs=told, prompt_logprobs=of_prompt)
+        begin = UserReply(msg.uid, SAID[0], logprobs=tokens, prompt_logprobs=of_prompt)
         return [
             begin,
-            *(UserReply(msg.uid, text, logprobs=told) for text in SAID[1:]),
+            *(UserReply(msg.uid, text, logprobs=tokens) for text in SAID[1:]),
             UserReply(msg.uid, finish=finish, num_prompt=2, num_output=3),
         ]
 
@@ -109,7 +110,8 @@ def check_call(document: dict[str, Any], path: str, call: HttpCall, method: str 
 
 def output_schemas(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Those that answers are made of, by name."""
-    schemas, seen = document["components"]["schemas"], set()
+    schemas = document["components"]["schemas"]
+    seen: set[str] = set()
     texts = [
         json.dumps(way["responses"]) for ways in document["paths"].values() for way in ways.values()
     ]
@@ -208,17 +210,15 @@ def test_keys_are_declared_where_they_are_wanted_and_422_nowhere(keys: tuple[str
         operations = {
             path: way for path, ways in document["paths"].items() for way in ways.values()
         }
-        guarded = {
-            path
-            for path, way in operations.items()
-            if way.get("security") and "401" in way["responses"]
-        }
+        guarded = {path for path, way in operations.items() if way.get("security")}
+        assert guarded == {path for path, way in operations.items() if "401" in way["responses"]}
         assert guarded == (operations.keys() - {"/health"} if keys else set())
         assert not any("422" in way["responses"] for way in operations.values())
         schemes = document["components"].get("securitySchemes", {})
         assert schemes == ({"HTTPBearer": {"type": "http", "scheme": "bearer"}} if keys else {})
         if not keys:
-            assert '"401"' not in call.body.decode() and "security" not in call.body.decode()
+            assert '"401"' not in call.body.decode()
+            assert "security" not in call.body.decode()
 
     run_with_app(scenario, api_keys=keys)
 
@@ -234,7 +234,7 @@ def test_what_an_answer_has_is_required_and_streams_are_declared() -> None:
                 or schema.get("additionalProperties") is False
                 or name in taken
             ):
-                continue  # said back as it came in
+                continue  # echoed as it came in
             optional = schema.get("properties", {}).keys() - set(schema.get("required", ()))
             assert optional == ONLY_IF_ANY.get(name, set()), name
         for path, ways in document["paths"].items():

@@ -61,12 +61,15 @@ def test_a_stream_gives_each_piece_once_and_the_usage_last() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
-    told = TextLogprobs("a", -0.5, [("a", -0.5), ("b", -1.0)])
+    token = TextLogprobs("a", -0.5, [("a", -0.5), ("b", -1.0)])
     expected = {"token": "a", "logprob": -0.5, "top": [["a", -0.5], ["b", -1.0]]}
 
     async def scenario(app: App) -> None:
         app.worker.answer_with(
-            lambda msg: [UserReply(msg.uid, "", logprobs=[told]), UserReply(msg.uid, finish="stop")]
+            lambda msg: [
+                UserReply(msg.uid, "", logprobs=[token]),
+                UserReply(msg.uid, finish="stop"),
+            ]
         )
         call = app.post(ROUTE, prompt="hi", logprobs=2, stream=stream)
         await call.done
@@ -78,10 +81,12 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
 
 def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
     def replies(msg: TokenizeMsg) -> list[UserReply]:
-        told = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [])]
+        prompt_tokens = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [])]
         answer = TextLogprobs("yo", -1.0, [])
         return [
-            UserReply(msg.uid, "yo", logprobs=[answer], prompt_logprobs=told, num_prompt=2),
+            UserReply(
+                msg.uid, "yo", logprobs=[answer], prompt_logprobs=prompt_tokens, num_prompt=2
+            ),
             UserReply(msg.uid, finish="stop", num_prompt=2),
         ]
 

@@ -97,8 +97,8 @@ def test_a_grammar_that_fails_in_the_middle_of_an_answer_is_said_of_its_field(st
         error = ReplyError(400, "invalid_value", "it is too large", "grammar")
         app.worker.send(UserReply(uid, "x"), UserReply(uid, error=error))
         await call.done
-        said = (events_of(call) if stream else [json.loads(call.body)])[-1]["error"]
-        assert (said["message"], said["param"]) == ("it is too large", "guided_regex")
+        error_body = (events_of(call) if stream else [json.loads(call.body)])[-1]["error"]
+        assert (error_body["message"], error_body["param"]) == ("it is too large", "guided_regex")
 
     run_with_app(scenario)
 

@@ -47,7 +47,10 @@ def test_a_chat_stream_byte_by_byte() -> None:
         assert call.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert call.headers["cache-control"] == "no-cache"
         first = json.loads(call.chunks[0].removeprefix(b"data: "))
-        head = f'"id": "{first["id"]}", "object": "chat.completion.chunk", "created": {first["created"]}, "model": "m"'
+        head = (
+            f'"id": "{first["id"]}", "object": "chat.completion.chunk", '
+            f'"created": {first["created"]}, "model": "m"'
+        )
 
         def event(delta: str, finish: str) -> str:
             choice = (

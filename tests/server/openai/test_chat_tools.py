@@ -1,4 +1,4 @@
-"""Chats with tools and thoughts over the routes: whole, as events, and as OpenAI's client puts the events together."""
+"""Chats with tools and reasoning: whole, as events, and as OpenAI's client joins the events."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def client_of(app: App) -> AsyncIterator[AsyncOpenAI]:
 
 
 def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) -> Any:
-    """The only choice of a whole answer, which must be the same that OpenAI's client makes of the events."""
+    """The only choice of a whole answer. OpenAI's client must make an equal one from the events."""
     choices: list[Any] = []
 
     async def scenario() -> None:
@@ -83,14 +83,16 @@ def ask(text: str, finish: Any = "stop", model: Any = SPEAKER, **fields: Any) ->
 
     run(scenario())
     whole, streamed = choices
-    for number, said in enumerate(streamed["message"].get("tool_calls") or ()):
-        assert said.pop("index") == number
-        said["function"].pop("parsed_arguments", None)
-        assert said.pop("id").startswith("call_")
-    ids = [said.pop("id") for said in whole["message"].get("tool_calls", ())]
-    assert len(set(ids)) == len(ids) and all(it.startswith("call_") for it in ids)
+    for number, call in enumerate(streamed["message"].get("tool_calls") or ()):
+        assert call.pop("index") == number
+        call["function"].pop("parsed_arguments", None)
+        assert call.pop("id").startswith("call_")
+    ids = [call.pop("id") for call in whole["message"].get("tool_calls", ())]
+    assert len(set(ids)) == len(ids)
+    assert all(call_id.startswith("call_") for call_id in ids)
     both = [
-        {name: it for name, it in choice["message"].items() if it is not None} for choice in choices
+        {name: value for name, value in choice["message"].items() if value is not None}
+        for choice in choices
     ]
     assert both[0] == both[1]
     assert whole["finish_reason"] == streamed["finish_reason"]
@@ -139,12 +141,8 @@ def test_an_answer_without_calls_is_plain() -> None:
     ids=str,
 )
 def test_a_choice_bounds_the_calls(fields: Any, calls: Any, finish: str) -> None:
-    choice = ask(
-        CALLS
-        if len(calls) == 2 or "parallel_tool_calls" in fields
-        else CALLS.split("\n<tool_call>")[0],
-        **fields,
-    )
+    has_two_calls = len(calls) == 2 or "parallel_tool_calls" in fields
+    choice = ask(CALLS if has_two_calls else CALLS.split("\n<tool_call>")[0], **fields)
     assert (called(choice), choice["finish_reason"]) == (calls, finish)
 
 
@@ -171,19 +169,21 @@ def test_a_whole_answer_that_is_cut_in_a_call_has_it_as_text_and_a_stream_as_far
     async def scenario() -> None:
         async with running_app(model=SPEAKER) as app:
             app.worker.answer_with(token_replies(CALLS[:50], "length"))
-            whole, stream = app.post(CHAT, tools=TOOLS), app.post(CHAT, tools=TOOLS, stream=True)
+            whole = app.post(CHAT, tools=TOOLS)
+            stream = app.post(CHAT, tools=TOOLS, stream=True)
             await whole.done
             await stream.done
             (choice,) = json.loads(whole.body)["choices"]
             assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS[:50], "length")
             deltas = [event["choices"][0]["delta"] for event in events_of(stream)[:-1]]
             pieces = [
-                it["function"]["arguments"]
+                call["function"]["arguments"]
                 for delta in deltas
-                for it in delta.get("tool_calls", ())
+                for call in delta.get("tool_calls", ())
             ]
             assert all(delta.get("content") is None for delta in deltas)
-            assert len(pieces) > 2 and CALLS[:50].endswith("".join(pieces))
+            assert len(pieces) > 2
+            assert CALLS[:50].endswith("".join(pieces))
 
     run(scenario())
 
@@ -197,9 +197,10 @@ def test_a_forced_call_that_is_cut_off_is_a_call_and_the_answer_says_that_it_was
     choice = ask(CALLS[:at], finish, tool_choice=tool_choice)
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, finish)
     ((name, arguments),) = called(choice)
-    assert (
-        name == "get" and '{"x": "é\\"}"}'.startswith(arguments) and arguments != '{"x": "é\\"}"}'
-    )
+    all_arguments = '{"x": "é\\"}"}'
+    assert name == "get"
+    assert all_arguments.startswith(arguments)
+    assert arguments != all_arguments
 
 
 def test_a_call_that_is_whole_is_all_that_is_said_if_the_answer_is_cut_in_its_closing_marker() -> (
@@ -217,8 +218,8 @@ def test_a_forced_answer_that_is_cut_before_the_name_says_nothing() -> None:
         async with running_app(model=SPEAKER) as app:
             app.worker.answer_with(token_replies(CALLS[:24], "length"))
             whole, stream = (
-                app.post(CHAT, tools=TOOLS, tool_choice="required", stream=it)
-                for it in (False, True)
+                app.post(CHAT, tools=TOOLS, tool_choice="required", stream=stream)
+                for stream in (False, True)
             )
             await whole.done
             await stream.done
@@ -245,16 +246,21 @@ def test_the_events_of_a_call() -> None:
             first, *deltas, last = [event["choices"][0] for event in events]
             assert (first["delta"], done) == ({"role": "assistant", "content": None}, "[DONE]")
             assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
-            assert "".join(it["delta"].pop("reasoning_content", "") for it in deltas) == "Hm."
-            begin, *more = [it["delta"]["tool_calls"][0] for it in deltas if it["delta"]]
+            assert (
+                "".join(choice["delta"].pop("reasoning_content", "") for choice in deltas) == "Hm."
+            )
+            begin, *more = [
+                choice["delta"]["tool_calls"][0] for choice in deltas if choice["delta"]
+            ]
             assert begin.pop("id").startswith("call_")
             assert begin == {
                 "index": 0,
                 "type": "function",
                 "function": {"name": "put", "arguments": ""},
             }
-            assert all(it.keys() == {"index", "function"} and it["index"] == 0 for it in more)
-            assert "".join(it["function"]["arguments"] for it in more) == '{"a": 1}'
+            assert all(call.keys() == {"index", "function"} for call in more)
+            assert all(call["index"] == 0 for call in more)
+            assert "".join(call["function"]["arguments"] for call in more) == '{"a": 1}'
 
     run(scenario())
 
@@ -279,8 +285,8 @@ def test_what_the_engine_and_the_template_are_told(fields: Any, has_grammar: boo
             assert not msg.sampling.skip_special_tokens
             names = [tool["function"]["name"] for tool in msg.prompt.tools]
             assert names == [
-                it["function"]["name"]
-                for it in fields.get("tools", TOOLS)
+                tool["function"]["name"]
+                for tool in fields.get("tools", TOOLS)
                 if "none" not in fields.values()
             ]
             app.worker.send(UserReply(msg.uid, finish="stop"))

@@ -50,11 +50,11 @@ def test_vectors_come_in_the_order_of_their_inputs(encoding_format: str | None) 
             ("embedding", 1),
         ]
         for entry, vector in zip(data, VECTORS, strict=True):
-            told = entry["embedding"]
+            embedding = entry["embedding"]
             if encoding_format == "base64":
-                assert base64.b64decode(told) == raw(vector)
+                assert base64.b64decode(embedding) == raw(vector)
             else:
-                assert told == pytest.approx(vector)
+                assert embedding == pytest.approx(vector)
 
     run_with_app(scenario)
 

@@ -399,7 +399,7 @@ def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [("a\ud83d", "half a surrogate pair"), ("a\0", "null character")]
+    ("bad", "reason"), [("a\ud83d", "half a surrogate pair"), ("a\0", "null character")]
 )
 @pytest.mark.parametrize(
     ("kind", "make"),
@@ -425,7 +425,9 @@ def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
         (CompletionRequest, lambda bad: {"guided_json": json.dumps({"enum": [bad]})}),
     ],
 )
-def test_texts_that_are_none_are_refused_by_name(kind: Any, make: Any, bad: str, said: str) -> None:
+def test_texts_that_are_none_are_refused_by_name(
+    kind: Any, make: Any, bad: str, reason: str
+) -> None:
     """JSON can spell them.
 
     No message between processes carries half a pair, and no one means a null character.
@@ -434,7 +436,9 @@ def test_texts_that_are_none_are_refused_by_name(kind: Any, make: Any, bad: str,
         read(kind, **make(bad))
     faults = error.value.errors()
     assert {fault["loc"][0] for fault in faults} == make(bad).keys()
-    assert any(said in fault["msg"] or "surrogates not allowed" in fault["msg"] for fault in faults)
+    assert any(
+        reason in fault["msg"] or "surrogates not allowed" in fault["msg"] for fault in faults
+    )
 
 
 @pytest.mark.parametrize("text", ["\\u0000", "\\0", "\x01"])

@@ -118,7 +118,10 @@ def test_calls_and_their_results_go_to_the_template() -> None:
         },
     ]
     (conversation,) = read(ChatRequest, messages=messages).prompts()
-    calls = [{**CALL, "function": {"name": "f", "arguments": it}} for it in ({"x": [1, None]}, {})]
+    calls = [
+        {**CALL, "function": {"name": "f", "arguments": arguments}}
+        for arguments in ({"x": [1, None]}, {})
+    ]
     assert conversation.messages == [
         {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "f"},

@@ -17,7 +17,7 @@ from typing import Any, cast
 import httpx
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
@@ -69,7 +69,7 @@ def read(**fields: Any) -> ResponsesRequest:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The data of each event, which are of OpenAI's types and numbered; every byte belongs to one."""
+    """The data of each event, of OpenAI's types and numbered. Every byte belongs to an event."""
     assert re.fullmatch(r"(event: [^\n]+\ndata: [^\n]+\n\n)*", text)
     parts = [event.split("\n", 1) for event in text.split("\n\n")[:-1]]
     events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
@@ -126,50 +126,50 @@ def types_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-class Scripted(OutputParser):
-    """Reads of the i-th reply what it was told to."""
+class ScriptedParser(OutputParser):
+    """Parses the i-th list of deltas from the i-th reply, whatever its text."""
 
-    def __init__(self, said: list[list[Delta]]) -> None:
-        self._said = iter(said)
+    def __init__(self, deltas_of_replies: list[list[Delta]]) -> None:
+        self._deltas_of_replies = iter(deltas_of_replies)
 
     def feed(self, text: str, *, is_last: bool) -> list[Delta]:
-        return next(self._said)
+        return next(self._deltas_of_replies)
 
 
-def answer_to(
-    said: list[list[Delta]], *, finish: Any = "stop", logprobs: bool = False, **fields: Any
+def builder_of(
+    deltas: list[list[Delta]], *, finish: Any = "stop", logprobs: bool = False, **fields: Any
 ) -> Any:
-    """An answer that reads these deltas, and its generation, which has been fed a token for each list of them."""
+    """A builder that parses these deltas, and a generation with a reply for each list."""
     request = read(**fields)
-    dialect = SimpleNamespace(make_parser=lambda *_, **__: Scripted(said))
-    answer = ResponsesBuilder(
+    dialect = SimpleNamespace(make_parser=lambda *_, **__: ScriptedParser(deltas))
+    builder = ResponsesBuilder(
         "m", request, request.prompts(), request.sampling({}), cast(Any, dialect)
     )
     generation = Generation(cast(Any, None), [0])
-    for i in range(1, len(said) + 1):
-        told = [TextLogprobs(f"t{i}", -i, [])] if logprobs else []
-        end = finish if i == len(said) else None
-        generation.put(UserReply(0, finish=end, logprobs=told, num_prompt=3, num_output=i))
-    return answer, generation
+    for i in range(1, len(deltas) + 1):
+        tokens = [TextLogprobs(f"t{i}", -i, [])] if logprobs else []
+        end = finish if i == len(deltas) else None
+        generation.put(UserReply(0, finish=end, logprobs=tokens, num_prompt=3, num_output=i))
+    return builder, generation
 
 
-def whole_of(said: list[list[Delta]], **options: Any) -> dict[str, Any]:
+def whole_of(deltas: list[list[Delta]], **options: Any) -> dict[str, Any]:
     async def collect() -> Any:
-        answer, generation = answer_to(said, **options)
-        await answer.wait_for_first_replies(generation)
-        await answer.read_to_end(generation)
-        return answer.build()
+        builder, generation = builder_of(deltas, **options)
+        await builder.wait_for_first_replies(generation)
+        await builder.read_to_end(generation)
+        return builder.build()
 
     response = run(collect())
     Response.model_validate(response, strict=True)
     return cast(dict[str, Any], response)
 
 
-def stream_of(said: list[list[Delta]], **options: Any) -> list[dict[str, Any]]:
+def stream_of(deltas: list[list[Delta]], **options: Any) -> list[dict[str, Any]]:
     async def collect() -> str:
-        answer, generation = answer_to(said, **options)
-        await answer.wait_for_first_replies(generation)
-        return "".join([event async for event in answer.stream_events(generation)])
+        builder, generation = builder_of(deltas, **options)
+        await builder.wait_for_first_replies(generation)
+        return "".join([event async for event in builder.stream_events(generation)])
 
     return events_of(run(collect()))
 
@@ -308,7 +308,7 @@ def test_a_first_piece_is_sent_before_the_second_is_made() -> None:
     run_with_app(scenario)
 
 
-SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
+DELTAS: dict[str, tuple[list[list[Delta]], list[str]]] = {
     "nothing": ([[]], [*MESSAGE[0], "output_text.delta", *MESSAGE[1]]),
     "reasoning, then text": (
         [[ReasoningDelta("hm")], [ReasoningDelta("m"), ContentDelta("a")], [ContentDelta("b")]],
@@ -338,17 +338,17 @@ SAID: dict[str, tuple[list[list[Delta]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", DELTAS)
 def test_items_follow_each_other_as_they_were_said(name: str) -> None:
-    said, kinds = SAID[name]
-    events = stream_of(said)
+    deltas, kinds = DELTAS[name]
+    events = stream_of(deltas)
     assert types_of(events) == ["created", "in_progress", *kinds, "completed"]
     assert replay(events) == events[-1]["response"]["output"]
 
 
 def test_calls_and_reasoning_have_openais_shape() -> None:
     reasoning, message, first, second = whole_of(
-        [[ReasoningDelta("hm")], *SAID["text, then two calls"][0]]
+        [[ReasoningDelta("hm")], *DELTAS["text, then two calls"][0]]
     )["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"][0]["text"] == "so:"
@@ -369,11 +369,13 @@ def test_calls_and_reasoning_have_openais_shape() -> None:
 _PIECES = st.sampled_from(["text", "reasoning", "call", "arguments"])
 
 
-def _said(pieces: list[list[str]]) -> list[list[Delta]]:
+def _deltas_of(pieces: list[list[str]]) -> list[list[Delta]]:
     """Arguments only where a call has just been."""
-    count, last, said = itertools.count(), "", []
+    count = itertools.count()
+    last = ""
+    deltas: list[list[Delta]] = []
     for step in pieces:
-        said.append([])
+        deltas.append([])
         for piece in step:
             i = next(count)
             if piece == "arguments" and last not in ("call", "arguments"):
@@ -385,10 +387,11 @@ def _said(pieces: list[list[str]]) -> list[list[Delta]]:
                 "call": lambda i=i: ToolCallStart(0, f"call{i}", "f"),
                 "arguments": lambda i=i: ToolCallArguments(0, f"[{i}]"),
             }
-            said[-1].append(kinds[piece]())
-    return said
+            deltas[-1].append(kinds[piece]())
+    return deltas
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(_PIECES, max_size=3), min_size=1, max_size=6),
     st.booleans(),
@@ -398,16 +401,22 @@ def test_a_stream_comes_to_the_whole_answer(
     pieces: list[list[str]], logprobs: bool, finish: str
 ) -> None:
     options: dict[str, Any] = {"finish": finish, "logprobs": logprobs}
-    events, whole = stream_of(_said(pieces), **options), whole_of(_said(pieces), **options)
+    events = stream_of(_deltas_of(pieces), **options)
+    whole = whole_of(_deltas_of(pieces), **options)
     last = events[-1]["response"]
     assert replay(events) == last["output"]
     assert anonymous(last) == anonymous(whole)
-    told = "".join(part["text"] for item in last["output"] for part in item.get("content", []))
-    told += "".join(item["arguments"] for item in last["output"] if item["type"] == "function_call")
-    said = [
-        delta for step in _said(pieces) for delta in step if not isinstance(delta, ToolCallStart)
+    texts = "".join(part["text"] for item in last["output"] for part in item.get("content", []))
+    texts += "".join(
+        item["arguments"] for item in last["output"] if item["type"] == "function_call"
+    )
+    deltas = [
+        delta
+        for step in _deltas_of(pieces)
+        for delta in step
+        if not isinstance(delta, ToolCallStart)
     ]
-    assert sorted(told) == sorted("".join(delta.text for delta in said))
+    assert sorted(texts) == sorted("".join(delta.text for delta in deltas))
 
 
 def test_usage_counts_what_was_reasoning() -> None:
@@ -437,7 +446,7 @@ def test_an_end_is_told_of_the_response_and_of_its_last_item(
 
 
 def fail_after(part: str, fail: Callable[[App, int], None]) -> list[dict[str, Any]]:
-    """The events of a stream that said something before it failed."""
+    """The events of a stream that deltas something before it failed."""
     events: list[dict[str, Any]] = []
 
     async def scenario(app: App) -> None:
@@ -483,12 +492,12 @@ def test_a_refusal_in_mid_stream_fails_the_response() -> None:
 
 
 def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
-    said: list[list[Delta]] = [
+    deltas: list[list[Delta]] = [
         [ToolCallStart(0, "c", "f")],
         [ToolCallArguments(0, "{}")],
         [ContentDelta("x")],
     ]
-    response = whole_of(said, logprobs=True, include=["message.output_text.logprobs"])
+    response = whole_of(deltas, logprobs=True, include=["message.output_text.logprobs"])
     assert [token["token"] for token in response["output"][1]["content"][0]["logprobs"]] == ["t3"]
 
 
@@ -534,14 +543,14 @@ def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
 
 
 def test_only_messages_have_log_probabilities() -> None:
-    said: list[list[Delta]] = [
+    deltas: list[list[Delta]] = [
         [ReasoningDelta("a")],
         [],
         [ContentDelta("b")],
         [ToolCallStart(0, "c", "f")],
         [ToolCallArguments(0, "{}")],
     ]
-    _, message, _ = whole_of(said, logprobs=True)["output"]
+    _, message, _ = whole_of(deltas, logprobs=True)["output"]
     assert [token["token"] for token in message["content"][0]["logprobs"]] == ["t2", "t3"]
 
 
@@ -592,18 +601,19 @@ def test_openais_client_parses_into_its_own_classes() -> None:
             async with client.responses.stream(model="m", input="hi", text_format=Point) as stream:
                 assert (await stream.get_final_response()).output_parsed == Point(x=1, y=2)
         for grammar in grammars:
-            assert grammar is not None and grammar.kind == "json_schema"
+            assert grammar is not None
+            assert grammar.kind == "json_schema"
             assert set(json.loads(grammar.text)["properties"]) == {"x", "y"}
 
     run_with_app(scenario)
 
 
 def test_the_items_of_an_answer_are_input_of_the_next_request() -> None:
-    said: list[list[Delta]] = [
+    deltas: list[list[Delta]] = [
         [ReasoningDelta("hm"), ContentDelta("so:")],
         [ToolCallStart(0, "c0", "f"), ToolCallArguments(0, "{}")],
     ]
-    output = Response.model_validate(whole_of(said)).output
+    output = Response.model_validate(whole_of(deltas)).output
     items = [
         {"role": "user", "content": "hi"},
         *(item.model_dump(mode="json", exclude_unset=True) for item in output),
@@ -757,7 +767,8 @@ NEUTRAL: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, it) for name, values in NEUTRAL.items() for it in [None, *values]]
+    ("name", "value"),
+    [(name, value) for name, values in NEUTRAL.items() for value in [None, *values]],
 )
 def test_a_value_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
     request = read(**{name: value})
@@ -874,12 +885,16 @@ def test_an_answer_with_tools_through_openais_client() -> None:
     tools: Any = [
         {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
     ]
-    spoken = '<think>\nHm.\n</think>\n\nSo.\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
+    reasoning = "<think>\nHm.\n</think>"
+    call = '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
+    output_text = f"{reasoning}\n\nSo.\n{call}"
     prompts: list[Any] = []
 
     def script(msg: TokenizeMsg) -> Iterable[UserReply]:
         prompts.append(msg.prompt)
-        return token_replies(*(spoken[at : at + 3] for at in range(0, len(spoken), 3)))(msg)
+        return token_replies(*(output_text[at : at + 3] for at in range(0, len(output_text), 3)))(
+            msg
+        )
 
     async def scenario(app: App) -> None:
         app.worker.answer_with(script)
@@ -893,11 +908,10 @@ def test_an_answer_with_tools_through_openais_client() -> None:
             assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
             assert cast(Any, message)["content"][0]["text"] == "So."
             assert (call["name"], call["arguments"]) == ("get", '{"x": 1}')
-        assert (
-            prompts[0] == prompts[1]
-            and prompts[0].tools == read(tools=tools).tool_use.for_template()
-        )
-        assert whole.usage is not None and whole.usage.output_tokens_details.reasoning_tokens > 0
+        assert prompts[0] == prompts[1]
+        assert prompts[0].tools == read(tools=tools).tool_use.for_template()
+        assert whole.usage is not None
+        assert whole.usage.output_tokens_details.reasoning_tokens > 0
 
     run_with_app(
         scenario,
@@ -915,7 +929,8 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:
             lambda msg: [UserReply(msg.uid, spoken), UserReply(msg.uid, finish="length")]
         )
         whole, stream = [
-            await post(app, tools=[FLAT], tool_choice="required", stream=it) for it in (False, True)
+            await post(app, tools=[FLAT], tool_choice="required", stream=stream)
+            for stream in (False, True)
         ]
         for response in (json.loads(whole.body), events_of(stream.body.decode())[-1]["response"]):
             assert response["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -13,17 +13,15 @@ from tests.server.openai.harness import read
 
 
 def nested(depth: int) -> dict[str, Any]:
-    return (
-        {"type": "object", "properties": {"a": nested(depth - 2)}}
-        if depth > 2
-        else {"type": "object"}
-    )
+    if depth <= 2:
+        return {"type": "object"}
+    return {"type": "object", "properties": {"a": nested(depth - 2)}}
 
 
 def test_tools_go_to_the_template_unless_none_is_to_be_called() -> None:
     schema = {"type": "object", "properties": {"x": {}}}
     full = {"name": "f", "description": "F.", "parameters": schema, "strict": True}
-    tools = [{"type": "function", "function": it} for it in (full, {"name": "g"})]
+    tools = [{"type": "function", "function": function} for function in (full, {"name": "g"})]
 
     def shown(**fields: Any) -> Any:
         return read(ChatRequest, tools=tools, **fields).prompts()[0].tools
@@ -106,7 +104,7 @@ def test_tools_have_bounds() -> None:
     def offer(names: list[str], **fields: Any) -> Any:
         return read(
             ChatRequest,
-            tools=[{"type": "function", "function": {"name": it}} for it in names],
+            tools=[{"type": "function", "function": {"name": name}} for name in names],
             **fields,
         )
 

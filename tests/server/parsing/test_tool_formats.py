@@ -1,4 +1,4 @@
-"""Calls as models spell them: read whatever the pieces they come in, and written by nothing else under the grammar."""
+"""Formats of tool calls: parsed whatever their pieces; the grammar allows nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import llguidance.hf
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -37,48 +37,48 @@ TOOLS = [
     Function(name="a.b-c_1"),
 ]
 USE = ToolUse(TOOLS)
-HERMES, LLAMA, MISTRAL = (
-    TOOL_FORMATS["hermes"](""),
-    TOOL_FORMATS["llama3_json"](""),
-    TOOL_FORMATS["mistral"](""),
-)
+HERMES = TOOL_FORMATS["hermes"]("")
+LLAMA = TOOL_FORMATS["llama3_json"]("")
+MISTRAL = TOOL_FORMATS["mistral"]("")
 NEW_MISTRAL = TOOL_FORMATS["mistral"]("[TOOL_CALLS] [ARGS]")
 TEMPLATES = {
-    "hermes": "{% if tools %}<tools>{{ tools }}</tools> <tool_call>{{ call.arguments }}</tool_call>{% endif %}",
-    "llama3_json": '{{- \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}',
+    "hermes": "{% if tools %}<tools>{{ tools }}</tools> "
+    "<tool_call>{{ call.arguments }}</tool_call>{% endif %}",
+    "llama3_json": "{{- 'Respond in the format "
+    '{"name": function name, "parameters": dictionary}.\' }}',
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}[TOOL_CALLS]",
 }
 
 
-def calls(*said: tuple[str, str], style: ToolFormat) -> str:
+def calls(*items: tuple[str, str], style: ToolFormat) -> str:
     """Some calls as a model writes them."""
     if style is NEW_MISTRAL:
-        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in said)
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in items)
     key = "parameters" if style is LLAMA else "arguments"
-    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in said]
+    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in items]
     if style is HERMES:
-        return "\n".join(f"<tool_call>\n{it}\n</tool_call>" for it in objects)
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
     return f"[TOOL_CALLS] [{', '.join(objects)}]" if style is MISTRAL else "; ".join(objects)
 
 
-def listen(reader: OutputParser, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
+def feed_pieces(parser: OutputParser, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and calls.
 
     Every delta says something, and arguments come after their call has begun.
     """
-    transcript = ParsedOutput()
+    output = ParsedOutput()
     for number, piece in enumerate(pieces, start=1):
-        for delta in reader.feed(piece, is_last=number == len(pieces)):
-            assert isinstance(delta, ToolCallStart) or delta.text
-            assert not isinstance(delta, ToolCallStart | ToolCallArguments) or delta.index <= len(
-                transcript.calls
-            )
-            transcript.add(delta)
-    assert len({call.id for call in transcript.calls}) == len(transcript.calls)
+        for delta in parser.feed(piece, is_last=number == len(pieces)):
+            if not isinstance(delta, ToolCallStart):
+                assert delta.text
+            if isinstance(delta, ToolCallStart | ToolCallArguments):
+                assert delta.index <= len(output.calls)
+            output.add(delta)
+    assert len({call.id for call in output.calls}) == len(output.calls)
     return (
-        transcript.content,
-        transcript.reasoning,
-        [(call.name, call.arguments) for call in transcript.calls],
+        output.content,
+        output.reasoning,
+        [(call.name, call.arguments) for call in output.calls],
     )
 
 
@@ -86,11 +86,11 @@ def read(
     text: str, style: ToolFormat, use: ToolUse = USE, *, eager: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, the same in one piece, in two, and character by character."""
-    content, _, said = whole = listen(style.make_parser(use, eager=eager), text)
+    content, _, parsed_calls = whole = feed_pieces(style.make_parser(use, eager=eager), text)
     for at in range(len(text)):
-        assert listen(style.make_parser(use, eager=eager), text[:at], text[at:]) == whole
-    assert listen(style.make_parser(use, eager=eager), *text, "") == whole
-    return content, said
+        assert feed_pieces(style.make_parser(use, eager=eager), text[:at], text[at:]) == whole
+    assert feed_pieces(style.make_parser(use, eager=eager), *text, "") == whole
+    return content, parsed_calls
 
 
 styles = pytest.mark.parametrize(
@@ -102,7 +102,10 @@ marked = pytest.mark.parametrize(
     "style", [HERMES, MISTRAL, NEW_MISTRAL], ids=["hermes", "mistral", "new mistral"]
 )
 eagerness = pytest.mark.parametrize("eager", [False, True], ids=["careful", "eager"])
-ODD = r'{"city": "Zü\"rich {} ]}; </tool_call> 語\\", "more": [{"a": {}}, [1.5e3, null]],   "😀": "\ud83d\ude00"}'
+ODD = (
+    r'{"city": "Zü\"rich {} ]}; </tool_call> 語\\", "more": [{"a": {}}, [1.5e3, null]],   '
+    r'"😀": "\ud83d\ude00"}'
+)
 
 
 @styles
@@ -117,13 +120,16 @@ def test_a_call_is_read_as_it_was_written(style: ToolFormat, eager: bool) -> Non
 @styles
 @eagerness
 def test_several_calls_are_read_in_order(style: ToolFormat, eager: bool) -> None:
-    said = [
+    expected_calls = [
         ("get_weather", '{"city": "Ulm"}'),
         ("get", "{}"),
         ("get_weather", '{"city":"Bonn"}'),
         ("a.b-c_1", "{}"),
     ]
-    assert read(calls(*said, style=style) + "\n", style, eager=eager) == ("", said)
+    assert read(calls(*expected_calls, style=style) + "\n", style, eager=eager) == (
+        "",
+        expected_calls,
+    )
 
 
 @marked
@@ -168,7 +174,8 @@ def test_other_spellings_of_a_call(text: str, style: ToolFormat, eager: bool) ->
         ('{"city": "Ulm"}', LLAMA),
         ('{"name": "unknown", "parameters": {}}', LLAMA),
         (
-            '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "got", "arg',
+            '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "got", "arg',
             HERMES,
         ),
         ('<tool_call>{"arguments": {}, "name": "unknown"}</tool_call>', HERMES),
@@ -210,17 +217,18 @@ def test_behind_a_broken_call_a_good_one_is_read(style: ToolFormat) -> None:
 @styles
 def test_a_stream_has_the_name_first_and_then_the_arguments_as_they_come(style: ToolFormat) -> None:
     text = calls(("get_weather", '{"city": "Ulm"}'), style=style)
-    reader = style.make_parser(USE, eager=True)
-    said = [delta for char in text for delta in reader.feed(char, is_last=False)]
-    assert isinstance(said[0], ToolCallStart) and said[0].name == "get_weather"
-    assert [delta.text for delta in said[1:]] == list('{"city": "Ulm"}')  # type: ignore[union-attr]
+    parser = style.make_parser(USE, eager=True)
+    deltas = [delta for char in text for delta in parser.feed(char, is_last=False)]
+    assert isinstance(deltas[0], ToolCallStart)
+    assert deltas[0].name == "get_weather"
+    assert [delta.text for delta in deltas[1:]] == list('{"city": "Ulm"}')  # type: ignore[union-attr]
 
 
 @styles
 def test_content_is_not_held_back_once_it_cannot_be_a_marker(style: ToolFormat) -> None:
-    reader = style.make_parser(USE, eager=True)
+    parser = style.make_parser(USE, eager=True)
     for text in ("Hello", " world,", " <toast>", " [TOOTHS]", "."):
-        assert "".join(delta.text for delta in reader.feed(text, is_last=False)) == text  # type: ignore[union-attr]
+        assert "".join(delta.text for delta in parser.feed(text, is_last=False)) == text  # type: ignore[union-attr]
 
 
 @styles
@@ -236,10 +244,10 @@ def test_a_named_choice_reads_no_call_of_another_tool() -> None:
     assert read(text, HERMES, ToolUse(TOOLS, "required", "get_weather")) == ("", [])
 
 
-def told(text: str, said: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """What the beginning of an answer tells of its calls: a name when something stands behind it, then arguments."""
+def parsed_so_far(text: str, expected_calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The calls in the beginning of an answer: a name once text follows it, then arguments."""
     found = []
-    for name, arguments in said:
+    for name, arguments in expected_calls:
         text = text.partition(name)[2]
         if not text:
             break
@@ -252,21 +260,22 @@ def told(text: str, said: list[tuple[str, str]]) -> list[tuple[str, str]]:
 @styles
 @pytest.mark.parametrize("named", [None, "get_weather"])
 def test_a_forced_answer_is_calls_wherever_it_is_cut(style: ToolFormat, named: str | None) -> None:
-    said = [("get_weather", ODD), ("get", "{}"), ("a.b-c_1", '{"a": {"b": 1}}')][
+    expected_calls = [("get_weather", ODD), ("get", "{}"), ("a.b-c_1", '{"a": {"b": 1}}')][
         : 1 if named else None
     ]
-    text, use = calls(*said, style=style), ToolUse(TOOLS, "required", named)
+    text = calls(*expected_calls, style=style)
+    use = ToolUse(TOOLS, "required", named)
     for at in range(len(text) + 1):
         for eager in (False, True):
-            assert listen(style.make_parser(use, eager=eager), text[:at]) == (
+            assert feed_pieces(style.make_parser(use, eager=eager), text[:at]) == (
                 "",
                 "",
-                told(text[:at], said),
+                parsed_so_far(text[:at], expected_calls),
             )
-            assert listen(style.make_parser(use, eager=eager), *text[:at], "") == (
+            assert feed_pieces(style.make_parser(use, eager=eager), *text[:at], "") == (
                 "",
                 "",
-                told(text[:at], said),
+                parsed_so_far(text[:at], expected_calls),
             )
 
 
@@ -277,9 +286,9 @@ def test_with_a_free_choice_a_call_that_is_cut_is_content_but_its_closing_marker
     text = calls(("get", '{"a": 1}'), style=style)
     is_whole = []
     for at in range(len(text) + 1):
-        content, said = read(text[:at], style)
-        assert (content, said) in ((text[:at], []), ("", [("get", '{"a": 1}')]))
-        is_whole.append(bool(said))
+        content, parsed_calls = read(text[:at], style)
+        assert (content, parsed_calls) in ((text[:at], []), ("", [("get", '{"a": 1}')]))
+        is_whole.append(bool(parsed_calls))
     assert is_whole == sorted(is_whole), "once a call is whole it stays so"
     assert sum(is_whole) == len(text) - text.rindex("}")
 
@@ -338,6 +347,7 @@ WORDS = st.lists(
 
 @styles
 @eagerness
+@settings(deadline=None)
 @given(
     text=WORDS,
     cuts=st.lists(st.integers(0, 80), max_size=6),
@@ -349,19 +359,20 @@ def test_how_the_text_is_cut_changes_nothing(
     use = ToolUse(TOOLS, choice)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(places)]
-    whole = listen(style.make_parser(use, eager=eager), text)
-    assert listen(style.make_parser(use, eager=eager), *pieces) == whole
-    assert listen(style.make_parser(use, eager=eager), *text, "") == whole
+    whole = feed_pieces(style.make_parser(use, eager=eager), text)
+    assert feed_pieces(style.make_parser(use, eager=eager), *pieces) == whole
+    assert feed_pieces(style.make_parser(use, eager=eager), *text, "") == whole
 
 
 @styles
+@settings(deadline=None)
 @given(text=WORDS)
 def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(
     style: ToolFormat, text: str
 ) -> None:
-    content, _, said = listen(style.make_parser(USE, eager=False), text)
-    assert all(isinstance(json.loads(arguments), dict) for _, arguments in said)
-    if not said:
+    content, _, parsed_calls = feed_pieces(style.make_parser(USE, eager=False), text)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in parsed_calls)
+    if not parsed_calls:
         assert content == text
 
 
@@ -417,10 +428,12 @@ REQUIRED = ToolUse(TOOLS, "required")
 @styles
 def test_a_grammar_of_calls_has_them_and_nothing_else(style: ToolFormat) -> None:
     grammar = style.grammar(REQUIRED, MARKERS)
-    for said in ([GOOD[0]], [GOOD[1]], GOOD):
-        text = calls(*said, style=style)
+    for expected_calls in ([GOOD[0]], [GOOD[1]], GOOD):
+        text = calls(*expected_calls, style=style)
         assert matches(grammar, text)
-        assert read(text, style) == ("", said), "and the reader reads what the grammar writes"
+        assert read(text, style) == ("", expected_calls), (
+            "and the parser reads what the grammar writes"
+        )
     assert not any(matches(grammar, calls(bad, style=style)) for bad in BAD)
     assert not any(
         matches(grammar, text) for text in ("", "text", "text " + calls(GOOD[2], style=style), "{}")
@@ -445,7 +458,8 @@ def test_a_grammar_of_one_call_has_no_second(style: ToolFormat) -> None:
 def test_strict_tools_leave_a_choice_but_not_of_their_arguments(style: ToolFormat) -> None:
     grammar = style.grammar(USE, MARKERS)
     before = "" if style is LLAMA else "Let me see [<to. "
-    assert matches(grammar, "just text") and matches(grammar, "")
+    assert matches(grammar, "just text")
+    assert matches(grammar, "")
     assert matches(grammar, before + calls(*GOOD, style=style))
     assert not any(matches(grammar, before + calls(bad, style=style)) for bad in BAD)
 
@@ -458,7 +472,8 @@ def test_a_marker_that_is_no_token_is_spelled_out(style: ToolFormat) -> None:
     matcher = llguidance.LLMatcher(
         VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0
     )
-    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
     with pytest.raises(InvalidRequest, match="as a token; send 'required'"):
         style.grammar(USE, {})
 

@@ -92,7 +92,7 @@ class StructuredOutputFields(RequestModel):
     guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
-    # Short, because a longer Lark grammar may take seconds to compile, and other requests would wait.
+    # Short: a longer Lark grammar may take seconds to compile, and other requests would wait.
     guided_grammar: ShortText | None = None
 
     def grammar(self) -> Grammar | None:

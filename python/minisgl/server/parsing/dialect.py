@@ -10,7 +10,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.openai.tools import ToolUse
 from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
-from minisgl.server.parsing.grammar_rules import Markers
+from minisgl.server.parsing.grammar_rules import AddedTokens
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import ToolFormat, choose_format
 
@@ -22,18 +22,18 @@ class Dialect:
     Attributes:
         tool_format: None if the format of tool calls is not known.
         reasoning_format: None if reasoning is not told apart from content.
-        markers: the tokens that the tokenizer never splits.
+        added_tokens: the tokens that the tokenizer never splits, and their ids.
     """
 
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
-    markers: Markers = field(default_factory=dict)
+    added_tokens: AddedTokens = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         template: str | None,
-        markers: Markers,
+        added_tokens: AddedTokens,
         tool_parser: str | None,
         reasoning_parser: str | None,
     ) -> Self:
@@ -43,7 +43,7 @@ class Dialect:
             reasoning_parser: name of a reasoning format; None means none.
         """
         reasoning_format = REASONING_FORMATS[reasoning_parser] if reasoning_parser else None
-        return cls(choose_format(template, tool_parser), reasoning_format, markers)
+        return cls(choose_format(template, tool_parser), reasoning_format, added_tokens)
 
     def constrain(
         self, sampling: SamplingParams, use: ToolUse, *, allows_reasoning: bool
@@ -57,7 +57,7 @@ class Dialect:
             return sampling
         grammar = sampling.grammar
         if use.offered_tools and (use.is_enforced or grammar):
-            grammar = self._required_tool_format.grammar(use, self.markers, grammar)
+            grammar = self._required_tool_format.grammar(use, self.added_tokens, grammar)
             if len(grammar.text) > MAX_GRAMMAR:
                 raise InvalidRequest(
                     f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools"
@@ -69,7 +69,7 @@ class Dialect:
     def _allow_reasoning_before(self, grammar: Grammar | None) -> Grammar | None:
         if grammar is None or self.reasoning_format is None:
             return grammar
-        return self.reasoning_format.allow_before(grammar, self.markers)
+        return self.reasoning_format.allow_before(grammar, self.added_tokens)
 
     def make_parser(self, use: ToolUse, *, allows_reasoning: bool, eager: bool) -> OutputParser:
         """A parser of one answer. Streams are parsed with `eager`; see `ToolCallParser`."""

@@ -13,16 +13,18 @@ from typing import TypeAlias
 from minisgl.core import Grammar
 from minisgl.sampling_params import JSON_OPTIONS
 
-Markers: TypeAlias = Mapping[str, int]  # the tokens that a tokenizer never splits, and their ids
+AddedTokens: TypeAlias = Mapping[
+    str, int
+]  # the tokens that a tokenizer never splits, and their ids
 
 
-def marker_rule(text: str, markers: Markers) -> str:
+def marker_rule(text: str, added_tokens: AddedTokens) -> str:
     """A marker as its own token or as text.
 
     Text is for markers without a token, and for where llguidance takes the token for plain text.
     """
     literal = json.dumps(text)
-    return f"(<[{markers[text]}]> | {literal})" if text in markers else literal
+    return f"(<[{added_tokens[text]}]> | {literal})" if text in added_tokens else literal
 
 
 def text_without(text: str) -> str:
@@ -30,10 +32,10 @@ def text_without(text: str) -> str:
     return rf"/(?s:.*)/ & ~/(?s:.*){_escape_slashes(re.escape(text))}(?s:.*)/"
 
 
-def text_rules(end: str, markers: Markers) -> list[str]:
+def text_rules(end: str, added_tokens: AddedTokens) -> list[str]:
     """A rule `text`: whatever comes before a marker, and the marker."""
-    if end in markers:
-        return [f"text: TEXT <[{markers[end]}]>", f"TEXT: {text_without(end)}"]
+    if end in added_tokens:
+        return [f"text: TEXT <[{added_tokens[end]}]>", f"TEXT: {text_without(end)}"]
     return [f"text[lazy]: /(?s:.*){_escape_slashes(re.escape(end))}/"]
 
 

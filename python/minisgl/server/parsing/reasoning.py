@@ -14,7 +14,12 @@ import regex
 
 from minisgl.core import Grammar
 from minisgl.server.parsing.deltas import OutputParser, ReasoningDelta
-from minisgl.server.parsing.grammar_rules import Markers, marker_rule, nested_grammar, text_rules
+from minisgl.server.parsing.grammar_rules import (
+    AddedTokens,
+    marker_rule,
+    nested_grammar,
+    text_rules,
+)
 from minisgl.server.parsing.incremental import IncrementalParser
 
 _BEGIN = "<think>"
@@ -41,16 +46,16 @@ class ReasoningFormat:
         """
         return ReasoningParser(rest, is_open=self.is_open and allows_reasoning)
 
-    def allow_before(self, grammar: Grammar, markers: Markers) -> Grammar:
+    def allow_before(self, grammar: Grammar, added_tokens: AddedTokens) -> Grammar:
         """A grammar of reasoning and then an answer.
 
         Reasoning is optional, unless the template begins it.
         """
-        begin = marker_rule(_BEGIN, markers)
+        begin = marker_rule(_BEGIN, added_tokens)
         reasoning = f"{begin}? text GAP" if self.is_open else f"({begin} text GAP)?"
         rules = [
             f"start: {reasoning} answer",
-            *text_rules(_END, markers),
+            *text_rules(_END, added_tokens),
             r"GAP: /[ \r\n]{0,4}/",
             f"answer: {nested_grammar(grammar)}",
         ]

@@ -20,7 +20,12 @@ from typing import ClassVar
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.server.openai.tools import Function, ToolUse
-from minisgl.server.parsing.grammar_rules import Markers, marker_rule, nested_grammar, text_without
+from minisgl.server.parsing.grammar_rules import (
+    AddedTokens,
+    marker_rule,
+    nested_grammar,
+    text_without,
+)
 from minisgl.server.parsing.tool_calls import CallSyntax, ToolCallParser
 
 _TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
@@ -45,18 +50,20 @@ class ToolFormat(ABC):
         """Whether a chat template has calls in this format."""
 
     @abstractmethod
-    def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
+    def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
         """A Lark grammar of one call, or with `several` of one or more."""
 
     @abstractmethod
-    def text(self, markers: Markers) -> str:
+    def text(self, added_tokens: AddedTokens) -> str:
         """The body of a Lark terminal: text that may come before calls or instead of them.
 
         Raises:
             InvalidRequest: such text cannot be told apart from calls.
         """
 
-    def grammar(self, use: ToolUse, markers: Markers, answer: Grammar | None = None) -> Grammar:
+    def grammar(
+        self, use: ToolUse, added_tokens: AddedTokens, answer: Grammar | None = None
+    ) -> Grammar:
         """A grammar of answers whose calls follow the tools' schemas.
 
         Args:
@@ -66,14 +73,14 @@ class ToolFormat(ABC):
             InvalidRequest: the answer need not call, and text cannot be told apart from calls.
         """
         calls = Grammar(
-            "lark", self.calls(use.callable_tools, markers, several=use.allows_several_calls)
+            "lark", self.calls(use.callable_tools, added_tokens, several=use.allows_several_calls)
         )
         if use.must_call:
             return calls
         if answer:
             rules = ["start: answer | calls", f"answer: {nested_grammar(answer)}"]
         else:
-            rules = ["start: TEXT calls?", f"TEXT: {self.text(markers)}"]
+            rules = ["start: TEXT calls?", f"TEXT: {self.text(added_tokens)}"]
         rules.append(f"calls: {nested_grammar(calls)}")
         return Grammar("lark", "\n".join(rules))
 
@@ -92,15 +99,15 @@ class Hermes(ToolFormat):
         others = ("<function=", "<arg_key>")  # other formats with this marker
         return "<tool_call>" in template and not any(other in template for other in others)
 
-    def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
-        begin = marker_rule("<tool_call>", markers)
-        end = marker_rule("</tool_call>", markers)
+    def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
+        begin = marker_rule("<tool_call>", added_tokens)
+        end = marker_rule("</tool_call>", added_tokens)
         start = f"start: {_one_or('call', several, chr(10))}"
         call = rf'call: {begin} "\n" object "\n" {end}'
         return "\n".join([start, call, *_objects(tools, "arguments")])
 
-    def text(self, markers: Markers) -> str:
-        return _text_before("<tool_call>", markers)
+    def text(self, added_tokens: AddedTokens) -> str:
+        return _text_before("<tool_call>", added_tokens)
 
 
 class Llama3Json(ToolFormat):
@@ -118,11 +125,11 @@ class Llama3Json(ToolFormat):
             or re.search(r'name\\?": function name, \\?"param', template) is not None
         )
 
-    def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:  # noqa: ARG002
+    def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:  # noqa: ARG002
         start = f"start: {_one_or('object', several, '; ')}"
         return "\n".join([start, *_objects(tools, "parameters")])
 
-    def text(self, markers: Markers) -> str:  # noqa: ARG002
+    def text(self, added_tokens: AddedTokens) -> str:  # noqa: ARG002
         return r"/([^\s{](?s:.*))?/"
 
 
@@ -140,20 +147,20 @@ class Mistral(ToolFormat):
     def suits(template: str) -> bool:
         return "[TOOL_CALLS]" in template
 
-    def calls(self, tools: Sequence[Function], markers: Markers, *, several: bool) -> str:
-        begin = marker_rule("[TOOL_CALLS]", markers)
+    def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
+        begin = marker_rule("[TOOL_CALLS]", added_tokens)
         if "[ARGS]" not in self._template:
             start = f'start: {begin} " "? "[" {_one_or("object", several, ", ")} "]"'
             return "\n".join([start, *_objects(tools, "arguments")])
-        arguments = marker_rule("[ARGS]", markers)
+        arguments = marker_rule("[ARGS]", added_tokens)
         calls = [
             f"{begin} {json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools
         ]
         start = "start: object+" if several else "start: object"
         return "\n".join([start, *_any_of(calls)])
 
-    def text(self, markers: Markers) -> str:
-        return _text_before("[TOOL_CALLS]", markers)
+    def text(self, added_tokens: AddedTokens) -> str:
+        return _text_before("[TOOL_CALLS]", added_tokens)
 
 
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
@@ -198,8 +205,8 @@ def _any_of(bodies: list[str]) -> list[str]:
     return [f"object: {' | '.join(rules)}", *(f"{name}: {body}" for name, body in rules.items())]
 
 
-def _text_before(text: str, markers: Markers) -> str:
-    if text not in markers:
+def _text_before(text: str, added_tokens: AddedTokens) -> str:
+    if text not in added_tokens:
         raise InvalidRequest(
             f"'strict' with tool_choice 'auto' needs a model that has {text} as a token; "
             "send 'required'",
