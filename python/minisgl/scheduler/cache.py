@@ -94,10 +94,11 @@ class CacheManager:
     def try_extend(self, req: Req) -> bool:
         """Make room for all tokens of a running request; False if there is no page."""
         wanted = self.num_pages_for(req.num_tokens) - len(self._held[req.uid].pages)
+        if wanted <= 0:
+            return True
         if wanted > self.num_available:
             return False
-        if wanted > 0:
-            self._append(req, self._allocate(wanted))
+        self._append(req, self._allocate(wanted))
         return True
 
     def publish(self, req: Req) -> None:

@@ -12,6 +12,7 @@ be several tokens to compute.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from minisgl.core import Req, ReqSlice
 from minisgl.scheduler.cache import CacheManager
@@ -80,17 +81,18 @@ class DecodeManager:
             budget: tokens beyond the first of a request, of all requests together.
         """
         plan = RunningPlan(budget)
+        try_extend = self._cache.try_extend
         for req in self._running.values():
             if req.is_full:
                 continue
-            if not self._cache.try_extend(req):
+            if not try_extend(req):
                 plan.is_short_of_pages = True
             elif req.num_tokens == req.num_computed + 1:
                 decode = ReqSlice(req, req.num_computed, req.num_tokens, samples=True)
                 plan.decodes.append(decode)
             else:
                 plan.add_chunk(req)
-        plan.decodes.sort(key=_end, reverse=True)
+        plan.decodes.sort(key=attrgetter("end"), reverse=True)
         return plan
 
     @property
@@ -101,7 +103,3 @@ class DecodeManager:
     def retract(self) -> Req:
         """Take the least urgent request out, so that its pages can go to the others."""
         return self._running.pop(self.least_urgent.uid)
-
-
-def _end(chunk: ReqSlice) -> int:
-    return chunk.end

@@ -11,16 +11,16 @@ Owns the messages that are not sent yet. Knows nothing of steps; the scheduler r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from minisgl.core import FinishReason, Req, ReqSlice, TokenLogprobs
 from minisgl.engine import EngineLimits
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import DetokenizeMsg, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
-from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, MatchState
+from minisgl.scheduler.grammar import GrammarMatchers, MatchState
 from minisgl.scheduler.table import TableManager
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
@@ -41,9 +41,8 @@ class Output:
 
     Attributes:
         tokens: the sampled token, and those that are forced behind it.
-        finish: why the answer ends with these tokens.
-        is_match: whether its match is complete: the answer ends behind the tokens and has all of
-            them.
+        finish: why the request ends, if it does.
+        is_match: whether it ends because its match is complete: all tokens are part of the answer.
         error: why the answer cannot go on.
     """
 
@@ -51,13 +50,6 @@ class Output:
     finish: FinishReason | None = None
     is_match: bool = False
     error: InvalidRequest | None = None
-
-    @property
-    def end(self) -> FinishReason | None:
-        """Why the request ends, if it does."""
-        if self.error:
-            return "abort"
-        return "stop" if self.is_match else self.finish
 
 
 class OutputProcessor:
@@ -100,42 +92,46 @@ class OutputProcessor:
         req = chunk.req
         if req.finish is not None:
             return None
-        if req.max_length == req.num_prompt:
-            return Output([], finish="length")
+        max_length = req.max_length
+        if max_length == req.num_prompt:
+            return Output([], "length")
         if chunk.end < req.num_known:
             assert sampled == [req.tokens[chunk.end]], "its mask allows the forced token alone"
             return None
         assert chunk.end == req.num_known
         [token] = sampled
         req.append(token)
-        match = IN_PROGRESS
-        if req.params.grammar is not None:
-            match = self._grammars.accept(req.uid, sampled)
+        params = req.params
+        if params.grammar is not None:
+            return self._take_guided(req, sampled)
+        if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
+            return Output(sampled, "stop")
+        return Output(sampled, "length" if req.num_known == max_length else None)
+
+    def _take_guided(self, req: Req, sampled: list[int]) -> Output:
+        """Advance a request's match by a sampled token, and by what is forced behind it."""
+        [token] = sampled
+        match = self._grammars.accept(req.uid, sampled)
         if match.error:
-            return Output([], error=match.error)
+            return Output([], "abort", error=match.error)
         if self._is_stop(req, token, match):
-            return Output(sampled, finish="stop")
-        if req.params.grammar is not None and not match.is_complete:
+            return Output(sampled, "stop")
+        if not match.is_complete:
             forced = self._forced_tokens(req)
             if forced:
                 match = self._append_forced(req, forced)
                 sampled = sampled + forced
-        return self._output(req, sampled, match)
+        if match.error:
+            return Output([], "abort", error=match.error)
+        if match.is_complete:
+            return Output(sampled, "stop", is_match=True)
+        return Output(sampled, "length" if req.num_known == req.max_length else None)
 
     def _is_stop(self, req: Req, token: int, match: MatchState) -> bool:
         """Whether a token ends the answer and is no part of it."""
         if token in req.params.stop_token_ids:
             return True
         return token in self._eos_ids and (match.is_complete or not req.params.ignore_eos)
-
-    def _output(self, req: Req, tokens: list[int], match: MatchState) -> Output:
-        if match.error:
-            return Output([], error=match.error)
-        if match.is_complete:
-            return Output(tokens, is_match=True)
-        if req.num_known == req.max_length:
-            return Output(tokens, finish="length")
-        return Output(tokens)
 
     def _forced_tokens(self, req: Req) -> list[int]:
         """The next tokens of an answer if its grammar leaves no choice and they are enough.
@@ -162,17 +158,17 @@ class OutputProcessor:
     def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
         """Collect the messages of an output."""
         if output.error:
-            self.add_error(req, output.error)
+            self._add(req, [], None, [], ReplyError.of(output.error))
             return
-        self._add(req, output.tokens, output.finish, logprobs=[logprobs] if logprobs else [])
-        if output.is_match:  # in a message of its own: the last token is a part of the answer
-            self._add(req, [], "stop")
+        entries = [] if logprobs is None else [logprobs]
+        if output.is_match:  # two messages: the last token of a "stop" is no part of the answer
+            self._add(req, output.tokens, None, entries)
+            self._add(req, [], "stop", [])
+        else:
+            self._add(req, output.tokens, output.finish, entries)
 
     def add_abort(self, req: Req) -> None:
-        self._add(req, [], "abort")
-
-    def add_error(self, req: Req, error: RequestError) -> None:
-        self._add(req, [], error=ReplyError.of(error))
+        self._add(req, [], "abort", [])
 
     def add_refusal(self, uid: int, num_prompt: int, error: RequestError) -> None:
         """Collect the message that a request is not accepted."""
@@ -183,38 +179,39 @@ class OutputProcessor:
         self,
         req: Req,
         tokens: list[int],
-        finish: FinishReason | None = None,
-        *,
+        finish: FinishReason | None,
+        logprobs: list[TokenLogprobs],
         error: ReplyError | None = None,
-        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        is_first = req.num_output == len(tokens)
         message = DetokenizeMsg(
             req.uid,
             tokens,
-            list(logprobs),
+            logprobs,
             finish=finish,
             error=error,
             num_prompt=req.num_prompt,
             num_cached=req.num_cached or 0,
-            **(_first_message_fields(req) if is_first else {}),
         )
+        if req.num_output == len(tokens):
+            message = _as_first(req, message)
+            if tokens and self._events.first_token:
+                self._events.first_token.emit(FirstToken(req.uid))
         self._messages.append(message)
-        if is_first and tokens and self._events.first_token:
-            self._events.first_token.emit(FirstToken(req.uid))
 
 
-def _first_message_fields(req: Req) -> dict[str, Any]:
-    """What the first message of a request says besides its tokens."""
-    fields: dict[str, Any] = {"embedding": req.embedding}
-    if req.params.shapes_text:
-        fields["params"] = req.params
-    if req.params.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = _prompt_logprobs(req)
-    return fields
+def _as_first(req: Req, message: DetokenizeMsg) -> DetokenizeMsg:
+    """A message with what only the first one of a request says."""
+    return msgspec.structs.replace(
+        message,
+        params=req.params if req.params.shapes_text else None,
+        prompt_logprobs=_prompt_logprobs(req),
+        embedding=req.embedding,
+    )
 
 
-def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]]:
-    """The prompt's tokens with their log probabilities so far; the first token has none."""
+def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:
+    """The prompt's tokens with their log probabilities so far, if wanted; the first has none."""
+    if req.params.prompt_logprobs is None:
+        return None
     tokens = req.tokens[: req.num_prompt].tolist()
     return list(zip(tokens, [None, *req.prompt_logprobs], strict=False))

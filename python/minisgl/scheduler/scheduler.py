@@ -334,8 +334,8 @@ class Scheduler:
         for index, (chunk, output) in enumerate(pairs):
             if output is not None:
                 self.outputs.add(chunk.req, output, logprobs.get(index))
-                if output.end:
-                    self._end(chunk.req, output.end)
+                if output.finish:
+                    self._end(chunk.req, output.finish)
 
         for chunk in step.plan.slices:
             req = chunk.req
