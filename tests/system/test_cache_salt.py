@@ -1,4 +1,4 @@
-"""`cache_salt` of every generating endpoint: a prefix is reused by requests with an equal salt only."""
+"""`cache_salt` of each generating endpoint: only requests with an equal salt share a prefix."""
 
 from __future__ import annotations
 

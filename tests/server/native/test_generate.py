@@ -198,3 +198,24 @@ def test_a_refusal_comes_before_any_byte_and_a_hang_up_aborts() -> None:
         await call.done
 
     run_with_app(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_of_several_tokens_has_the_logprobs_of_each(stream: bool) -> None:
+    tokens = [TextLogprobs(text, -0.5, []) for text in ("a", "b", "c")]
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [
+                UserReply(msg.uid, "ab", logprobs=tokens[:2], num_output=2),
+                UserReply(msg.uid, "c", logprobs=tokens[2:], finish="stop", num_output=3),
+            ]
+        )
+        call = app.post(ROUTE, prompt="hi", logprobs=0, stream=stream)
+        await call.done
+        answers = events_of(call)[:-1] if stream else [json.loads(call.body)]
+        logprobs = [[token["token"] for token in answer["logprobs"]] for answer in answers]
+        assert logprobs == ([["a", "b"], ["c"]] if stream else [["a", "b", "c"]])
+        assert answers[-1]["usage"]["completion_tokens"] == 3
+
+    run_with_app(scenario)

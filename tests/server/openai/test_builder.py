@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
-from minisgl.message import (
-    ReplyError,
-    TokenizeMsg,
-    UserReply,
-)
+from minisgl.message import ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from tests.server.harness import (
+    CHAT,
+    RESPONSES,
     TEXT,
     App,
+    HttpCall,
     events_of,
     routes,
     run_with_app,
@@ -137,5 +137,54 @@ def test_a_stream_of_several_answers_begins_with_the_first_of_each_prompt() -> N
             for event in events_of(call)[:-1]
         ]
         assert shown[:2] == [(1, "<1>"), (2, "<2>")]
+
+    run_with_app(scenario)
+
+
+WITH_LOGPROBS: dict[str, dict[str, Any]] = {
+    CHAT: {"logprobs": True},
+    TEXT: {"logprobs": 0},
+    RESPONSES: {"include": ["message.output_text.logprobs"]},
+}
+
+
+def logprob_tokens(node: Any) -> list[str]:
+    """The tokens that have log probabilities in an answer or in events, in order."""
+    if isinstance(node, list):
+        return [token for child in node for token in logprob_tokens(child)]
+    if not isinstance(node, dict):
+        return []
+    if "token" in node:
+        return [node["token"]]
+    if "tokens" in node:
+        return list(node["tokens"])
+    return [token for child in node.values() for token in logprob_tokens(child)]
+
+
+def deltas_of(call: HttpCall) -> list[Any]:
+    """The events of a stream that have new text."""
+    lines = call.body.decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    events = [json.loads(text) for text in data]
+    types = (None, "response.output_text.delta")
+    return [event for event in events if event.get("type") in types]
+
+
+@pytest.mark.parametrize("route", WITH_LOGPROBS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_of_several_tokens_has_the_logprobs_of_each(route: str, stream: bool) -> None:
+    tokens = [TextLogprobs(text, -0.5, []) for text in ("a", "bc", "d")]
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [
+                UserReply(msg.uid, "abc", logprobs=tokens[:2], num_output=2),
+                UserReply(msg.uid, "d", logprobs=tokens[2:], finish="stop", num_output=3),
+            ]
+        )
+        call = app.post(route, stream=stream, **WITH_LOGPROBS[route])
+        await call.done
+        answer = deltas_of(call) if stream else json.loads(call.body)
+        assert logprob_tokens(answer) == ["a", "bc", "d"]
 
     run_with_app(scenario)
