@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.harness import MODEL, PATIENCE_S, Program
+from tests.system.harness import MODEL, TIMEOUT_S, Program
 
 pytestmark = pytest.mark.slow
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
@@ -22,7 +22,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def num_cached_tokens(server: Program, route: str, salt: str | None) -> int:
     body = {"model": MODEL, "temperature": 0, "cache_salt": salt, **REQUESTS[route]}
-    response = httpx.post(f"{server.url}{route}", json=body, timeout=PATIENCE_S)
+    response = httpx.post(f"{server.url}{route}", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     usage = response.json()["usage"]
     details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
@@ -44,7 +44,7 @@ def test_without_a_salt_no_salted_prefix_is_found(server: Program) -> None:
     cached = []
     for salt in ("first", None, None, "second"):
         response = httpx.post(
-            f"{server.url}/generate", json={**body, "cache_salt": salt}, timeout=PATIENCE_S
+            f"{server.url}/generate", json={**body, "cache_salt": salt}, timeout=TIMEOUT_S
         )
         cached.append(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == cached[1] == cached[3] == 0
@@ -57,6 +57,6 @@ def test_a_salt_outside_its_bounds_is_refused_by_name(
     server: Program, route: str, salt: str
 ) -> None:
     body = {"model": MODEL, "cache_salt": salt, **REQUESTS[route]}
-    response = httpx.post(f"{server.url}{route}", json=body, timeout=PATIENCE_S)
+    response = httpx.post(f"{server.url}{route}", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "cache_salt"
