@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from fastapi import FastAPI
+from starlette.routing import BaseRoute
 
 from minisgl.message import (
     BatchFrontendMsg,
@@ -247,6 +248,11 @@ class App:
         await asyncio.gather(*(call.done for call in self._calls), return_exceptions=True)
 
 
+# FastAPI builds an application's routes at its first request, which takes longer than most tests.
+# They depend on whether keys are wanted and on nothing else: those of the first application serve.
+_routes: dict[bool, list[BaseRoute]] = {}
+
+
 @asynccontextmanager
 async def running_app(
     max_open_requests: int = 8,
@@ -256,7 +262,10 @@ async def running_app(
     **options: Any,
 ) -> AsyncIterator[App]:
     async with running_frontend(max_open_requests, num_tokenizer) as (frontend, worker):
-        app = App(create_app(frontend, model, max_body, **options), frontend, worker)
+        created = create_app(frontend, model, max_body, **options)
+        has_keys = bool(options.get("api_keys"))
+        created.router.routes = _routes.setdefault(has_keys, created.router.routes)
+        app = App(created, frontend, worker)
         try:
             yield app
         finally:

@@ -5,6 +5,8 @@ It has the `AttentionSpec` of every layer: scale, window, soft cap. `AttentionLa
 knows neither models nor the lives of requests. Read `base.py`, then `torch_backend.py`.
 """
 
+# Dimensions: P pages, R rows of the tables.
+
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Contract of an attention backend."""
 
-# Dimensions: H head width, K kv heads, N query heads, R rows of the tables, T tokens of a step.
+# Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables,
+# T tokens of a step.
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Version 4 (CuTe DSL) runs from Ampere on, version 3 on Hopper.
 """
 
-# Dimensions: K kv heads, H head width, N query heads, T tokens of a step.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
+# R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 

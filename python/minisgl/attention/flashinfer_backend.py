@@ -11,8 +11,7 @@ with several kinds of layers has as many plans a step.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# Q positions of a page, R rows of the tables, S kv slots, T tokens of a step,
-# Z entries of a flat list.
+# R rows of the tables, S kv slots, T tokens of a step, Z entries of a flat list.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Such a kernel needs no plan from the host: what it reads in a captured graph is 
 device, from where the tokens stand.
 """
 
-# Dimensions: B requests of a step, P pages, R rows of the tables.
+# Dimensions: B requests of a step, P pages, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 

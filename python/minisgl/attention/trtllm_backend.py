@@ -3,7 +3,8 @@
 XQA decodes on Hopper; trtllm-gen does prompts and decodes on Blackwell.
 """
 
-# Dimensions: H head width, K kv heads, N query heads, T tokens of a step.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
+# R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The attention of one layer, between its projections."""
 
-# Dimensions: H head width, K kv heads, M all heads of a token, S kv slots, T tokens of a step.
+# Dimensions: D model width, H head width, K kv heads, M all heads of a token, S kv slots,
+# T tokens of a step.
 
 from __future__ import annotations
 

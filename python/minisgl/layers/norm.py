@@ -1,7 +1,7 @@
 """Root-mean-square norms with their weight; the formula stands in `kernel/norm.py`."""
 
-# Dimensions: D model width, K kv heads, N query heads, T tokens of a step,
-# X a selection out of another dimension.
+# Dimensions: D model width, H head width, K kv heads, M all heads of a token, N query heads,
+# T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
