@@ -38,7 +38,7 @@ from minisgl.core import (
     TableWrites,
 )
 from minisgl.distributed import DistributedInfo
-from minisgl.engine import ForwardOutput
+from minisgl.engine import Engine, ForwardOutput, sampler
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph_runner as graph_module
 from minisgl.engine.graph_key import GraphKey, GraphKind, graph_sizes
@@ -395,33 +395,47 @@ def test_a_trial_captures_few_and_counts_the_rest(
     assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 120)
 
 
+def graphs_of(engine: Engine) -> list[weakref.ref[torch.cuda.CUDAGraph]]:
+    captured = engine._graphs._captured.values()
+    graphs = [weakref.ref(step.forward_graph) for step in captured]
+    return graphs + [weakref.ref(step.sampling_graph.graph) for step in captured]
+
+
+def raise_in_call(
+    number: int, function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, owner: Any
+) -> None:
+    """Interrupt a call of a function that its owner has under its name."""
+    num_calls = itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(num_calls) == number:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    monkeypatch.setattr(owner, function.__name__, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "function"),
+    [(ForwardOutput, ForwardOutput.wait), (sampler, sampler.process_logits)],
+    ids=["wait", "process_logits"],
+)
 def test_no_graph_outlives_an_engine_that_was_interrupted(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, owner: Any, function: Callable[..., Any]
 ) -> None:
     """With a step half done, whose frames the exception holds: NCCL could not leave its group."""
     host, _ = hosts(overlap=True)
     engine = host._engine
-    captured = list(engine._graphs._captured.values())
-    graphs = [weakref.ref(step.forward_graph) for step in captured]
-    graphs += [weakref.ref(step.sampling_graph.graph) for step in captured]
-    del captured
-    wait = ForwardOutput.wait
-    num_waits = itertools.count()
+    graphs = graphs_of(engine)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, presence_penalty=1.0)
+    raise_in_call(3, function, monkeypatch, owner)
 
-    def interrupted(output: ForwardOutput) -> list[list[int]]:
-        if next(num_waits) == 3:
-            raise KeyboardInterrupt
-        return wait(output)
-
-    monkeypatch.setattr(ForwardOutput, "wait", interrupted)
     try:
-        host.ask(
-            random_prompts([5] * 3, VOCAB_SIZE), SamplingParams(max_tokens=20, ignore_eos=True)
-        )
+        host.ask(random_prompts([5] * 3, VOCAB_SIZE), params)
     except KeyboardInterrupt:
         engine.close()
         gc.collect()
         assert len(graphs) > 0
         assert all(graph() is None for graph in graphs)
     else:
-        pytest.fail("no step was waited for")
+        pytest.fail("no step was interrupted")

@@ -45,7 +45,7 @@ from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import Context
-from minisgl.models import ModelConfig
+from minisgl.models import ModelConfig, get_model_class
 from minisgl.moe import create_moe_backend
 from minisgl.utils.arch import keep_freed_memory
 from minisgl.utils.staging import Staging
@@ -76,6 +76,7 @@ class Engine:
         assert config.page_size
         started = time.monotonic()
         self._model_config = ModelConfig.from_folder(Path(config.model))
+        model_class = get_model_class(self._model_config.architecture)
         self._device = _set_up_device(config, info)
         self._dtype = getattr(torch, config.dtype)
         # Kernels are built now, not in the first step.
@@ -86,7 +87,13 @@ class Engine:
         max_seq_len = context_length(config, self._model_config)
         with out_of_memory_is_explained("loading the weights"):
             loaded = load_model(
-                config, self._model_config, self._comm, max_seq_len, self._dtype, self._device
+                model_class,
+                config,
+                self._model_config,
+                self._comm,
+                max_seq_len,
+                self._dtype,
+                self._device,
             )
         self._model = loaded.model
         self._weight_bytes = loaded.weight_bytes
@@ -253,13 +260,16 @@ class Engine:
             empty = torch.empty(0, dtype=torch.int32, device=self._device)
             return self._host_copier.start(empty, None, prompt_outputs)
 
-        graph: SamplingGraph | None = None
-        if self._graphs and launched.sampling_graph_key:
-            graph = self._graphs.sampling_graph(launched.sampling_graph_key)
+        # No name holds the graph here: the frame of an exception would keep it alive, and NCCL
+        # could not leave its group.
         sampled = self._sampler.sample_slices(
-            launched.sampling_slices, launched.sampling_inputs, graph
+            launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
         )
         return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
+
+    def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
+        key = launched.sampling_graph_key
+        return self._graphs.sampling_graph(key) if self._graphs and key else None
 
     def _write_tables(self, writes: TableWrites) -> None:
         if len(writes.pages) + len(writes.tokens) == 0:

@@ -12,7 +12,7 @@ from minisgl.distributed import DistributedCommunicator
 from minisgl.engine.memory import may_pack
 from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
-from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
+from minisgl.models import BaseLLMModel, ModelConfig, load_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class LoadedModel:
 
 @torch.inference_mode()
 def load_model(
+    model_class: type[BaseLLMModel],
     config: EngineConfig,
     model_config: ModelConfig,
     comm: DistributedCommunicator,
@@ -38,10 +39,9 @@ def load_model(
 ) -> LoadedModel:
     """
     Raises:
-        CheckpointError: the architecture is unknown, or the files are unusable.
+        CheckpointError: the files are unusable.
     """
     assert config.model
-    model_class = get_model_class(model_config.architecture)
     model = model_class(model_config, comm, max_seq_len, dtype)
     load_weight(
         model,

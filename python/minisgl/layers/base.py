@@ -82,12 +82,13 @@ class OPList(BaseOP, Generic[Op]):
         return ((str(index), op) for index, op in enumerate(self._ops))
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        """Load in threads: while the tensors of one operator go to the device, those of another are
-        read."""
+        """Load in threads: while the tensors of one operator go to the device, those of another
+        are read. After an error no further operator is begun."""
+
+        def load_child(child: tuple[str, BaseOP]) -> None:
+            child_name, op = child
+            op.load(source, f"{name}.{child_name}")
+
         with ThreadPoolExecutor(min(_LOADERS, len(os.sched_getaffinity(0)))) as pool:
-            loads = [
-                pool.submit(child.load, source, f"{name}.{child_name}")
-                for child_name, child in self.children()
-            ]
-            for load in loads:
-                load.result()
+            for _ in pool.map(load_child, self.children()):
+                pass
