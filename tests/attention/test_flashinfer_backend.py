@@ -1,4 +1,4 @@
-"""What FlashInfer is told: a stand-in for its wrappers attends by the lists that it is given, on any machine."""
+"""The arguments of FlashInfer: a stand-in for its wrappers attends by them, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What FlashAttention and TensorRT-LLM are told: stand-ins for them attend by it, on any machine. And pairs."""
+"""The arguments of FlashAttention and TensorRT-LLM, and pairs of backends.
+
+Stand-ins for the libraries attend by these arguments, on any machine.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def flash_scores(
     return {"scale": softmax_scale, "window_left": window_size[0], "softcap": softcap}
 
 
-def attend_own(
+def attend_within_batch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,15 +94,15 @@ def attend_own(
 def paged(k: Tensor, v: Tensor, lengths: Tensor, pages_BP: Tensor) -> Context:
     def context(i: int) -> tuple[Tensor, Tensor]:
         length = int(lengths[i])
-        own = pages_BP[i, : -(-length // k.shape[1])].long()
-        return k[own].flatten(0, 1)[:length], v[own].flatten(0, 1)[:length]
+        pages = pages_BP[i, : -(-length // k.shape[1])].long()
+        return k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
 
     return context
 
 
 def version_4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
     if "page_table" not in options:
-        return attend_own(q, k, v, **options), None
+        return attend_within_batch(q, k, v, **options), None
     queries = options.pop("cu_seqlens_q")
     lengths = options.pop("seqused_k")
     assert options.pop("max_seqlen_q") >= int(queries.diff().max())
@@ -174,7 +177,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     libraries = {
         "flash_attn.cute": SimpleNamespace(flash_attn_varlen_func=version_4),
         "flash_attn_interface": SimpleNamespace(
-            flash_attn_varlen_func=attend_own, flash_attn_with_kvcache=version_3
+            flash_attn_varlen_func=attend_within_batch, flash_attn_with_kvcache=version_3
         ),
     }
     libraries["sgl_kernel.flash_attn"] = libraries["flash_attn_interface"]
@@ -220,9 +223,7 @@ def test_scores_are_what_the_layers_spec_says(
 @pytest.mark.parametrize("name", ["trtllm"], indirect=True)
 def test_a_soft_cap_is_refused_by_trtllm(name: str) -> None:
     world = World([(0, 1)], num_heads=4, num_kv_heads=2, page_size=16, specs=(PLAIN, SOFTCAP))
-    message = (
-        "--attn trtllm has not a soft cap, which layer 1 of the model needs; use fa or fi or torch"
-    )
+    message = "does not support a soft cap, which layer 1 of the model needs; use fa or fi or torch"
     with pytest.raises(ConfigError, match=message):
         world.backend("torch,trtllm")
 
@@ -236,16 +237,16 @@ def test_a_graph_finds_its_lengths_on_the_device(
     world = World(
         [*spans, (0, 3)] if is_prompt else spans, num_heads=4, num_kv_heads=2, page_size=16
     )
-    for part, k, v in zip(world.slices, world.k, world.v, strict=True):
+    for req_slice, k, v in zip(world.slices, world.k, world.v, strict=True):
         store_kv(
             k,
             v,
             world.pool.k_cache(0),
             world.pool.v_cache(0),
-            world.slots(part, 0, part.end).long(),
+            world.slots(req_slice, 0, req_slice.end).long(),
         )
     backend = world.backend(pair.format(name))
-    row_R = torch.tensor([part.row for part in world.slices], dtype=torch.int32)
+    row_R = torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32)
     metadata = backend.prepare_capture(row_R, sum(map(len, world.slices)))
     last_B = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
     batch = world.batch(metadata, last_B)

@@ -24,13 +24,16 @@ HEAD_DIM = 8
 LAYERS = 2
 PLAIN = AttentionSpec(scale=1 / math.sqrt(HEAD_DIM))
 NOWHERE = 10**6  # in every entry of the page table behind the pages of its row
-LITTER = 1e4  # in every slot that belongs to nobody; would dominate any softmax
+LITTER = 1e4  # in every slot of no request; would dominate any softmax
 CPU = torch.device("cpu")
 
 
 @dataclass
 class World:
-    """A pool full of litter, a random page table, and requests whose keys and values so far are known densely."""
+    """A pool full of litter, a random page table, and requests.
+
+    Their keys and values so far are known densely.
+    """
 
     spans: list[
         tuple[int, int]
@@ -59,8 +62,8 @@ class World:
         rows = torch.randperm(len(self.spans) + 2, generator=self.random).tolist()
         self.slices = []
         for (start, end), row in zip(self.spans, rows, strict=False):
-            own = next(pages)
-            self.page_table_RP[row, : len(own)] = own.int()
+            req_pages = next(pages)
+            self.page_table_RP[row, : len(req_pages)] = req_pages.int()
             req = Req(
                 row, np.zeros(end, dtype=np.int32), SamplingParams(), max_length=end + 1, seed=0
             )
@@ -73,22 +76,22 @@ class World:
     def numbers(self, *shape: int) -> Tensor:
         return torch.randn(*shape, HEAD_DIM, generator=self.random).to(self.dtype)
 
-    def slots(self, part: ReqSlice, start: int, end: int) -> Tensor:
+    def slots(self, req_slice: ReqSlice, start: int, end: int) -> Tensor:
         position = torch.arange(start, end)
         return (
-            self.page_table_RP[part.req.row, position // self.page_size] * self.page_size
+            self.page_table_RP[req_slice.req.row, position // self.page_size] * self.page_size
             + position % self.page_size
         )
 
     def attend(self, layer: int, name: str = "torch") -> Tensor:
         """What a backend makes of the last positions, after all keys and values were stored."""
-        for part, k, v in zip(self.slices, self.k, self.v, strict=True):
+        for req_slice, k, v in zip(self.slices, self.k, self.v, strict=True):
             store_kv(
                 k,
                 v,
                 self.pool.k_cache(layer),
                 self.pool.v_cache(layer),
-                self.slots(part, 0, part.end).long(),
+                self.slots(req_slice, 0, req_slice.end).long(),
             )
         plan = BatchPlan(self.slices)
         backend = self.backend(name)
@@ -103,15 +106,21 @@ class World:
 
     def batch(self, metadata: BaseAttnMetadata, last_B: Tensor | None = None) -> Batch:
         tokens = [
-            (part.row, position) for part in self.slices for position in range(part.start, part.end)
+            (req_slice.row, position)
+            for req_slice in self.slices
+            for position in range(req_slice.start, req_slice.end)
         ]
         row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T.contiguous()
         return Batch(row_T, position_T, row_T.long(), row_T.long(), last_B, metadata)
 
     def projection(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the computed positions, side by side as a projection has them."""
-        new_k = torch.cat([k[part.start :] for part, k in zip(self.slices, self.k, strict=True)])
-        new_v = torch.cat([v[part.start :] for part, v in zip(self.slices, self.v, strict=True)])
+        """Queries, keys and values of the computed positions, side by side as projected."""
+        new_k = torch.cat(
+            [k[req_slice.start :] for req_slice, k in zip(self.slices, self.k, strict=True)]
+        )
+        new_v = torch.cat(
+            [v[req_slice.start :] for req_slice, v in zip(self.slices, self.v, strict=True)]
+        )
         return split_heads(torch.cat((torch.cat(self.q), new_k, new_v), dim=1), self.num_kv_heads)
 
     def dense(self, layer: int = 0) -> Tensor:
@@ -119,8 +128,8 @@ class World:
         group = self.num_heads // self.num_kv_heads
         spec = self.specs[layer]
         rows = []
-        for part, q, k, v in zip(self.slices, self.q, self.k, self.v, strict=True):
-            for token, position in enumerate(range(part.start, part.end)):
+        for req_slice, q, k, v in zip(self.slices, self.q, self.k, self.v, strict=True):
+            for token, position in enumerate(range(req_slice.start, req_slice.end)):
                 heads = []
                 for head in range(self.num_heads):
                     first = 0 if spec.window is None else max(0, position + 1 - spec.window)
@@ -234,9 +243,10 @@ def test_any_batch_equals_dense_attention(
 def test_the_step_is_stored_and_nothing_else_is_written() -> None:
     world = World(MIXED, 4, 2, page_size=4)
     world.attend(layer=1)
-    k_SKH, v_SKH = world.pool.k_cache(1).clone(), world.pool.v_cache(1).clone()
-    for part, k, v in zip(world.slices, world.k, world.v, strict=True):
-        slot_L = world.slots(part, 0, part.end).long()
+    k_SKH = world.pool.k_cache(1).clone()
+    v_SKH = world.pool.v_cache(1).clone()
+    for req_slice, k, v in zip(world.slices, world.k, world.v, strict=True):
+        slot_L = world.slots(req_slice, 0, req_slice.end).long()
         assert torch.equal(k_SKH[slot_L], k)
         assert torch.equal(v_SKH[slot_L], v)
         k_SKH[slot_L] = v_SKH[slot_L] = LITTER
@@ -261,7 +271,6 @@ def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> No
 def test_what_no_backend_can_do_is_refused_with_the_layer_that_needs_it() -> None:
     with_sinks = AttentionSpec(scale=1.0, has_sinks=True)
     world = World([(0, 1)], 1, 1, page_size=1, specs=(PLAIN, with_sinks))
-    with pytest.raises(
-        ConfigError, match=r"--attn torch has not attention sinks, which layer 1 .*; no backend has"
-    ):
+    message = "torch does not support attention sinks, which layer 1 .*; no backend supports it"
+    with pytest.raises(ConfigError, match=message):
         world.backend("torch")

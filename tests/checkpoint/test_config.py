@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: what they say, and every way in which they can be wrong."""
+"""config.json and generation_config.json: what they say, and how they can be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files under Hugging Face's names: the same tensors, whole and in parts, and every way to be wrong."""
+"""GGUF files under Hugging Face's names: tensors, whole and in parts, and damaged files."""
 
 from __future__ import annotations
 

@@ -23,11 +23,15 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from minisgl.core import ReqSlice, TableWrites
@@ -53,11 +57,18 @@ KINDS = {
         Qwen3MoeForCausalLM,
     ),  # with all experts: rounding may choose no others
     "sparse_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 EXPERTS = {"moe_intermediate_size": 192, "norm_topk_prob": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 8, "num_experts_per_tok": 8},
     "sparse_moe": {**EXPERTS, "num_experts": 16, "num_experts_per_tok": 4},
+    "olmo3": {
+        "sliding_window": 50,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": None},
 }
 LIBRARIES = {"fa": "flash_attn", "fi": "flashinfer", "trtllm": "flashinfer"}
 Models = Callable[[str, int, int], tuple[Path, PreTrainedModel]]
@@ -155,7 +166,14 @@ def assert_chosen(
 )
 @pytest.mark.parametrize(
     ("kind", "heads", "kv_heads"),
-    [("qwen3", 4, 2), ("qwen3", 10, 2), ("llama", 8, 2), ("qwen3_moe", 4, 2)],
+    [
+        ("qwen3", 4, 2),
+        ("qwen3", 10, 2),
+        ("llama", 8, 2),
+        ("qwen3_moe", 4, 2),
+        ("olmo3", 4, 2),
+        ("smollm3", 4, 2),
+    ],
 )
 def test_tokens_are_the_references(
     models: Models, kind: str, heads: int, kv_heads: int, options: dict[str, Any]

@@ -12,7 +12,8 @@ from minisgl.kernel import gelu_and_mul, silu_and_mul
 from minisgl.layers import RMSNorm, RMSNormFused
 from tests.layers.sources import RandomSource
 
-WIDTH, EPS = 24, 0.01
+WIDTH = 24
+EPS = 0.01
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -39,7 +40,8 @@ def test_fused_norm_adds_the_residual_and_hands_on_the_sum() -> None:
     source = RandomSource()
     norm = RMSNormFused(WIDTH, EPS)
     norm.load(source, "norm")
-    x_TD, residual_TD = numbers(5, WIDTH), numbers(5, WIDTH, seed=1)
+    x_TD = numbers(5, WIDTH)
+    residual_TD = numbers(5, WIDTH, seed=1)
     sum_TD = x_TD + residual_TD
     normed_TD, handed_on_TD = norm.forward(x_TD.clone(), residual_TD.clone())
     torch.testing.assert_close(handed_on_TD, sum_TD)
@@ -62,14 +64,16 @@ def test_fused_norm_without_a_residual_hands_on_its_input_unchanged() -> None:
 
 @pytest.mark.parametrize(("dtype", "atol"), DTYPES.items())
 def test_silu_and_mul_equals_its_formula(dtype: torch.dtype, atol: float) -> None:
-    gate, up = numbers(7, WIDTH, dtype=dtype), numbers(7, WIDTH, dtype=dtype, seed=1)
+    gate = numbers(7, WIDTH, dtype=dtype)
+    up = numbers(7, WIDTH, dtype=dtype, seed=1)
     expected = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
     torch.testing.assert_close(silu_and_mul(gate, up).double(), expected, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), DTYPES.items())
 def test_gelu_and_mul_equals_its_formula(dtype: torch.dtype, atol: float) -> None:
-    gate, up = numbers(7, WIDTH, dtype=dtype), numbers(7, WIDTH, dtype=dtype, seed=1)
+    gate = numbers(7, WIDTH, dtype=dtype)
+    up = numbers(7, WIDTH, dtype=dtype, seed=1)
     x = gate.double()
     gelu = x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     torch.testing.assert_close(

@@ -18,7 +18,8 @@ from minisgl.errors import CheckpointError
 from minisgl.kernel import rotate
 from minisgl.layers import RotaryConfig, get_rope
 
-HEAD_DIM, POSITIONS = 32, 600
+HEAD_DIM = 32
+POSITIONS = 600
 BASE = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,
@@ -90,7 +91,8 @@ def numbers(num_heads: int) -> Tensor:
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS.keys())
 def test_turned_heads_equal_those_of_transformers(spelling: dict[str, Any], tmp_path: Path) -> None:
     position_T = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(0))
-    q_TNH, k_TKH = numbers(4), numbers(2)
+    q_TNH = numbers(4)
+    k_TKH = numbers(2)
 
     oracle = LlamaRotaryEmbedding(LlamaConfig(**json.loads(json.dumps({**BASE, **spelling}))))
     cos, sin = oracle(q_TNH, position_T[None])
@@ -126,7 +128,8 @@ def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
     half = HEAD_DIM // 2
     divisors = torch.linspace(1, 8, half)
     config = RotaryConfig(HEAD_DIM, 5e3, 512, "divided", {"divisors": divisors.tolist()})
-    x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
+    x_TNH = numbers(2)
+    position_T = torch.arange(POSITIONS)
 
     turned = rotate(x_TNH, get_rope(config, POSITIONS, torch.float32).forward(position_T))
 
@@ -151,7 +154,8 @@ def test_llama3_written_as_divisors_is_llama3() -> None:
     divided = get_rope(
         RotaryConfig(HEAD_DIM, 5e3, 512, "divided", scaling), POSITIONS, torch.float32
     )
-    x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
+    x_TNH = numbers(2)
+    position_T = torch.arange(POSITIONS)
     torch.testing.assert_close(
         rotate(x_TNH, divided.forward(position_T)),
         rotate(x_TNH, llama3.forward(position_T)),
@@ -190,7 +194,8 @@ def test_a_parameter_that_is_null_is_an_error_of_the_checkpoint() -> None:
 
 def test_bfloat16_heads_stay_bfloat16() -> None:
     rope = get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.bfloat16)
-    x_TNH, position_T = numbers(2), torch.arange(POSITIONS)
+    x_TNH = numbers(2)
+    position_T = torch.arange(POSITIONS)
     turned = rotate(x_TNH.bfloat16(), rope.forward(position_T))
     exact = rotate(
         x_TNH,

@@ -51,10 +51,10 @@ def create_attention_backend(
             be used so.
     """
     names = backend_names(name)
-    for part in names:
-        _check(part, specs)
+    for each in names:
+        _check(each, specs)
     prefill, *decode = [
-        ATTENTION_BACKENDS[part](kv_pool, page_table_RP, num_heads, specs) for part in names
+        ATTENTION_BACKENDS[each](kv_pool, page_table_RP, num_heads, specs) for each in names
     ]
     if not prefill.attends_prompts:
         raise ConfigError(
@@ -73,15 +73,15 @@ def _check(name: str, specs: Sequence[AttentionSpec]) -> None:
         for field, need in _OPTIONAL.items():
             if getattr(spec, field) and field not in ATTENTION_BACKENDS[name].supported:
                 raise ConfigError(
-                    f"--attn {name} has not {need}, which layer {layer} of the model needs; "
-                    f"{_backends_with(field)}"
+                    f"--attn {name} does not support {need}, "
+                    f"which layer {layer} of the model needs; {_backends_with(field)}"
                 )
 
 
 def _backends_with(field: str) -> str:
     names = ATTENTION_BACKENDS.names
     others = [name for name in names if field in ATTENTION_BACKENDS[name].supported]
-    return f"use {' or '.join(others)}" if others else "no backend has"
+    return f"use {' or '.join(others)}" if others else "no backend supports it"
 
 
 __all__ = [

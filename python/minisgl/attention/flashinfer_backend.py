@@ -119,7 +119,7 @@ class _Pool:
 
 
 class _SpecAttention:
-    """The wrappers and the own kernels for the layers of one spec."""
+    """FlashInfer's wrappers and our own kernels, for the layers of one spec."""
 
     def __init__(self, pool: _Pool, spec: AttentionSpec) -> None:
         self._pool = pool

@@ -1,7 +1,8 @@
 """What a model folder's JSON files say, in one spelling.
 
-Checkpoints of several years name the same things differently (`rope_scaling` with `type`, `rope_scaling` with
-`rope_type`, `rope_parameters`). Here they meet; nothing behind this file sees the JSON.
+Checkpoints of several years have different names for one thing, such as `rope_scaling` with `type`,
+`rope_scaling` with `rope_type`, and `rope_parameters`. No module but this, `attention.py` and
+`quantization.py` sees the JSON.
 """
 
 from __future__ import annotations
@@ -152,11 +153,16 @@ def _dense_layers(hf: dict[str, Any]) -> frozenset[int]:
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:
-    return frozenset(value if isinstance(value, list) else [] if value is None else [value])
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """What differs from plain sampling; `do_sample: false`, the files' silent default, is not taken as advice."""
+    """What differs from plain sampling.
+
+    `do_sample: false` is the files' silent default and is not taken as advice.
+    """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: generation[name] for name in names if generation.get(name) is not None}
     neutral = {"top_k": 0, "repetition_penalty": 1}

@@ -42,7 +42,8 @@ def attend_decode(
         shared_1: int32, the number of leading tokens whose pages all rows have in common. A GPU
             reads those once for all requests. Not together with a window.
     """
-    assert window is None or shared_1 is None
+    if window is not None:
+        assert shared_1 is None
     kernels = kernels_for(q_TNH)
     context = (k_SKH, v_SKH, page_table_RP, page_size)
     queries = (token_B, row_B, position_B, o_TNH)

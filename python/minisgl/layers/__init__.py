@@ -1,11 +1,7 @@
 """Building blocks of a model, each aware of tensor parallelism.
 
-Dimension key, for layers, models, attention and kernel: `T` tokens in the batch, `B` requests, `D` model width,
-`N` query heads, `K` kv heads, `H` head dim, `F` mlp width, `V` vocab, `S` kv slots, `P` pages, `E` experts,
-`A` experts a token. Letters name the logical size, not a rank's shard.
-
-An op is built without weights, takes its own part of them from a `WeightSource` (`load`), and is then called with
-tensors, the `Batch`, and the `Context`. Read `base.py`, then `attention.py`.
+An operator is built without weights, takes its shard of them from a `WeightSource` (`load`), and is
+then called with tensors, the `Batch`, and the `Context`. Read `base.py`, then `attention.py`.
 """
 
 from minisgl.checkpoint import RotaryConfig

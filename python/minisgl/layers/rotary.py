@@ -3,7 +3,8 @@
 default   angle(position, i) = position * theta^(-2i / H)
 linear    positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)
 llama3    low frequencies divided, high ones kept, a ramp between (Llama 3.1)
-yarn      the same idea by number of rotations, and attention scaled (Peng et al. 2023, arXiv:2309.00071)
+yarn      low and high by number of rotations, and attention scaled (Peng et al. 2023,
+          arXiv:2309.00071)
 divided   each frequency by a number of its own: how GGUF files write down any of the above
 """
 

@@ -66,8 +66,8 @@ def _attend(
 @triton.jit
 def _attend_suffix(
     q, k_pool, v_pool, page_table, token, row, position, shared, split_o, split_top, split_sum,
-    scale, softcap, window, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
-    num_splits, num_prefix_splits, num_heads,
+    scale, softcap, window, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages,
+    page_size, num_splits, num_prefix_splits, num_heads,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
     BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
