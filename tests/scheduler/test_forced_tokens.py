@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,8 @@ OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 def guided(num_tokens: int, *runs: int, seed: int = 0, **fields: object) -> SamplingParams:
     """An answer of so many tokens, of which runs of these lengths are forced."""
     script = Script(num_tokens, seed, runs)
-    return SamplingParams(**{"ignore_eos": True, "grammar": script.grammar, **fields})  # type: ignore[arg-type]
+    given: dict[str, Any] = {"ignore_eos": True, "grammar": script.grammar, **fields}
+    return SamplingParams(**given)
 
 
 def prompt_without_end(num_answer: int) -> list[int]:

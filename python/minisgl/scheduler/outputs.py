@@ -24,14 +24,14 @@ from minisgl.scheduler.grammar import GrammarMatchers, MatchState
 from minisgl.scheduler.table import TableManager
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
-# alone, and not on what is in flight: with and without overlap the tokens are the same. On a CPU a
+# alone, and not on what is in flight: with and without overlap the tokens are equal. On a CPU a
 # slice of several tokens costs little more than one token; three tokens save a step at least, even
 # if the first of them is in flight.
 MIN_FORCED_ON_CPU = 3
 # On a GPU a step of decodes replays a captured graph, while one with a slice of several tokens and
 # other requests is launched eagerly, at up to eight times the time of a replay
-# (docs/performance.md: 6.9 ms for an eager short prompt of Qwen3-0.6B, 0.83 ms for a replayed
-# decode).
+# (Qwen3-0.6B: 6.9 ms for an eager short prompt, docs/decisions/0013; 0.83 ms for a replayed decode,
+# docs/performance.md).
 MIN_FORCED_ON_GPU = 8
 
 
