@@ -1,4 +1,4 @@
-"""Small GGUF files, written as llama.cpp's convert_hf_to_gguf.py does, from the weights of a tiny model."""
+"""Small GGUF files of tiny models, written as llama.cpp's convert_hf_to_gguf.py does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(weight: Array, num_heads: int) -> Array:
-    """How llama.cpp orders the rows of q and k of a Llama: it turns neighbours, transformers turns halves."""
+    """The rows of q and k of a Llama in the order of llama.cpp.
+
+    It turns neighbours, transformers turns halves.
+    """
     return (
         weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
         .swapaxes(1, 2)
@@ -90,8 +93,9 @@ def write_gguf(
 
     Args:
         type_of: from a GGUF tensor's name to its type; vectors are F32 always.
-        fields, tensors: further metadata, without the architecture's prefix if it begins with a dot, and tensors;
-            a field of None leaves one out.
+        fields: further metadata, without the architecture's prefix if it begins with a dot; None
+            leaves a field out.
+        tensors: further tensors.
     """
     config = model.config
     kind = KINDS[config.model_type]

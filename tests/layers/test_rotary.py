@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from minisgl.checkpoint import ModelConfig
 from minisgl.errors import CheckpointError
 from minisgl.kernel import rotate
-from minisgl.layers import RotaryConfig, get_rope
+from minisgl.layers import RotaryConfig, RotaryTables, get_rope
 
 HEAD_DIM = 32
 POSITIONS = 600
@@ -203,3 +203,18 @@ def test_bfloat16_heads_stay_bfloat16() -> None:
     )
     assert turned.dtype == torch.bfloat16
     torch.testing.assert_close(turned.float(), exact, atol=5e-2, rtol=0)
+
+
+def test_layers_with_equal_rotations_share_a_table() -> None:
+    tables = RotaryTables(POSITIONS, torch.float32)
+    first = tables.table(RotaryConfig(HEAD_DIM, 1e4, 512, "linear", {"factor": 2.0}), HEAD_DIM)
+    equal = tables.table(RotaryConfig(HEAD_DIM, 1e4, 512, "linear", {"factor": 2.0}), HEAD_DIM)
+    other = tables.table(RotaryConfig(HEAD_DIM, 1e4, 512, "linear", {"factor": 4.0}), HEAD_DIM)
+    assert first is equal
+    assert first is not other
+
+
+def test_a_layer_without_rope_turns_nothing() -> None:
+    x_TNH = numbers(2)
+    table = RotaryTables(POSITIONS, torch.float32).table(None, HEAD_DIM)
+    assert torch.equal(rotate(x_TNH, table.forward(torch.arange(POSITIONS))), x_TNH)
