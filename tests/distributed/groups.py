@@ -1,4 +1,4 @@
-"""Tensor-parallel groups without processes, for parts smaller than an engine."""
+"""Tensor-parallel groups without processes, for units smaller than an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Alone(SingleCommunicator):
-    """A rank that hears nothing of the others: good enough to load."""
+    """A rank without its group: it can load its shards, but its collectives do nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__()

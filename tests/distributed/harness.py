@@ -1,6 +1,6 @@
-"""Ranks as processes: each makes an engine and a scheduler, and they talk as those of a server do.
+"""Ranks as processes: each has an engine and a scheduler, connected as those of a server are.
 
-All jobs of a group run in one launch, for a process costs seconds before it does anything.
+All jobs of a group run in one launch, because a process takes seconds to start.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pickle
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts for one checkpoint, sent in rounds of which each waits for the one before."""
+    """Prompts for one checkpoint, in rounds; a round is sent when the one before has finished."""
 
     model: Path
     rounds: list[list[Prompt]]
@@ -62,41 +63,45 @@ def run_ranks(tp: int, jobs: list[Job], folder: Path) -> list[list[list[Answer]]
     """Answers by rank, job and prompt; those of ranks other than 0 have no logits.
 
     Raises:
-        RuntimeError: a rank failed; carries its traceback. The other ranks are killed, they would wait for it.
+        RuntimeError: a rank failed; the message is its traceback. The other ranks are killed, since
+            they would wait for it.
     """
     spawn = multiprocessing.get_context("spawn")
-    ends, processes = [], []
+    readers: list[Connection] = []
+    processes: list[SpawnProcess] = []
     for rank in range(tp):
-        mine, theirs = spawn.Pipe(duplex=False)
+        reader, writer = spawn.Pipe(duplex=False)
         process = spawn.Process(
-            target=_rank, args=(DistributedInfo(rank, tp), jobs, folder, theirs), daemon=True
+            target=_rank, args=(DistributedInfo(rank, tp), jobs, folder, writer), daemon=True
         )
         process.start()
-        theirs.close()
-        ends.append(mine)
+        writer.close()
+        readers.append(reader)
         processes.append(process)
     try:
-        return _results(ends)
+        return _results(readers)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _results(ends: list[Connection]) -> list[list[list[Answer]]]:
-    results: dict[Connection, list[list[Answer]]] = {}
-    while len(results) < len(ends):
-        ready = wait([end for end in ends if end not in results], timeout=TIMEOUT_S)
+def _results(readers: list[Connection]) -> list[list[list[Answer]]]:
+    """Wait for the results of all ranks, of which each has a pipe."""
+    results: dict[int, list[list[Answer]]] = {}
+    while len(results) < len(readers):
+        waiting = {reader: i for i, reader in enumerate(readers) if i not in results}
+        ready = wait(list(waiting), timeout=TIMEOUT_S)
         if not ready:
-            raise RuntimeError(
-                f"ranks {[i for i, end in enumerate(ends) if end not in results]} are stuck"
-            )
-        for end in ready:
-            result = pickle.loads(end.recv_bytes())  # EOFError if the process died
+            raise RuntimeError(f"ranks {list(waiting.values())} are stuck")
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = waiting[reader]
+            result = pickle.loads(reader.recv_bytes())  # EOFError if the process died
             if isinstance(result, str):
-                raise RuntimeError(f"rank {ends.index(end)} failed:\n{result}")
-            results[end] = result
-    return [results[end] for end in ends]
+                raise RuntimeError(f"rank {rank} failed:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(readers))]
 
 
 def _rank(info: DistributedInfo, jobs: list[Job], folder: Path, result: Connection) -> None:
@@ -104,9 +109,8 @@ def _rank(info: DistributedInfo, jobs: list[Job], folder: Path, result: Connecti
         answer: Any = [_run(info, job, folder / str(index)) for index, job in enumerate(jobs)]
     except Exception:
         answer = traceback.format_exc()
-    result.send_bytes(
-        pickle.dumps(answer)
-    )  # `send` would share the memory of tensors, which ends with this process
+    # `send` would share the memory of tensors, which ends with this process.
+    result.send_bytes(pickle.dumps(answer))
 
 
 def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:

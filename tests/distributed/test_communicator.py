@@ -97,5 +97,6 @@ def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:
         )
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.submit(sums, "one", 1), pool.submit(sums, "other", 10)
+        one = pool.submit(sums, "one", 1)
+        other = pool.submit(sums, "other", 10)
     assert (one.result(), other.result()) == ([2, 2], [20, 20])

@@ -1,4 +1,4 @@
-"""Shares: what falls to which rank."""
+"""Shards: which units each rank has."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def ranks(size: int) -> list[DistributedInfo]:
 
 
 @given(size=sizes, each=st.integers(0, 50))
-def test_shares_are_equal_and_cover_everything_in_order(size: int, each: int) -> None:
-    shares = [info.shard(size * each, "things") for info in ranks(size)]
-    assert {len(share) for share in shares} == {each}
-    assert [unit for share in shares for unit in share] == list(range(size * each))
+def test_shards_are_equal_and_cover_everything_in_order(size: int, each: int) -> None:
+    shards = [info.shard(size * each, "units") for info in ranks(size)]
+    assert {len(shard) for shard in shards} == {each}
+    assert [unit for shard in shards for unit in shard] == list(range(size * each))
 
 
 @given(size=sizes, total=st.integers(1, 200))
-def test_padded_shares_cover_everything_in_order_and_only_the_last_are_short(
+def test_padded_shards_cover_everything_in_order_and_only_the_last_are_short(
     size: int, total: int
 ) -> None:
-    shares = [info.shard_padded(total) for info in ranks(size)]
-    assert [unit for share in shares for unit in share] == list(range(total))
+    shards = [info.shard_padded(total) for info in ranks(size)]
+    assert [unit for shard in shards for unit in shard] == list(range(total))
     full = -(-total // size)
     num_full = total // full
-    assert [len(share) for share in shares[:num_full]] == [full] * num_full
+    assert [len(shard) for shard in shards[:num_full]] == [full] * num_full
 
 
 @given(size=sizes, kv_each=st.integers(1, 4), group=st.integers(1, 4), replicas=st.integers(1, 8))
@@ -41,7 +41,8 @@ def test_each_rank_has_the_kv_heads_of_its_query_heads(
     num_kv_heads = size // replicas if size % replicas == 0 else size * kv_each
     num_heads = num_kv_heads * group * size
     for info in ranks(size):
-        heads, kv_heads = info.shard(num_heads, "heads"), info.shard_kv_heads(num_kv_heads)
+        heads = info.shard(num_heads, "heads")
+        kv_heads = info.shard_kv_heads(num_kv_heads)
         assert {head * num_kv_heads // num_heads for head in heads} == set(kv_heads)
 
 

@@ -1,4 +1,7 @@
-"""Two and four ranks give the tokens and logits of transformers. Four replicate the kv heads and pad the vocabulary."""
+"""Two and four ranks give the tokens and logits of transformers.
+
+Four replicate the kv heads and pad the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,12 @@ def answers(
     biased = save_checkpoint(tiny_model("llama", **BIASED), tmp_path_factory.mktemp("biased"))
     folders = [*map(checkpoint, ARCHITECTURES), biased]
     jobs = [Job(folder, [PROMPTS, RELATED], NUM_TOKENS, OPTIONS) for folder in folders]
-    with TemporaryDirectory() as folder:  # of a short name: it holds sockets
-        of_ranks = run_ranks(request.param, jobs, Path(folder))
-    return {name: [of_rank[job] for of_rank in of_ranks] for job, name in enumerate(NAMES)}
+    with TemporaryDirectory() as folder:  # short enough for the names of sockets
+        answers_of_ranks = run_ranks(request.param, jobs, Path(folder))
+    return {
+        name: [answers_of_jobs[job] for answers_of_jobs in answers_of_ranks]
+        for job, name in enumerate(NAMES)
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Answers that have to match a grammar; transformers gives the logits, Python's own parsers judge the answers."""
+"""Structured outputs: transformers gives the logits, Python's own parsers judge the answers."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ def json_params(schema: dict[str, Any], **fields: Any) -> SamplingParams:
 def is_person(text: str) -> bool:
     person = json.loads(text)
     assert list(person) == ["name", "age", "tags"]
-    assert isinstance(person["name"], str) and len(person["name"]) <= 6
-    assert isinstance(person["age"], int) and 0 <= person["age"] <= 150
-    assert set(person["tags"]) <= {"fox", "dog"} and len(person["tags"]) <= 3
+    assert isinstance(person["name"], str)
+    assert len(person["name"]) <= 6
+    assert isinstance(person["age"], int)
+    assert 0 <= person["age"] <= 150
+    assert set(person["tags"]) <= {"fox", "dog"}
+    assert len(person["tags"]) <= 3
     return True
 
 
@@ -67,10 +70,12 @@ def is_person(text: str) -> bool:
 )
 def test_the_best_of_what_the_grammar_allows_is_chosen(llm: LLM, fields: dict[str, Any]) -> None:
     """A grammar for which Python finds the allowed tokens by itself."""
-    tokenizer, model = tiny_tokenizer(), tiny_model(ARCH)
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(ARCH)
     pieces = {token: tokenizer.decode([token]) for token in range(4, VOCAB_SIZE - 1)}
-    said, expected = "", list[int]()
-    while len(said) < 12:
+    text = ""
+    expected: list[int] = []
+    while len(text) < 12:
         with torch.no_grad():
             logits_V: Tensor = (
                 model(torch.tensor([ids_of(PROMPT) + expected])).logits[0, -1].float()
@@ -79,11 +84,11 @@ def test_the_best_of_what_the_grammar_allows_is_chosen(llm: LLM, fields: dict[st
             logits_V[token] += bias
         for token in set(expected):
             logits_V[token] -= fields.get("presence_penalty", 0)
-        allowed = [t for t, piece in pieces.items() if re.fullmatch("[a-z ]{1,12}", said + piece)]
+        allowed = [t for t, piece in pieces.items() if re.fullmatch("[a-z ]{1,12}", text + piece)]
         expected.append(max(allowed, key=lambda token: float(logits_V[token])))
-        said += pieces[expected[-1]]
+        text += pieces[expected[-1]]
     [out] = llm.generate(PROMPT, params("regex", "[a-z ]{12}", **fields), use_tqdm=False)
-    assert (out.token_ids, out.text, out.finish_reason) == (expected, said, "stop")
+    assert (out.token_ids, out.text, out.finish_reason) == (expected, text, "stop")
 
 
 def test_random_answers_match_their_schema(llm: LLM) -> None:
@@ -96,10 +101,12 @@ def test_random_answers_match_their_schema(llm: LLM) -> None:
 
 def test_a_stream_gives_the_same(llm: LLM) -> None:
     each = [json_params(PERSON, seed=seed) for seed in range(4)]
-    streamed, finishes = [""] * 4, list[Any]()
-    for news in llm.stream([PROMPT] * 4, each):
-        streamed[news.index] += news.text
-        finishes += [news.finish_reason] if news.finish_reason else []
+    streamed = [""] * 4
+    finishes: list[str] = []
+    for output in llm.stream([PROMPT] * 4, each):
+        streamed[output.index] += output.text
+        if output.finish_reason:
+            finishes.append(output.finish_reason)
     assert streamed == [out.text for out in llm.generate([PROMPT] * 4, each, use_tqdm=False)]
     assert finishes == ["stop"] * 4
 
@@ -118,7 +125,10 @@ def test_neighbours_answer_as_if_alone(llm: LLM) -> None:
     crowd = llm.generate([PROMPT] * len(kinds), kinds, use_tqdm=False)
     assert [out.token_ids for out in crowd] == [out.token_ids for out in alone]
     assert re.fullmatch("[a-z ]{5,30}", alone[3].text)
-    assert re.fullmatch("<[a-z]+>", alone[4].text) or alone[4].finish_reason == "length"
+    if alone[4].finish_reason == "stop":
+        assert re.fullmatch("<[a-z]+>", alone[4].text)
+    else:
+        assert re.fullmatch("<[a-z]*", alone[4].text)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +168,8 @@ def test_log_probabilities_are_those_before_the_mask(llm: LLM) -> None:
         PROMPT, SamplingParams(temperature=0.0, max_tokens=1, logprobs=3), use_tqdm=False
     )
     [guided] = llm.generate(PROMPT, params("regex", "[0-9]", logprobs=3), use_tqdm=False)
-    assert plain.logprobs and guided.logprobs
+    assert plain.logprobs
+    assert guided.logprobs
     assert [token for token, _ in guided.logprobs[0].top] == [
         token for token, _ in plain.logprobs[0].top
     ]
@@ -242,7 +253,8 @@ def test_a_refusal_quotes_nothing_but_the_mistake(
     ):
         with pytest.raises(RequestError, match=r"animal|unknown name") as refusal:
             llm.generate(PROMPT, params("lark", text), use_tqdm=False)
-        assert "|" not in str(refusal.value) and "other" not in str(refusal.value)
+        assert "|" not in str(refusal.value)
+        assert "other" not in str(refusal.value)
     assert capfd.readouterr().err == ""
 
 
@@ -279,7 +291,7 @@ def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path]) -> None
 def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
     checkpoint: Callable[[str], Path], tp: int, fields: dict[str, Any]
 ) -> None:
-    """Only rank 0 finds out, when it makes a mask."""
+    """Only rank 0 finds it, when it computes a mask."""
     many = json.dumps(
         {"anyOf": [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]}
     )
@@ -366,12 +378,14 @@ def test_a_stream_has_the_text_of_all_forced_tokens(checkpoint: Callable[[str], 
 def test_masks_are_made_while_the_device_computes(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are under way before the host looks at the tokens before; without a grammar so is the choice.
+    """Without a grammar a step's tokens are sampled before the host waits for the previous ones.
 
-    With one, the tokens before are told, and the next step is prepared, while the masks are made.
+    With a grammar its logits are launched before that wait. While the masks are made, the previous
+    outputs are sent and the next step is prepared.
     """
     with make(checkpoint(ARCH), overlap=True) as llm:
-        engine, events = llm._scheduler._executor, list[str]()
+        engine = llm._scheduler._executor
+        events: list[str] = []
 
         def watch(owner: Any, name: str) -> None:
             original = getattr(owner, name)
@@ -413,10 +427,10 @@ def test_masks_are_made_while_the_device_computes(
 @pytest.mark.parametrize(
     "options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str
 )
-def test_an_abandoned_match_is_in_nobodys_way(
+def test_an_aborted_match_does_not_disturb_the_next(
     checkpoint: Callable[[str], Path], options: dict[str, Any]
 ) -> None:
-    """Its masks may be being made: when its matcher is wanted again, and when the engine ends."""
+    """Its masks may still be computed when its matcher is used again, and when the engine ends."""
     wanted = params("regex", "[a-c]{40}", ignore_eos=True)
     with make(checkpoint(ARCH), **options) as llm:
         for _ in range(3):

@@ -32,7 +32,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def make(folder: Path, **options: Any) -> LLM:
-    """A small one. With overlap, masks are made by threads, too, as for a GPU."""
+    """A small LLM. With overlap, threads compute the grammar masks, as for a GPU."""
     small = {
         "device": "cpu",
         "dtype": "float32",
@@ -129,7 +129,8 @@ def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
 def test_an_urgent_prompt_overtakes_the_queue(folder: Path) -> None:
     with make(folder, max_running_requests=1) as llm:
         each = [replace(greedy(3), priority=priority) for priority in (0, 2, -1, 0)]
-        ended = [news.index for news in llm.stream(PROMPTS[:1] * 4, each) if news.finish_reason]
+        outputs = llm.stream(PROMPTS[:1] * 4, each)
+        ended = [output.index for output in outputs if output.finish_reason]
     assert ended == [2, 0, 3, 1]
 
 
@@ -182,21 +183,21 @@ def test_tools_of_a_conversation_go_to_the_template(
         "{% if tools %}{{ tools[0].name }}{% endif %}dog",
     )
     turns = [{"role": "user", "content": "hi"}]
-    (with_tools,), (without,) = (
-        llm.chat(turns, greedy(1), tools=[{"name": "fox " * 9}]),
-        llm.chat(turns, greedy(1)),
-    )
+    (with_tools,) = llm.chat(turns, greedy(1), tools=[{"name": "fox " * 9}])
+    (without,) = llm.chat(turns, greedy(1))
     assert with_tools.num_prompt > without.num_prompt
 
 
 def test_a_stream_is_the_same_answer_piece_by_piece(llm: LLM) -> None:
     whole = llm.generate(PROMPTS, greedy(10), use_tqdm=False)
-    texts, tokens, ends = [""] * 5, [[] for _ in range(5)], [0] * 5  # type: ignore[var-annotated]
-    for news in llm.stream(PROMPTS, greedy(10)):
-        assert not ends[news.index], "news after the end"
-        texts[news.index] += news.text
-        tokens[news.index] += news.tokens
-        ends[news.index] += news.finish_reason is not None
+    texts = [""] * 5
+    tokens: list[list[int]] = [[] for _ in range(5)]
+    ends = [0] * 5
+    for output in llm.stream(PROMPTS, greedy(10)):
+        assert not ends[output.index], "an output after the end"
+        texts[output.index] += output.text
+        tokens[output.index] += output.tokens
+        ends[output.index] += output.finish_reason is not None
     assert texts == [output.text for output in whole]
     assert tokens == [output.token_ids for output in whole]
     assert ends == [1] * 5
@@ -265,8 +266,8 @@ def test_tokens_after_a_stop_text_are_cut_from_their_output() -> None:
 def test_generating_while_a_stream_is_open_mixes_nothing_up(llm: LLM) -> None:
     alone = [output.token_ids for output in llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)]
     streamed: list[int] = []
-    for number, news in enumerate(llm.stream(PROMPTS[0], greedy(10))):
-        streamed += news.tokens
+    for number, output in enumerate(llm.stream(PROMPTS[0], greedy(10))):
+        streamed += output.tokens
         if number == 2:
             (other,) = llm.generate(PROMPTS[1], greedy(10), use_tqdm=False)
     assert [streamed, other.token_ids] == alone
@@ -420,10 +421,10 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> N
             each.generate([ids_of("the dog")], greedy(5), use_tqdm=False) for each in (llm, bare)
         )
         assert (answer.token_ids, answer.text) == (expected.token_ids, "")
-        parts = list(bare.stream([ids_of("the dog")], greedy(5)))
-        assert [token for part in parts for token in part.tokens] == expected.token_ids
-        assert {part.text for part in parts} == {""}
-        assert parts[-1].finish_reason == "length"
+        outputs = list(bare.stream([ids_of("the dog")], greedy(5)))
+        assert [token for output in outputs for token in output.tokens] == expected.token_ids
+        assert {output.text for output in outputs} == {""}
+        assert outputs[-1].finish_reason == "length"
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):
             bare.generate(["the dog"], greedy(5), use_tqdm=False)
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):

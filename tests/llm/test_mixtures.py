@@ -1,4 +1,7 @@
-"""Requests of all kinds at once, aborted and retracted at random: each has one end and the answer it has alone."""
+"""Requests of all kinds at once, aborted and retracted at random.
+
+Each has one end, and the answer that it has alone.
+"""
 
 from __future__ import annotations
 
@@ -41,45 +44,43 @@ REFUSED = 3
 
 
 class Crowd:
-    """Sends requests to an LLM's scheduler and files what is said of each."""
+    """Sends requests to an LLM's scheduler and files the outputs of each."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self._scheduler = llm._scheduler
         self._queues = llm._queues
         self._random = random.Random(seed)
-        self.asked: list[tuple[int, list[int]]] = []  # kind and prompt, by uid
-        self.news: list[list[DetokenizeMsg]] = []
+        self.requests: list[tuple[int, list[int]]] = []  # kind and prompt, by uid
+        self.outputs: list[list[DetokenizeMsg]] = []
 
     def send(self) -> None:
-        kind, prompt = (
-            self._random.randrange(len(KINDS)),
-            ids_of(PROMPT) * self._random.choice([1, 2, 5, 9]),
-        )
+        kind = self._random.randrange(len(KINDS))
+        prompt = ids_of(PROMPT) * self._random.choice([1, 2, 5, 9])
         params = replace(KINDS[kind], priority=self._random.choice([0, 0, 1, -1]))
-        self._queues.put(UserMsg(len(self.asked), pack_ids(prompt), params))
-        self.asked.append((kind, prompt))
-        self.news.append([])
+        self._queues.put(UserMsg(len(self.requests), pack_ids(prompt), params))
+        self.requests.append((kind, prompt))
+        self.outputs.append([])
 
     def abort(self) -> None:
-        self._queues.put(AbortBackendMsg(self._random.randrange(len(self.asked))))
+        self._queues.put(AbortBackendMsg(self._random.randrange(len(self.requests))))
 
     def step(self) -> None:
         if self._scheduler.is_idle and self._queues.is_inbox_empty:
             return
         self._scheduler.step()
         self._scheduler.check_integrity()
-        for news in self._queues.take_outputs():
-            said = self.news[news.uid]
-            assert not (said and (said[-1].finish or said[-1].error)), (
-                "something came after the end"
-            )
-            said.append(news)
+        for output in self._queues.take_outputs():
+            before = self.outputs[output.uid]
+            if before:
+                assert before[-1].finish is None, "an output after the end"
+                assert before[-1].error is None, "an output after the end"
+            before.append(output)
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             for _ in range(self._random.choice([0, 0, 1, 1, 2])):
                 self.send()
-            if self.asked and self._random.random() < 0.3:
+            if self.requests and self._random.random() < 0.3:
                 self.abort()
             self.step()
         while not self._scheduler.is_idle:
@@ -101,15 +102,17 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
         assert scheduler._counts.num_retractions > 0
         assert not (scheduler._live or scheduler._deferred or scheduler.grammars._matchers)
         answers: dict[tuple[int, int], list[int]] = {}
-        for (kind, prompt), said in zip(crowd.asked, crowd.news, strict=True):
-            assert bool(said[-1].error) == (kind == REFUSED and said[-1].finish != "abort")
-            if said[-1].error or said[-1].finish == "abort":
+        for (kind, prompt), outputs in zip(crowd.requests, crowd.outputs, strict=True):
+            last = outputs[-1]
+            assert bool(last.error) == (kind == REFUSED and last.finish != "abort")
+            if last.error or last.finish == "abort":
                 continue
-            tokens = [token for news in said for token in news.tokens]
+            tokens = [token for output in outputs for token in output.tokens]
             assert answers.setdefault((kind, len(prompt)), tokens) == tokens
-            of_prompt = [news.prompt_logprobs for news in said if news.prompt_logprobs is not None]
-            assert [[token for token, _ in it] for it in of_prompt] == [prompt] * (
-                KINDS[kind].prompt_logprobs is not None
-            )
-            assert sum(news.embedding is not None for news in said) == KINDS[kind].embeds
+            scored = [out.prompt_logprobs for out in outputs if out.prompt_logprobs is not None]
+            scored_prompts = [[token for token, _ in entries] for entries in scored]
+            scores_prompt = KINDS[kind].prompt_logprobs is not None
+            assert scored_prompts == [prompt] * scores_prompt
+            embeddings = [output for output in outputs if output.embedding is not None]
+            assert len(embeddings) == KINDS[kind].embeds
         assert {kind for kind, _ in answers} == set(range(len(KINDS))) - {REFUSED}

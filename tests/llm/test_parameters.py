@@ -1,4 +1,4 @@
-"""What each parameter of a request does to its answer, and to nobody else's; transformers gives the logits."""
+"""Each sampling parameter changes its own request's answer only; transformers gives the logits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def answer(llm: LLM, **fields: Any) -> list[int]:
 def test_penalties_and_bias_follow_their_definition(
     llm: LLM, logits_after: Callable[[list[int]], Tensor], fields: dict[str, Any]
 ) -> None:
-    prompt, expected = ids_of(PROMPT), list[int]()
+    prompt = ids_of(PROMPT)
+    expected: list[int] = []
     for _ in range(NUM_TOKENS):
         logits = logits_after(prompt + expected)
         for token, bias in fields.get("logit_bias", {}).items():
@@ -107,17 +108,18 @@ def test_log_probabilities_are_transformers(
 ) -> None:
     fields = {"logprobs": 5, "temperature": 0.7, "seed": 3, "top_k": 9, "presence_penalty": 0.5}
     [out] = llm.generate(PROMPT, params(**fields), use_tqdm=False)
-    assert out.logprobs is not None and len(out.logprobs) == NUM_TOKENS
+    assert out.logprobs is not None
+    assert len(out.logprobs) == NUM_TOKENS
     ids = ids_of(PROMPT)
-    for token, told in zip(out.token_ids, out.logprobs, strict=True):
+    for token, entry in zip(out.token_ids, out.logprobs, strict=True):
         logprob_V = torch.log_softmax(logits_after(ids), dim=0)
-        assert told.logprob == pytest.approx(float(logprob_V[token]), abs=1e-3)
+        assert entry.logprob == pytest.approx(float(logprob_V[token]), abs=1e-3)
         top, top_ids = logprob_V.topk(5)
-        assert [token for token, _ in told.top] == top_ids.tolist()
-        assert [logprob for _, logprob in told.top] == pytest.approx(top.tolist(), abs=1e-3)
+        assert [token for token, _ in entry.top] == top_ids.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(top.tolist(), abs=1e-3)
         ids.append(token)
     [none] = llm.generate(PROMPT, params(4, logprobs=0), use_tqdm=False)
-    assert [told.top for told in none.logprobs or []] == [[]] * 4
+    assert [entry.top for entry in none.logprobs or []] == [[]] * 4
     assert llm.generate(PROMPT, params(4), use_tqdm=False)[0].logprobs is None
 
 
@@ -131,15 +133,14 @@ def test_no_end_before_the_least_number_of_tokens(llm: LLM, min_tokens: int) -> 
 
 def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(llm: LLM) -> None:
     plain = answer(llm)
-    stop = next(token for i, token in enumerate(plain) if i > 2 and token not in plain[:i])
-    end = plain.index(stop)
+    end = next(i for i in range(3, len(plain)) if plain[i] not in plain[:i])
+    stop = plain[end]
     [out] = llm.generate(PROMPT, params(stop_token_ids=(stop, VOCAB_SIZE - 1)), use_tqdm=False)
     assert (out.token_ids, out.finish_reason) == (plain[: end + 1], "stop")
     assert out.text == text_of(plain[:end])
-    late = llm.generate(PROMPT, params(stop_token_ids=(stop,), min_tokens=end + 2), use_tqdm=False)[
-        0
-    ].token_ids
-    assert late[:end] == plain[:end] and stop not in late[: end + 2]
+    late = answer(llm, stop_token_ids=(stop,), min_tokens=end + 2)
+    assert late[:end] == plain[:end]
+    assert stop not in late[: end + 2]
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -152,8 +153,8 @@ def test_a_stop_text_ends_the_answer_wherever_the_tokens_begin(llm: LLM, include
     ]
     outs = llm.generate([PROMPT] * len(several), several, use_tqdm=False)
     streamed = [""] * len(several)
-    for news in llm.stream([PROMPT] * len(several), several):
-        streamed[news.index] += news.text
+    for output in llm.stream([PROMPT] * len(several), several):
+        streamed[output.index] += output.text
     for out, stream, one in zip(outs, streamed, several, strict=True):
         stop = one.stop[1]
         assert out.text == stream == text[: text.index(stop) + include * len(stop)]

@@ -1,4 +1,4 @@
-"""What is told of prompts: log probabilities of all tokens are transformers', however the prompt was computed."""
+"""Prompt logprobs and embeddings are transformers', however the prompt was computed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def reference(prompt: list[int]) -> torch.Tensor:
     return torch.log_softmax(tiny_model(ARCH)(torch.tensor([prompt])).logits[0].float(), dim=-1)
 
 
-def check(prompt: list[int], told: list[TokenLogprobs | None] | None, num_top: int) -> None:
-    assert told is not None and told[0] is None and len(told) == len(prompt)
+def check(prompt: list[int], entries: list[TokenLogprobs | None] | None, num_top: int) -> None:
+    assert entries is not None
+    assert entries[0] is None
+    assert len(entries) == len(prompt)
     logprob_TV = reference(prompt)
-    for i, entry in enumerate(told[1:]):
+    for i, entry in enumerate(entries[1:]):
         assert entry is not None
         assert entry.logprob == pytest.approx(float(logprob_TV[i, prompt[i + 1]]), abs=1e-3)
         top, ids = logprob_TV[i].topk(num_top)
@@ -88,7 +90,8 @@ def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) 
     mixed = llm.generate(prompts, each, use_tqdm=False)
     assert [out.token_ids for out in mixed] == alone
     for prompt, out, params in zip(prompts, mixed, each, strict=True):
-        assert out.logprobs is not None and len(out.logprobs) == 12
+        assert out.logprobs is not None
+        assert len(out.logprobs) == 12
         if params is asking:
             check(prompt, out.prompt_logprobs, num_top=0)
         else:
@@ -147,10 +150,10 @@ def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:
     ]
     vectors: dict[int, Any] = {}
     tokens: list[list[int]] = [[] for _ in prompts]
-    for index, news, _ in llm._run(list(prompts), each, wants_text=False):
-        tokens[index] += news.tokens
-        if news.embedding:
-            vectors[index] = np.frombuffer(news.embedding, "<f4")
+    for index, output, _ in llm._run(list(prompts), each, wants_text=False):
+        tokens[index] += output.tokens
+        if output.embedding:
+            vectors[index] = np.frombuffer(output.embedding, "<f4")
     assert tokens == expected
     check_embeddings(prompts, [vectors[index] for index in range(len(prompts))])
 

@@ -122,12 +122,9 @@ def test_a_message_survives_the_wire(types: Any, msg: BaseMsg) -> None:
 
 
 def test_every_message_is_tried() -> None:
-    declared = {
-        thing
-        for thing in vars(package).values()
-        if isinstance(thing, type) and issubclass(thing, BaseMsg)
-    }
-    concrete = {it for it in declared if not it.__name__.startswith("Base")}
+    classes = {value for value in vars(package).values() if isinstance(value, type)}
+    messages = {cls for cls in classes if issubclass(cls, BaseMsg)}
+    concrete = {cls for cls in messages if not cls.__name__.startswith("Base")}
     tried = {type(msg) for _, msg in ROUND_TRIPS} | {
         DetokenizeMsg,
         Conversation,
@@ -135,15 +132,15 @@ def test_every_message_is_tried() -> None:
         EngineStats,
         ReplyError,
         TokenIds,
-    }  # parts of others
+    }  # fields of other messages
 
     assert tried == concrete
 
 
 @pytest.mark.parametrize("types", [BackendMsg, BatchBackendMsg, TokenizerMsg, FrontendMsg])
-def test_a_message_for_somebody_else_is_refused(types: Any) -> None:
-    own = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
-    foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in own]
+def test_a_message_of_another_process_is_refused(types: Any) -> None:
+    accepted = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
+    foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in accepted]
 
     assert foreign
     for msg in foreign:

@@ -14,7 +14,7 @@ from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
-    """From a name to a tokenizer: "byte level", "byte fallback", or "default", the default model's."""
+    """From a name to a tokenizer: "byte level", "byte fallback", or the "default" model's."""
     root = tmp_path_factory.mktemp("tokenizers")
     makers = {"byte level": byte_level, "byte fallback": byte_fallback}
     return cache(

@@ -1,4 +1,7 @@
-"""The pieces of an answer, put together, are the decode of all its ids, and none is held back without need."""
+"""The texts of an answer, joined, are the decode of all its ids; none is held back without need.
+
+Several tokens in a message give what those tokens give one at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.tokenizer.detokenize import StopTexts
 
 TINY = ["byte level", "byte fallback"]
-OUTSIDE = 100_000  # an id that no tokenizer here has: models often have more rows than their tokenizer has tokens
+# An id that no tokenizer here has: a model often has more rows than its tokenizer has tokens.
+OUTSIDE = 100_000
 TEXTS = [
     "naïve café",
     "语言模型",
@@ -62,8 +66,10 @@ def ids_of(tokenizer: Tokenizer, parts: Sequence[str | bytes | int]) -> list[int
     for part in parts:
         if isinstance(part, str):
             ids += tokenizer.encode(part).tolist()
+        elif isinstance(part, int):
+            ids.append(part)
         else:
-            ids += [part] if isinstance(part, int) else [byte_id(tokenizer, byte) for byte in part]
+            ids += [byte_id(tokenizer, byte) for byte in part]
     return ids
 
 
@@ -74,7 +80,7 @@ def new(tokenizer: Tokenizer) -> Detokenizer:
 def pieces(
     detokenizer: Detokenizer, ids: list[int], last: DetokenizeMsg | None = None
 ) -> list[str]:
-    """What is said of each id, the last of which is the answer's end unless a last message is given."""
+    """Texts of one message an id. The last id ends the answer unless a last message is given."""
     ends = [None] * len(ids)
     if last is None:
         ends[-1] = "length"
@@ -221,7 +227,9 @@ def test_text_is_handed_out_as_soon_as_it_is_certain(
     name: str, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     ids = tokenizer(name).encode("ab 语 é ab. 👍 a" * 12).tolist()
-    detokenizer, shown, byte_ids = new(tokenizer(name)), "", tokenizer(name).byte_ids
+    detokenizer = new(tokenizer(name))
+    byte_ids = tokenizer(name).byte_ids
+    shown = ""
     for end, token in enumerate(ids, start=1):
         shown += detokenizer.step(DetokenizeMsg(0, [token])).text
         so_far = tokenizer(name).decode(ids[:end])
@@ -244,10 +252,10 @@ def test_what_is_held_back_comes_with_the_end_whatever_ends_it(
 ) -> None:
     ids = ids_of(tokenizer(name), [b"ab\xf0\x9f"])
     detokenizer = new(tokenizer(name))
-    told = pieces(detokenizer, ids, last)
-    assert not any("\ufffd" in piece for piece in told[:-1])
-    assert "".join(told) == tokenizer(name).decode(ids)
-    assert "\ufffd" in told[-1]
+    texts = pieces(detokenizer, ids, last)
+    assert not any("\ufffd" in text for text in texts[:-1])
+    assert "".join(texts) == tokenizer(name).decode(ids)
+    assert "\ufffd" in texts[-1]
     assert detokenizer.num_open == 0
 
 
@@ -271,7 +279,8 @@ def test_answers_that_grow_at_once_do_not_mix(
         uid: ids_of(tokenizer(name), [text, b"\xf0\x9f", "end"]) for uid, text in enumerate(TEXTS)
     }
     expected = {uid: tokenizer(name).decode(ids) for uid, ids in left.items()}
-    detokenizer, shown = new(tokenizer(name)), dict.fromkeys(left, "")
+    detokenizer = new(tokenizer(name))
+    shown = dict.fromkeys(left, "")
     while left:
         uid = dice.choice(sorted(left))
         token = left[uid].pop(0)
@@ -305,13 +314,15 @@ def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
     ids = ids_of(tokenizer("byte level"), [0, "ab", b"\xf0"])
-    told = [(ids[0], None), *((token, TokenLogprobs(-1.0, [(0, -0.5)])) for token in ids[1:])]
+    entries = [(ids[0], None), *((token, TokenLogprobs(-1.0, [(0, -0.5)])) for token in ids[1:])]
     reply = new(tokenizer("byte level")).step(
-        DetokenizeMsg(1, finish="length", prompt_logprobs=told)
+        DetokenizeMsg(1, finish="length", prompt_logprobs=entries)
     )
-    assert reply is not None and reply.prompt_logprobs is not None
+    assert reply is not None
+    assert reply.prompt_logprobs is not None
     texts = [tokenizer("byte level").decode([token], skip_special_tokens=False) for token in ids]
-    assert [entry.text for entry in reply.prompt_logprobs] == texts and texts[0]
+    assert [entry.text for entry in reply.prompt_logprobs] == texts
+    assert texts[0]
     assert (reply.prompt_logprobs[0].logprob, reply.prompt_logprobs[0].top) == (None, [])
     assert {(entry.logprob, *entry.top) for entry in reply.prompt_logprobs[1:]} == {
         (-1.0, (texts[0], -0.5))

@@ -137,7 +137,8 @@ def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
     tokenizer = with_template(
         tmp_path,
         "{% if tools %}{{ tools | tojson }}{% endif %}"
-        "{% for m in messages %}{% for c in m.tool_calls %}<{{ c.function.arguments.x }}>{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for c in m.tool_calls %}"
+        "<{{ c.function.arguments.x }}>{% endfor %}{% endfor %}",
     )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     turn = {
@@ -159,7 +160,7 @@ def test_the_template_that_is_shown_is_the_one_for_tools(tmp_path: Path) -> None
     assert with_template(tmp_path / "without", None).chat_template is None
 
 
-def test_markers_are_the_tokens_that_are_never_split(tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_added_tokens_are_those_that_are_never_split(tokenizer: Callable[[str], Tokenizer]) -> None:
     added_tokens = tokenizer("byte level").added_tokens
     assert (added_tokens["<|im_start|>"], added_tokens["<|im_end|>"]) == (IM_START_ID, IM_END_ID)
     assert len(added_tokens) == 4
@@ -263,8 +264,8 @@ def test_the_first_id_beyond_the_vocabulary_is_refused_by_number(
         assert refusal.value.param is None
 
 
-class Unread:
-    """A tokenizer that may be asked about itself but must not be given a text."""
+class Untokenizing:
+    """A tokenizer whose attributes work but which must not tokenize."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -276,11 +277,11 @@ class Unread:
         raise AssertionError("it was tokenized")
 
 
-def test_a_text_that_cannot_fit_is_refused_unread(
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = tokenizer("byte level")
-    monkeypatch.setattr(one, "_tokenizer", Unread(one._tokenizer))
+    monkeypatch.setattr(one, "_tokenizer", Untokenizing(one._tokenizer))
     with pytest.raises(RequestError, match=r"100000 bytes .* the limit is 10") as refusal:
         one.encode("x" * 100_000, max_tokens=10)
     assert refusal.value.code == "context_length_exceeded"
@@ -296,7 +297,7 @@ def to_nfc(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
 
 
-SWALLOWING: dict[str, Callable[[Any], Any]] = {
+DROPPING: dict[str, Callable[[Any], Any]] = {
     "a normalizer": lambda one: setattr(one.backend_tokenizer, "normalizer", normalizers.Strip()),
     "a splitter": lambda one: setattr(
         one.backend_tokenizer,
@@ -311,14 +312,14 @@ SWALLOWING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SWALLOWING)
-def test_where_text_may_be_swallowed_there_is_no_telling(name: str, tmp_path: Path) -> None:
-    one = changed(tmp_path, SWALLOWING[name])
+@pytest.mark.parametrize("name", DROPPING)
+def test_where_text_may_be_dropped_there_is_no_bound(name: str, tmp_path: Path) -> None:
+    one = changed(tmp_path, DROPPING[name])
     assert one.max_token_bytes is None
     assert one.encode("x" * 100, max_tokens=1).size > 1
 
 
-def test_there_is_no_telling_of_a_vocabulary_that_is_not_over_bytes(
+def test_there_is_no_bound_for_a_vocabulary_that_is_not_byte_level(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
     assert tokenizer("byte fallback").max_token_bytes is None
@@ -334,7 +335,7 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @given(text=st.text(max_size=50) | st.lists(st.sampled_from(WORDS)).map("".join))
 @settings(max_examples=200, deadline=None)
-def test_no_token_stands_for_more_than_is_said(known: Tokenizer, text: str) -> None:
+def test_no_token_stands_for_more_bytes_than_the_bound(known: Tokenizer, text: str) -> None:
     assert known.max_token_bytes
     num_tokens = len(known.encode(text, add_special_tokens=False))
     assert len(text.encode()) <= num_tokens * known.max_token_bytes

@@ -1,4 +1,4 @@
-"""The loop of a tokenizer process: every message has its effect, and none but ShutdownMsg ends it."""
+"""The loop of a tokenizer process: every message has its effect, and only ShutdownMsg ends it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Inbox:
-    """A queue whose messages are all there; the worker must not ask for more."""
+    """A queue with all its messages; the worker must not read beyond them."""
 
     def __init__(self, *msgs: TokenizerMsg) -> None:
         self._msgs: Iterator[TokenizerMsg] = iter(msgs)
@@ -65,7 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *msgs: TokenizerMsg, max_seq_len: int = 1000) -> tuple[list[Any], list[Any]]:
     """What the backend and the frontend get."""
-    backend, frontend = Outbox(), Outbox()
+    backend = Outbox()
+    frontend = Outbox()
     TokenizeWorker(folder, max_seq_len, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
     return backend.msgs, frontend.msgs
 
@@ -106,11 +107,12 @@ def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> No
     to_backend, (reply,) = run(folder, chat, TokenizeMsg(2, "a", GREEDY), ShutdownMsg())
     assert isinstance(reply, UserReply)
     assert (reply.uid, reply.is_final) == (1, True)
-    assert reply.error is not None and (reply.error.status, reply.error.param) == (400, "messages")
+    assert reply.error is not None
+    assert (reply.error.status, reply.error.param) == (400, "messages")
     assert [msg.uid for msg in to_backend] == [2]
 
 
-def test_what_others_need_to_know_of_the_vocabulary(folder: Path) -> None:
+def test_a_worker_reports_its_chat_template_and_added_tokens(folder: Path) -> None:
     info = TokenizeWorker(folder, 1000, Outbox(), Outbox()).info  # type: ignore[arg-type]
     assert info.chat_template is None
     assert info.added_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
@@ -122,11 +124,11 @@ def test_an_abort_follows_its_request(folder: Path) -> None:
     assert to_backend[1].uid == 1
 
 
-def test_news_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
-    news = [DetokenizeMsg(1, [260], num_prompt=3), DetokenizeMsg(2, finish="abort")]
+def test_replies_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
+    outputs = [DetokenizeMsg(1, [260], num_prompt=3), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     to_backend, (batch, more) = run(
-        folder, BatchTokenizerMsg(news), BatchTokenizerMsg([], stats), ShutdownMsg()
+        folder, BatchTokenizerMsg(outputs), BatchTokenizerMsg([], stats), ShutdownMsg()
     )
     assert isinstance(batch, BatchFrontendMsg)
     assert (batch.stats, more) == (None, BatchFrontendMsg([], stats))
@@ -160,7 +162,7 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stops_scheduler", [False, True])
-def test_only_one_tokenizer_tells_the_scheduler_to_end(folder: Path, stops_scheduler: bool) -> None:
+def test_only_one_tokenizer_stops_the_scheduler(folder: Path, stops_scheduler: bool) -> None:
     to_backend, to_frontend = run(folder, ShutdownMsg(stops_scheduler=stops_scheduler))
     assert to_backend == ([ExitMsg()] if stops_scheduler else [])
     assert to_frontend == []

@@ -1,4 +1,4 @@
-"""Tokenizers of the two families, as folders: bytes spelled as letters, and pieces with bytes to fall back to."""
+"""Tokenizers of two families, as folders: byte-level ones, and pieces with a fallback to bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def byte_level(folder: Path) -> Path:
 
 
 def byte_fallback(folder: Path) -> Path:
-    """Llama 2's kind: words begin with ▁, what no piece has is spelled in <0x..>, the text's first space is dropped."""
+    """Llama 2's kind: words begin with ▁, and what no piece has is spelled in <0x..>.
+
+    The first space of a text is dropped.
+    """
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {piece: index for index, piece in enumerate([*_SPECIAL, *bytes_, *_PIECES])}
     tokenizer = Tokenizer(

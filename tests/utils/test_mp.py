@@ -1,4 +1,4 @@
-"""Queues between processes: nothing lost, nothing reordered, nobody else lets themselves in."""
+"""Queues between processes: nothing is lost or reordered, and no other user can connect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +47,8 @@ def test_nothing_is_lost_or_reordered_if_the_reader_comes_late(address: str) -> 
 
 def test_nothing_is_lost_if_the_reader_is_slow(address: str) -> None:
     """More than any default high-water mark is on its way before the reader looks."""
-    push, pull = PushQueue(address, to_bytes), PullQueue(address, from_bytes)
+    push = PushQueue(address, to_bytes)
+    pull = PullQueue(address, from_bytes)
     for number in range(NUM_MSGS // 5):
         push.put(number)
     got: list[int] = []
@@ -95,11 +95,12 @@ def test_a_writer_without_a_reader_closes_in_bounded_time(address: str) -> None:
     assert not closing.is_alive()
 
 
-def test_drain_waits_only_if_it_is_told_to(address: str) -> None:
-    pull, push = PullQueue(address, from_bytes), PushQueue(address, to_bytes)
+def test_drain_waits_only_if_it_may_block(address: str) -> None:
+    pull = PullQueue(address, from_bytes)
+    push = PushQueue(address, to_bytes)
     assert pull.drain() == []
 
-    threading.Thread(target=lambda: (time.sleep(0.05), push.put(1)), daemon=True).start()
+    threading.Timer(0.05, push.put, [1]).start()
     assert pull.drain(block=True) == [1]
     push.close()
     pull.close()

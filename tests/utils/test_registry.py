@@ -1,4 +1,4 @@
-"""Registries: names in, things out, and an error that says what there is."""
+"""Registries: a value by its name, and an error with all known names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def registry() -> Registry[type]:
     return registry
 
 
-def test_a_thing_is_found_by_its_name(registry: Registry[type]) -> None:
+def test_a_value_is_found_by_its_name(registry: Registry[type]) -> None:
     assert (registry["dog"], registry["cat"]) == (int, str)
 
 
@@ -24,7 +24,7 @@ def test_names_are_sorted(registry: Registry[type]) -> None:
     assert registry.names == ["cat", "dog"]
 
 
-def test_the_decorator_gives_its_thing_back(registry: Registry[type]) -> None:
+def test_the_decorator_returns_its_argument(registry: Registry[type]) -> None:
     @registry.register("fish")
     class Fish:
         pass
@@ -33,7 +33,7 @@ def test_the_decorator_gives_its_thing_back(registry: Registry[type]) -> None:
     assert Fish.__name__ == "Fish"
 
 
-def test_an_unknown_name_is_told_what_there_is(registry: Registry[type]) -> None:
+def test_an_unknown_name_is_an_error_with_all_known_names(registry: Registry[type]) -> None:
     with pytest.raises(ConfigError, match="unknown animal 'cow'; there is cat, dog"):
         registry["cow"]
 

@@ -1,4 +1,4 @@
-"""What is said when children fail."""
+"""Errors of children, as their supervisor raises them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuses(ready: Ready) -> None:
 @pytest.mark.parametrize(
     "bodies", [["fails", "refuses"], ["refuses", "fails"], ["fails", "fails", "refuses"]]
 )
-def test_of_several_failures_the_users_is_said(bodies: list[str]) -> None:
+def test_of_several_failures_a_config_error_is_raised(bodies: list[str]) -> None:
     with pytest.raises(ConfigError, match="the cause"), Supervisor("CRITICAL") as supervisor:
         for i, body in enumerate(bodies):
             supervisor.start(f"child-{i}", f"{__name__}:{body}")
@@ -30,7 +30,7 @@ def test_of_several_failures_the_users_is_said(bodies: list[str]) -> None:
         supervisor.wait_ready(60)
 
 
-def test_a_failure_says_whose_it_is() -> None:
+def test_a_failure_names_its_process() -> None:
     with (
         pytest.raises(EngineFailed, match="child: RuntimeError: the consequence"),
         Supervisor("CRITICAL") as supervisor,

@@ -92,13 +92,15 @@ class LocalQueues:
 
     def take_outputs(self) -> list[DetokenizeMsg]:
         """Remove and return what the scheduler has sent."""
-        msgs, self._from_scheduler = self._from_scheduler, []
+        msgs = self._from_scheduler
+        self._from_scheduler = []
         return msgs
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
         if block:
-            assert self._to_scheduler, "nobody else could send a message"
-        msgs, self._to_scheduler = self._to_scheduler, []
+            assert self._to_scheduler, "only this process can send a message"
+        msgs = self._to_scheduler
+        self._to_scheduler = []
         return msgs
 
     # The outbox's contract has stats; nothing here shows them.
@@ -137,14 +139,9 @@ class LLM:
         with ExitStack() as stack:
             addresses = Addresses(stack.enter_context(private_folder()))
             supervisor = stack.enter_context(Supervisor("WARNING"))
+            body = "minisgl.scheduler:scheduler_worker"
             for rank in range(1, config.tp):
-                supervisor.start(
-                    f"scheduler-{rank}",
-                    "minisgl.scheduler:scheduler_worker",
-                    config,
-                    rank,
-                    addresses,
-                )
+                supervisor.start(f"scheduler-{rank}", body, config, rank, addresses)
             engine = Engine(config, DistributedInfo(0, config.tp), addresses.rendezvous)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)

@@ -199,10 +199,7 @@ class Detokenizer:
             return None
 
         num_before = answer.num_tokens
-        if is_last:
-            text = answer.take_last(msg.tokens, msg.finish)
-        else:
-            text = answer.take(msg.tokens)
+        text = answer.take_last(msg.tokens, msg.finish) if is_last else answer.take(msg.tokens)
 
         has_stopped = answer.stops.has_stopped
         return UserReply(
