@@ -123,14 +123,15 @@ class CapturableAttention(TorchAttentionBackend):
         if type(batch.attn_metadata) is not BaseAttnMetadata:
             return super().forward(q_TNH, k_TKH, v_TKH, layer, batch)
         o_TNH = q_TNH.new_empty(q_TNH.shape)
-        pool = (self._pool.k_cache(layer), self._pool.v_cache(layer))
-        places = (torch.arange(len(q_TNH)), batch.row_T.long(), batch.position_T.long())
         attend_decode(
             q_TNH,
-            *pool,
+            self._pool.k_cache(layer),
+            self._pool.v_cache(layer),
             self._page_table_RP,
             self._page_size,
-            *places,
+            torch.arange(len(q_TNH)),
+            batch.row_T.long(),
+            batch.position_T.long(),
             o_TNH,
             scale=self._specs[layer].scale,
         )
