@@ -23,7 +23,7 @@ class NaivePrefixCache(BasePrefixCache):
     def pages(self, handle: BaseCacheHandle) -> IntArray:  # noqa: ARG002 - all are empty
         return _NO_PAGES
 
-    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:  # noqa: ARG002 - none
+    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:  # noqa: ARG002 - keeps none
         return InsertResult(_EMPTY_PREFIX, 0)
 
     def lock(self, handle: BaseCacheHandle) -> None:

@@ -4,8 +4,8 @@
           │                   └─ [question B]
           └─ "salt" [system prompt]
 
-An edge carries a run of whole pages: their tokens and their page ids. Children are told apart by
-the tokens of their first page, those of the root by namespace and first page. A namespace is
+An edge carries a run of whole pages: their tokens and their page ids. Children differ in the
+tokens of their first page, those of the root in namespace and first page. A namespace is
 therefore nothing but the beginning of the root's keys: when its last page is evicted, nothing is
 left of it.
 

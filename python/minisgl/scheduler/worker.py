@@ -26,9 +26,9 @@ def scheduler_worker(
 ) -> None:
     """Body of a process: a scheduler and its engine, until an ExitMsg comes.
 
-    Rank 0 talks to the tokenizers and the detokenizer, the others listen to rank 0. All are on one
-    machine, of which
-    they say the same: what is auto is resolved here, so that nobody else needs torch.
+    Rank 0 talks to the tokenizers and the detokenizer; the other ranks listen to rank 0. All ranks
+    are on one machine, so they resolve options that are auto to equal values. That happens here,
+    so that no other process needs torch.
     """
     config = config.resolve(detect_hardware())
     inbox, outbox = _queues(config, rank, addresses)
