@@ -435,10 +435,12 @@ def test_an_aborted_match_does_not_disturb_the_next(
     with make(checkpoint(ARCH), **options) as llm:
         for _ in range(3):
             stream = llm.stream(PROMPT, wanted)
-            next(stream), next(stream)
+            next(stream)
+            next(stream)
             stream.close()  # type: ignore[attr-defined]
             assert re.fullmatch("[a-c]{40}", llm.generate(PROMPT, wanted, use_tqdm=False)[0].text)
         stream = llm.stream(PROMPT, wanted)
-        next(stream), next(stream)
+        next(stream)
+        next(stream)
     with pytest.raises(EngineFailed):
         list(stream)

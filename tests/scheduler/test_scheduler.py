@@ -54,7 +54,7 @@ def prompt_that_stops(num_answer: int) -> list[int]:
         ([2, -7], SamplingParams(), "invalid_value", "token id -7"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_so_at_once(
+def test_a_request_that_cannot_be_served_is_refused_at_once(
     prompt: list[int], params: SamplingParams, code: str, message: str
 ) -> None:
     host = Host()

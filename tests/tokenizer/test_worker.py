@@ -67,7 +67,8 @@ def run(folder: Path, *msgs: TokenizerMsg, max_seq_len: int = 1000) -> tuple[lis
     """What the backend and the frontend get."""
     backend = Outbox()
     frontend = Outbox()
-    TokenizeWorker(folder, max_seq_len, backend, frontend).run(Inbox(*msgs))  # type: ignore[arg-type]
+    worker = TokenizeWorker(folder, max_seq_len, backend, frontend)  # type: ignore[arg-type]
+    worker.run(Inbox(*msgs))  # type: ignore[arg-type]
     return backend.msgs, frontend.msgs
 
 
