@@ -41,7 +41,7 @@ itself.
     Z  entries of a flat list
 """
 
-# Dimensions: B requests of a step, T tokens of a step.
+# Dimensions: T tokens of a step, Y tokens whose hidden states are returned.
 
 from __future__ import annotations
 
@@ -319,8 +319,8 @@ class Batch:
         row_T, position_T: integers; where in the tables each token stands.
         input_ids_T: int64.
         slot_T: int64, where the KV of each token goes.
-        last_B: int64, index into T of the last token of each slice that samples, and of all tokens
-            of those that score their prompt; None if all tokens are such.
+        last_Y: int64, index into T of the last token of each slice that samples, and of all tokens
+            of slices that score their prompt; None if it would be all of T.
         attn_metadata: made by the attention backend from the plan.
     """
 
@@ -328,5 +328,5 @@ class Batch:
     position_T: Tensor
     input_ids_T: Tensor
     slot_T: Tensor
-    last_B: Tensor | None
+    last_Y: Tensor | None
     attn_metadata: BaseAttnMetadata

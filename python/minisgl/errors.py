@@ -2,14 +2,17 @@
 
     MiniSGLError
     ├─ ConfigError            before start: names the option, the value, what is allowed
-    │   └─ CheckpointError    a model's files are missing, damaged, or of an architecture unknown
-    here ├─ RequestError           the caller can fix it; carries `status`, `code` and `param` │
-    ├─ InvalidRequest     400: a field's value; names the bound │   ├─ PromptTooLong      400:
-    prompt and answer do not fit the context │   ├─ InvalidApiKey      401 │   ├─ UnknownModel
-    404 │   ├─ ResponseNotFound   404: no response is kept │   └─ QueueFull          429 ├─
-    CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts ├─
-    KernelInputError       a tensor contract is broken: names the tensor, expected, actual └─
-    EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
+    │   └─ CheckpointError    a model's files are missing, damaged, or of an unknown architecture
+    ├─ RequestError           the caller can fix it; carries `status`, `code` and `param`
+    │   ├─ InvalidRequest     400: a field's value; names the bound
+    │   ├─ PromptTooLong      400: prompt and answer do not fit the context
+    │   ├─ InvalidApiKey      401
+    │   ├─ UnknownModel       404
+    │   ├─ ResponseNotFound   404: no response is kept
+    │   └─ QueueFull          429
+    ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
+    ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
+    └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
 
 Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for
 our own bugs only. Next to read: `llm/llm.py`.

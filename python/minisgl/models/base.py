@@ -4,7 +4,8 @@ An architecture's file writes its decoder layer, and names it in a subclass of `
 Names of weights are the names of attributes. Next to read: `layers/attention.py`.
 """
 
-# Dimensions: B requests of a step, D model width, T tokens of a step, V vocabulary.
+# Dimensions: B requests of a step, D model width, T tokens of a step, V vocabulary, Y tokens whose
+#     hidden states are returned.
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class Decoder(BaseOP):
         self.norm = RMSNormFused(config.width, config.norm_eps)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
-        """x_BD, the normed last activations of the tokens that the batch asks for."""
+        """x_YD, the normed last hidden states of the tokens that `batch.last_Y` selects."""
         x_TD = self.embed_tokens.forward(batch.input_ids_T)
         residual_TD: Tensor | None = None
         *layers, last = self.layers
@@ -82,9 +83,9 @@ class Decoder(BaseOP):
         x_TD, residual_TD = last.attend(x_TD, residual_TD, batch, ctx)
 
         # No token attends to the others any more: what follows is for those asked for alone.
-        if batch.last_B is not None:
-            x_TD = x_TD[batch.last_B]
-            residual_TD = None if residual_TD is None else residual_TD[batch.last_B]
+        if batch.last_Y is not None:
+            x_TD = x_TD[batch.last_Y]
+            residual_TD = None if residual_TD is None else residual_TD[batch.last_Y]
         x_TD, residual_TD = last.transform(x_TD, residual_TD, ctx)
         return self.norm.forward(x_TD, residual_TD)[0]
 
@@ -114,7 +115,7 @@ class BaseLLMModel(BaseOP):
         self.lm_head = ParallelLMHead(config.vocab_size, config.width, comm, tied)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
-        """x_BD, the last hidden states of the tokens that the batch asks for."""
+        """x_YD, the last hidden states of the tokens that `batch.last_Y` selects."""
         return self.model.forward(batch, ctx)
 
     def logits(self, x_BD: Tensor) -> Tensor | None:
