@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -98,6 +99,34 @@ def test_files_in_backticks_exist(path: Path) -> None:
     names = re.findall(r"`([\w./-]+\.(?:py|cpp|cu|cuh|md|jsonl))`", path.read_text())
 
     assert [name for name in names if not exists(name, path)] == []
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """The methods and attributes of a class, those that its methods assign included."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {child.name for child in node.body if isinstance(child, functions)}
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+            names.add(child.attr)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            names.add(child.id)
+    return names
+
+
+@cache
+def members_of_classes() -> dict[str, set[str]]:
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {node.name: members(node) for node in nodes}
+
+
+@docs_of_today
+def test_members_of_classes_in_backticks_exist(path: Path) -> None:
+    pairs = re.findall(r"`([A-Z]\w+)\.(\w+)(?:\(.*?\))?`", path.read_text())
+    classes = members_of_classes()
+
+    assert [pair for pair in pairs if pair[0] not in classes] == []
+    assert [(name, member) for name, member in pairs if member not in classes[name]] == []
 
 
 # ---- commands
