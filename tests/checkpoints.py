@@ -11,6 +11,7 @@ a text, and so does its ChatML template: a chat encoded with special tokens once
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,11 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
 def tiny_checkpoint(arch: str, folder: Path, **overrides: Any) -> Path:
     """Write `tiny_model(arch, **overrides)` into a folder, and return the folder."""
     return save_checkpoint(tiny_model(arch, **overrides), folder)
+
+
+def add_python(folder: Path, ran: Path) -> None:
+    """Put a tokenizer in Python into a folder. If it is imported, it makes the file `ran`."""
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", **config}))

@@ -148,6 +148,9 @@ class SchedulerConfig(EngineConfig):
         "auto: on for GPUs (MINISGL_DISABLE_OVERLAP_SCHEDULING=1: off)",
     )
     seed: int | None = option(None, "seeds requests that bring no seed; auto: drawn at start")
+    allow_control_tokens: bool = option(
+        False, "a control token's spelling in a text of a chat is that token, and not text"
+    )
 
     def agree(self, folder: Path) -> Self:
         """Fix what must be equal on all ranks: the model's folder, and a seed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.checkpoints import (
     EOS_ID,
     IN_GGUF,
     VOCAB_SIZE,
+    add_python,
     tiny_checkpoint,
     tiny_model,
 )
@@ -317,6 +320,26 @@ def test_the_unpacked_folder_has_the_weights_and_the_tokenizer(
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n")
+
+
+def test_nothing_beside_a_file_is_read(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all Python that files beside it name, whatever the terminal would answer."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 5))
+    alone = tmp_path / "alone"
+    write_hf_folder(written("llama"), alone)
+    crowded = tmp_path / "crowded" / "model.gguf"
+    crowded.parent.mkdir()
+    crowded.write_bytes(written("llama").read_bytes())
+    ran = tmp_path / "ran"
+    add_python(crowded.parent, ran)
+    (crowded.parent / "tokenizer.json").write_text("{}")
+    (crowded.parent / "chat_template.jinja").write_text("of another model")
+    write_hf_folder(crowded, tmp_path / "out")
+    assert not ran.exists()
+    for path in alone.glob("*.json*"):
+        assert (tmp_path / "out" / path.name).read_text() == path.read_text(), path.name
 
 
 def test_a_missing_tensor_is_named(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -228,6 +228,70 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     assert not list((tmp_path / "cache" / "kernels").iterdir())
 
 
+@pytest.fixture
+def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A compiler that makes files, and a loader that reads them: what was loaded, in order."""
+    loaded: list[str] = []
+
+    def compile_(_sources: object, library: Path, _compiler: object, _flags: object) -> None:
+        library.write_text("compiled")
+        library.chmod(0o755)
+
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_compile", compile_)
+    monkeypatch.setattr(
+        native.tvm_ffi, "load_module", lambda path: loaded.append(Path(path).read_text())
+    )
+    return loaded
+
+
+def load_again() -> None:
+    native.load_cpu_kernels.__wrapped__()
+
+
+def test_a_compiled_kernel_is_kept_in_a_folder_that_is_ours(
+    fake_compiler: list[str], tmp_path: Path
+) -> None:
+    load_again()
+    folder = tmp_path / "cache" / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (library,) = folder.iterdir()
+    library.write_text("kept")
+    load_again()
+    assert fake_compiler == ["compiled", "kept"]
+
+
+@pytest.mark.parametrize("kind", ["writable", "link"])
+def test_a_library_that_others_can_write_is_compiled_anew(
+    kind: str, fake_compiler: list[str], tmp_path: Path
+) -> None:
+    load_again()
+    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    if kind == "link":
+        library.unlink()
+        library.symlink_to(tmp_path / "foreign")
+        (tmp_path / "foreign").write_text("foreign")
+    else:
+        library.write_text("foreign")
+        library.chmod(0o777)
+    load_again()
+    assert fake_compiler == ["compiled", "compiled"]
+
+
+def test_in_a_cache_folder_that_others_can_write_nothing_is_kept_or_loaded(
+    fake_compiler: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    load_again()
+    cache = tmp_path / "cache"
+    (library,) = (cache / "kernels").iterdir()
+    library.write_text("foreign")
+    cache.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        load_again()
+    assert fake_compiler == ["compiled", "compiled"]
+    assert f"compiled kernels are not kept in {cache / 'kernels'}" in caplog.text
+
+
 def test_the_cuda_compiler_is_that_of_cuda_home_else_that_of_the_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -214,6 +214,38 @@ def test_a_damaged_index_is_named(content: bytes, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "name", ["../{}", "/{}", "sub/{}", "..", ".", "", "{}\0", 3, None, ["{}"], "{}/"], ids=repr
+)
+def test_a_name_in_an_index_does_not_leave_the_folder(
+    name: Any, folder: Path, tmp_path: Path
+) -> None:
+    file = any_file(folder)
+    outside = tmp_path / "outside"
+    (outside / "inside").mkdir(parents=True)
+    inside = folder.rename(outside / "inside" / "sub")
+    (outside / "inside" / file.name).write_bytes((inside / file.name).read_bytes())
+    index = json.loads((inside / INDEX).read_text())
+    last = list(index["weight_map"])[-1]
+    index["weight_map"][last] = name.format(file.name) if isinstance(name, str) else name
+    (inside / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"is no file of its folder|cannot be read"):
+        load(inside)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_the_files_of_a_folder_may_be_links_as_in_the_cache_of_a_hub(
+    folder: Path, tmp_path: Path
+) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for file in folder.glob("*.safetensors"):
+        file.rename(blobs / file.name)
+        file.symlink_to(blobs / file.name)
+    load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
 def test_files_that_the_index_does_not_name_are_not_read(folder: Path) -> None:
     """Such as the same weights once more, in another form."""
     (folder / "consolidated.safetensors").write_bytes(b"garbage")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from minisgl.errors import CheckpointError, InvalidRequest, RequestError
 from minisgl.message import Conversation, TokenIds, pack_ids
 from minisgl.tokenizer import Tokenizer
-from tests.checkpoints import BOS_ID, IM_END_ID, IM_START_ID
+from tests.checkpoints import BOS_ID, IM_END_ID, IM_START_ID, add_python
 from tests.tokenizer.vocabularies import byte_level
 
 TURN = {"role": "user", "content": "the dog"}
@@ -198,6 +200,18 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_python_of_a_folder_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 5))
+    ran = tmp_path / "ran"
+    add_python(tmp_path, ran)
+    with pytest.raises(CheckpointError, match="contains custom code"):
+        Tokenizer(tmp_path)
+    assert not ran.exists()
+    assert sys.stdin.read().startswith("y"), "nothing was asked"
 
 
 def test_byte_tokens_are_those_that_stand_for_one_byte(

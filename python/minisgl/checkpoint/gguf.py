@@ -214,17 +214,26 @@ def _shape(stored: _StoredTensor) -> tuple[int, ...]:
 def write_hf_folder(path: Path, folder: Path) -> None:
     """Write config, tokenizer and chat template of a GGUF file, and a link to it, into a folder.
 
+    Nothing beside the file is read: transformers gets the folder, where only the link is.
+
+    Args:
+        folder: is created if it is missing; else it may hold the file itself under `GGUF_NAME`,
+            and nothing else.
+
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is unknown.
     """
     from transformers import AutoTokenizer
 
     file = GGUFFile(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / GGUF_NAME).exists():
+        (folder / GGUF_NAME).symlink_to(path.resolve())
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=GGUF_NAME, trust_remote_code=False
+        )
     except Exception as error:  # the library raises whatever its converters do
         raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(file.config(), indent=2))
-    if not (folder / GGUF_NAME).exists():
-        (folder / GGUF_NAME).symlink_to(path.resolve())

@@ -1,4 +1,8 @@
-"""Compiles the kernels of csrc/ once for this processor and keeps them in the cache folder."""
+"""Compiles the kernels of csrc/ once for this processor and keeps them in the cache folder.
+
+A library is code. It is kept in a folder, and loaded from a file, that no other user can write;
+where the cache folder is not such a place, each process compiles its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import hashlib
 import logging
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from minisgl.utils.env import cache_folder, nvcc
+from minisgl.utils.ownership import is_own_file, make_own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +50,33 @@ def _load(
     name: str, sources: list[Path], compiler: str, flags: list[str], features: list[str]
 ) -> Any | None:
     digest = _digest(sources, [tvm_ffi.__version__, *flags, *features])
-    library = cache_folder() / "kernels" / f"{name}-{digest}.so"
     try:
-        if not library.exists():
-            _compile(sources, library, compiler, flags)
-        return tvm_ffi.load_module(str(library))
+        with _library_folder() as folder:
+            library = folder / f"{name}-{digest}.so"
+            if not is_own_file(library):
+                library.unlink(missing_ok=True)
+                _compile(sources, library, compiler, flags)
+            return tvm_ffi.load_module(str(library))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning(
             "the kernels for a %s cannot be built, slower ones are used: %s", name.upper(), reason
         )
         return None
+
+
+@contextmanager
+def _library_folder() -> Iterator[Path]:
+    """The folder of compiled kernels, or one that is removed again if that is not our own."""
+    kept = cache_folder() / "kernels"
+    try:
+        folder = make_own_folder(kept)
+    except OSError as error:
+        logger.warning("compiled kernels are not kept in %s: %s", kept, error)
+        with tempfile.TemporaryDirectory(prefix="minisgl-kernels-") as scratch:
+            yield Path(scratch)
+    else:
+        yield folder
 
 
 def _digest(sources: list[Path], others: list[str]) -> str:
@@ -69,7 +92,6 @@ def _compile(sources: list[Path], library: Path, compiler: str, flags: list[str]
     OpenMP is compiled in but not linked, so that the threads are those of the runtime that torch
     brought along.
     """
-    library.parent.mkdir(parents=True, exist_ok=True)
     include_folders = (_SOURCES, libinfo.find_include_path(), libinfo.find_dlpack_include_path())
     options = [*flags, *(f"-I{folder}" for folder in include_folders)]
     ffi_folder = Path(libinfo.find_libtvm_ffi()).parent

@@ -148,7 +148,11 @@ class LLM:
             inbox = lead(self._queues, config.tp, addresses)
             stack.callback(inbox.close)
             self._scheduler = Scheduler(config, engine, inbox, self._queues)
-            self._optional_tokenizer = None if skip_tokenizer_init else Tokenizer(folder)
+            self._optional_tokenizer = None
+            if not skip_tokenizer_init:
+                self._optional_tokenizer = Tokenizer(
+                    folder, allow_control_tokens=config.allow_control_tokens
+                )
             self._resources = stack.pop_all()
 
     def generate(

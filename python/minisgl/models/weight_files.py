@@ -154,11 +154,7 @@ def slice_of(part: range | None) -> slice:
 def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} cannot be read: {error}") from None
-        files = [folder / name for name in sorted(names)]
+        files = [folder / name for name in _names_in(index)]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(path) for path in files if not path.exists()]
@@ -167,6 +163,20 @@ def _safetensors_files(folder: Path) -> list[Path]:
             f"weights are missing: {', '.join(missing) or folder / '*.safetensors'}"
         )
     return files
+
+
+def _names_in(index: Path) -> list[str]:
+    """The names of the files that an index names. None of them leaves the folder."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from None
+    for name in names:
+        # Python's names of folders and files; the entry itself may be a link, as in a hub's cache.
+        is_plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
+        if not is_plain:
+            raise CheckpointError(f"{index} names {name!r}, which is no file of its folder")
+    return names
 
 
 def _open_safetensors(path: Path) -> safe_open:

@@ -121,7 +121,8 @@ class GrammarMatchers:
         from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
         from transformers import AutoTokenizer
 
-        return from_tokenizer(AutoTokenizer.from_pretrained(self._folder), *options)
+        tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return from_tokenizer(tokenizer, *options)
 
     def open(self, uid: int, grammar: Grammar) -> None:
         """Find or make a matcher for a request.

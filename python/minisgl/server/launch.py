@@ -122,4 +122,5 @@ def _start_workers(
             max_seq_len,
             inbox,
             addresses,
+            config.allow_control_tokens,
         )

@@ -47,6 +47,7 @@ class TokenizeWorker:
 
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
+        allow_control_tokens: as for `Tokenizer`.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class TokenizeWorker:
         max_seq_len: int,
         backend: PushQueue[BackendMsg],
         frontend: PushQueue[FrontendMsg],
+        *,
+        allow_control_tokens: bool = False,
     ) -> None:
         self._max_seq_len = max_seq_len
-        self._tokenizer = Tokenizer(folder)
+        self._tokenizer = Tokenizer(folder, allow_control_tokens=allow_control_tokens)
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
         self._frontend = frontend
@@ -116,7 +119,12 @@ class TokenizeWorker:
 
 
 def tokenize_worker(
-    ready: Ready, folder: Path, max_seq_len: int, inbox: str, addresses: Addresses
+    ready: Ready,
+    folder: Path,
+    max_seq_len: int,
+    inbox: str,
+    addresses: Addresses,
+    allow_control_tokens: bool,
 ) -> None:
     """Body of a process: a tokenizer, the detokenizer, or both.
 
@@ -130,7 +138,9 @@ def tokenize_worker(
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg))
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
-    worker = TokenizeWorker(folder, max_seq_len, backend, frontend)
+    worker = TokenizeWorker(
+        folder, max_seq_len, backend, frontend, allow_control_tokens=allow_control_tokens
+    )
     ready(StartupReport(tokenizer=worker.info))
     worker.run(queue)
 

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from minisgl.core import IntArray
 from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong, RequestError
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
+from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
 
 _RESERVED = {  # parameters of apply_chat_template that are not variables of the template
@@ -28,6 +29,7 @@ _RESERVED = {  # parameters of apply_chat_template that are not variables of the
     "return_assistant_tokens_mask",
     "return_dict",
     "return_tensors",
+    "sanitize_control_tokens",
     "tokenize",
     "tokenizer_kwargs",
     "tools",
@@ -43,20 +45,25 @@ _NORMALIZER_SHRINKS = {  # how many times shorter a normalizer can make the UTF-
 class Tokenizer:
     """The tokenizer and chat template of a model folder.
 
+    Args:
+        allow_control_tokens: whether control tokens in the texts of a conversation are more than
+            text. In a text alone they always are.
+
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, allow_control_tokens: bool = False) -> None:
         # Imported here: it takes seconds, and the API server need not wait for it.
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the library raises whatever its loaders do
             lines = str(error).strip().splitlines()
             reason = lines[0] if lines else type(error).__name__
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
+        self._allow_control_tokens = allow_control_tokens
 
     def encode(
         self,
@@ -79,13 +86,38 @@ class Tokenizer:
         """
         if isinstance(prompt, TokenIds):
             return unpack_ids(prompt.raw)
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
-        if max_tokens is not None and len(text) > max_tokens and self.max_token_bytes:
-            _check_min_tokens(len(text.encode()), max_tokens, self.max_token_bytes)
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
+        if isinstance(prompt, Conversation) and not self._allow_control_tokens:
+            marks = Marks()
+            marked = self._control_tokens.mark(prompt, marks)
+            if marked != prompt:
+                text = self._render_marked(marked, marks)
+                self._check_length(marks.remove(text), max_tokens)
+                return self._encode_marked(text, marks, add_special_tokens)
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        self._check_length(text, max_tokens)
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens)
         return np.array(encoding["input_ids"], dtype=np.int32)
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is not None and len(text) > max_tokens and self.max_token_bytes:
+            _check_min_tokens(len(text.encode()), max_tokens, self.max_token_bytes)
+
+    def _render_marked(self, marked: Conversation, marks: Marks) -> str:
+        try:
+            return self.render(marked)
+        except InvalidRequest as error:  # the template may quote a text
+            raise InvalidRequest(marks.remove(str(error)), param=error.param) from error
+
+    def _encode_marked(self, text: str, marks: Marks, add_special_tokens: bool) -> IntArray:
+        try:
+            ids = self._control_tokens.encode(text, marks, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"a text contains a control token, but {error}", param="messages"
+            ) from error
+        return np.array(ids, dtype=np.int32)
 
     def render(self, conversation: Conversation) -> str:
         """Apply the chat template. By default the text ends where the answer begins."""
@@ -136,6 +168,19 @@ class Tokenizer:
             ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        """Special tokens, and added tokens that the chat template writes.
+
+        Other added tokens are words or blanks to their models.
+        """
+        template = str(self._tokenizer.chat_template)  # or several templates, by their names
+        added = self._tokenizer.added_tokens_decoder.values()
+        written = [token for token in added if token.content in template]
+        controls = [token.content for token in added if token.special]
+        controls += [token.content for token in written if token.content.strip()]
+        return ControlTokens(getattr(self._tokenizer, "backend_tokenizer", None), controls)
 
     @cached_property
     def max_token_bytes(self) -> int | None:
