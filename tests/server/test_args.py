@@ -33,6 +33,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "max_prefill_length": (["--max-prefill-length", "128"], 128),
     "overlap": (["--overlap"], True),
     "seed": (["--seed", "-1"], -1),
+    "allow_control_tokens": (["--allow-control-tokens"], True),
     "host": (["--host", "::1"], "::1"),
     "port": (["--port", "0"], 0),
     "shell": (["--shell"], True),

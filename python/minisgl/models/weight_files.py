@@ -172,11 +172,16 @@ def _names_in(index: Path) -> list[str]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from None
     for name in names:
-        # Python's names of folders and files; the entry itself may be a link, as in a hub's cache.
-        is_plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
-        if not is_plain:
+        # The file itself may be a link, as in a hub's cache.
+        if not _is_file_name(name):
             raise CheckpointError(f"{index} names {name!r}, which is no file of its folder")
     return names
+
+
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or name in ("", ".."):
+        return False
+    return Path(name).name == name and "\0" not in name
 
 
 def _open_safetensors(path: Path) -> safe_open:
