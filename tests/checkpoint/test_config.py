@@ -12,6 +12,7 @@ import pytest
 from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import get_model_class
+from minisgl.models.register import MODELS
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
 
 NEEDED = {
@@ -152,6 +153,7 @@ USED = {"use_sliding_window": True, "sliding_window": 128}
     ("arch", "fields", "windows"),
     [
         ("Llama", {"sliding_window": 128}, [None] * 4),
+        ("Llama", USED, [None] * 4),
         ("Mistral", {}, [4096] * 4),
         ("Mistral", {"sliding_window": None}, [None] * 4),
         ("Mistral", {"sliding_window": 128}, [128] * 4),
@@ -177,6 +179,28 @@ def test_windows_are_those_of_the_layers_that_slide(
     names = {"architectures": [f"{arch}ForCausalLM"], "num_hidden_layers": 4}
     config = read(tmp_path, {**NEEDED, **names, **fields})
     assert [spec.window for spec in config.attention] == windows
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_sliding_window": True}, {"layer_types": [SLIDING] * 2}]
+)
+def test_a_window_is_refused_where_its_layers_are_not_known(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    unknown = {**NEEDED, "architectures": ["NewForCausalLM"]}
+    with pytest.raises(CheckpointError, match="sliding_window is not supported for NewForCausalLM"):
+        read(tmp_path, {**unknown, "sliding_window": 128, **fields})
+
+    unused = {"sliding_window": 128, "use_sliding_window": False}
+    config = read(tmp_path, {**unknown, **unused})
+    assert [spec.window for spec in config.attention] == [None] * 2
+
+
+@pytest.mark.parametrize("architecture", MODELS.names)
+def test_each_architecture_says_which_layers_have_a_window(
+    architecture: str, tmp_path: Path
+) -> None:
+    read(tmp_path, {**NEEDED, **USED, "architectures": [architecture]})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ which rotation a layer has.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ class RotaryConfig:
 class AttentionSpec:
     """The attention of one layer.
 
+    No architecture here has a soft cap or sinks yet, so no field of config.json sets these two.
+
     Attributes:
         scale: what scores are multiplied by.
         window: how many positions a query sees, its own and those just before it; None for all.
@@ -59,7 +62,7 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
     Raises:
         KeyError, ValueError: a field is missing, or its value is not supported.
     """
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    window = _window(hf, architecture)
     return tuple(
         AttentionSpec(
             scale=1.0 / math.sqrt(head_dim(hf)),
@@ -75,30 +78,33 @@ def head_dim(hf: dict[str, Any]) -> int:
     return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
+def _window(hf: dict[str, Any], architecture: str) -> int | None:
+    """The width of the sliding windows; None if no layer has one.
+
+    A known architecture has one only if `use_sliding_window` says so, in the file or by default.
+    """
+    window = hf.get("sliding_window")
+    uses_window = hf.get("use_sliding_window")
+    if window is None or uses_window is False:
+        return None
+    if architecture not in _SLIDING_RULES:
+        raise ValueError(f"sliding_window is not supported for {architecture}")
+    return int(window) if uses_window else None
+
+
 def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
-    """For each layer, whether it slides, if there is a window."""
+    """For each layer, whether it has the window, if there is one."""
     num_layers = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if types is None:
-        slides = [_slides(hf, architecture, layer) for layer in range(num_layers)]
-        return [_SLIDING if is_sliding else _FULL for is_sliding in slides]
+        slides = _SLIDING_RULES.get(architecture, _no_layer)
+        return [_SLIDING if slides(hf, layer) else _FULL for layer in range(num_layers)]
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
         raise ValueError(f"layer_types {unknown} are not supported: {_FULL}, {_SLIDING}")
     if len(types) != num_layers:
         raise ValueError(f"layer_types names {len(types)} layers, there are {num_layers}")
     return list(types)
-
-
-def _slides(hf: dict[str, Any], architecture: str, layer: int) -> bool:
-    """Whether a layer has the window, where config.json does not list the types of layers."""
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        return bool(layer >= hf.get("max_window_layers", 28))
-    if architecture == "Olmo3ForCausalLM":
-        return (layer + 1) % 4 != 0
-    if architecture == "SmolLM3ForCausalLM":
-        return not _has_rope(hf, layer)
-    return True
 
 
 def _has_rope(hf: dict[str, Any], layer: int) -> bool:
@@ -124,3 +130,37 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
         kind=rope.get("rope_type") or rope.get("type") or "default",
         scaling={name: rope[name] for name in rope if name not in _NOT_SCALING},
     )
+
+
+def _no_layer(_hf: dict[str, Any], _layer: int) -> bool:
+    return False
+
+
+def _every_layer(_hf: dict[str, Any], _layer: int) -> bool:
+    return True
+
+
+def _three_of_four(_hf: dict[str, Any], layer: int) -> bool:
+    return (layer + 1) % 4 != 0
+
+
+def _last_layers(hf: dict[str, Any], layer: int) -> bool:
+    return bool(layer >= hf.get("max_window_layers", 28))
+
+
+def _layers_without_rope(hf: dict[str, Any], layer: int) -> bool:
+    return not _has_rope(hf, layer)
+
+
+# Whether a layer has the window, where config.json does not list the types of layers. A model with
+# a window is refused if its architecture is not here.
+_SLIDING_RULES: dict[str, Callable[[dict[str, Any], int], bool]] = {
+    "LlamaForCausalLM": _no_layer,
+    "MistralForCausalLM": _every_layer,
+    "Olmo2ForCausalLM": _no_layer,
+    "Olmo3ForCausalLM": _three_of_four,
+    "Qwen2ForCausalLM": _last_layers,
+    "Qwen3ForCausalLM": _last_layers,
+    "Qwen3MoeForCausalLM": _every_layer,
+    "SmolLM3ForCausalLM": _layers_without_rope,
+}
