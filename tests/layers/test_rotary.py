@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint import ModelConfig, RotaryConfig
 from minisgl.errors import CheckpointError
 from minisgl.kernel import rotate
-from minisgl.layers import RotaryConfig, RotaryTables, get_rope
+from minisgl.layers import RotaryTables, get_rope
 
 HEAD_DIM = 32
 POSITIONS = 600

@@ -131,7 +131,7 @@ def test_experts_are_stacked_as_they_are_read() -> None:
 def test_no_tokens_give_no_rows() -> None:
     linear = LinearRowParallel(WIDTH, 3, SingleCommunicator(), bias=True)
     linear.load(RandomSource(), "down")
-    linear.prepare(pack=True)
+    linear.choose_kernel(pack=True)
     assert linear.forward(torch.empty(0, WIDTH)).shape == (0, 3)
 
 

@@ -1,4 +1,4 @@
-"""A model with its weights on the device, prepared for multiplying."""
+"""A model with its weights on the device, and a kernel chosen for each linear layer."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def load_model(
 
     pack = may_pack(config, weight_bytes, device)
     for linear in linears:
-        linear.prepare(pack=pack)
+        linear.choose_kernel(pack=pack)
     return LoadedModel(model, weight_bytes)

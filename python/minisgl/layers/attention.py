@@ -16,10 +16,10 @@ from minisgl.layers.rotary import RotaryEmbedding
 
 
 class AttentionLayer(StateLessOP):
-    """Norm the heads of queries and keys if the model does, turn them, store, attend.
+    """Norms the heads of queries and keys if the model does, rotates them (RoPE), stores, attends.
 
-    What the scores are (scale, window, ...) is the backend's affair, which has the layer's
-    `AttentionSpec`.
+    The attention backend computes the scores. It has the layer's `AttentionSpec`: scale, window,
+    soft cap.
 
     Args:
         layer: whose keys and values these are.

@@ -41,7 +41,8 @@ class WeightSource(Protocol):
 class BaseOP:
     """An operator; its children are those attributes that are operators themselves.
 
-    The checkpoint's tensor names are made of the attributes' names.
+    The names of the checkpoint's tensors are made of the attributes' names, unless an operator's
+    `load` says otherwise.
     """
 
     def children(self) -> Iterator[tuple[str, BaseOP]]:
@@ -82,8 +83,11 @@ class OPList(BaseOP, Generic[Op]):
         return ((str(index), op) for index, op in enumerate(self._ops))
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        """Load in threads: while the tensors of one operator go to the device, those of another
-        are read. After an error no further operator is begun."""
+        """Load the operators in threads.
+
+        While the tensors of one go to the device, those of another are read. After an error no
+        further operator is begun.
+        """
 
         def load_child(child: tuple[str, BaseOP]) -> None:
             child_name, op = child

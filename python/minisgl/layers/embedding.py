@@ -10,12 +10,13 @@ from torch import Tensor
 from minisgl.distributed import DistributedCommunicator
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.linear import LinearBase
-from minisgl.layers.weights import LayerShard, LinearWeight
+from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
 
 
 class VocabParallelEmbedding(BaseOP):
-    """Each rank holds a range of the vocabulary; the last ranks may hold fewer rows than the
-    others, or none.
+    """The embedding of tokens; each rank holds a range of the vocabulary.
+
+    The last ranks may hold fewer rows than the others, or none.
 
     Attributes:
         weight_VD: the rows of this rank, in the compute dtype.
@@ -62,10 +63,10 @@ class ParallelLMHead(LinearBase):
 
     def load(self, source: WeightSource, name: str = "") -> None:
         if self._tied is not None:
-            self._weight = LinearWeight(self._tied.weight_VD)
+            self._weight = LinearWeight(self._tied.weight_VD)  # held in the compute dtype
             return
         shard = LayerShard(name, self._shape, outputs=self._shard)
-        self._weight = LinearWeight.load(source, [shard])
+        self._weight = load_linear_weight(source, [shard])
 
     def forward(self, x_BD: Tensor) -> Tensor | None:
         """logits_BV on rank 0, None on the others."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, DistributedInfo
 from minisgl.layers.base import BaseOP, WeightSource
-from minisgl.layers.weights import LayerShard, LinearWeight
+from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
 
 
 class LinearBase(BaseOP):
@@ -27,10 +27,13 @@ class LinearBase(BaseOP):
     _weight: LinearWeight
     _bias_O: Tensor | None = None
 
-    def prepare(self, *, pack: bool) -> None:
-        """Choose how to multiply, once the weight is there. `pack` allows a second copy of it on a
-        CPU."""
-        self._weight.prepare(pack=pack)
+    def choose_kernel(self, *, pack: bool) -> None:
+        """Choose how to multiply, once the weight is there.
+
+        Args:
+            pack: on a CPU, a second copy of the weight may be made.
+        """
+        self._weight.choose_kernel(pack=pack)
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +77,7 @@ class LinearColParallelMerged(LinearBase):
             LayerShard(f"{parent}.{layer}", (size, self._in_features), outputs=self._shards[layer])
             for layer, size in self._layers.items()
         ]
-        self._weight = LinearWeight.load(source, shards)
+        self._weight = load_linear_weight(source, shards)
         if self._has_bias:
             biases = [
                 source.read(f"{shard.name}.bias", shard.shape[:1], rows=shard.outputs)
@@ -131,8 +134,10 @@ class LinearQKVMerged(LinearColParallelMerged):
 
 
 class LinearRowParallel(LinearBase):
-    """Sharded by input; an all-reduce adds up the partial sums of the ranks. Rank 0 alone adds the
-    bias."""
+    """One layer of the checkpoint, sharded by input.
+
+    An all-reduce adds up the partial sums of the ranks. Rank 0 alone adds the bias.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, comm: DistributedCommunicator, *, bias: bool
@@ -144,7 +149,8 @@ class LinearRowParallel(LinearBase):
     def load(self, source: WeightSource, name: str = "") -> None:
         info = self._comm.info
         inputs = info.shard(self._shape[1], f"inputs of {name}")
-        self._weight = LinearWeight.load(source, [LayerShard(name, self._shape, inputs=inputs)])
+        shard = LayerShard(name, self._shape, inputs=inputs)
+        self._weight = load_linear_weight(source, [shard])
         if self._has_bias and info.is_primary:
             self._bias_O = source.read(f"{name}.bias", self._shape[:1])
 

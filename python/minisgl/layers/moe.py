@@ -11,7 +11,7 @@ from minisgl.kernel import route
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.context import Context
 from minisgl.layers.linear import LinearColParallelMerged
-from minisgl.layers.weights import ExpertBank
+from minisgl.layers.weights import load_expert_bank
 
 
 class MoELayer(BaseOP):
@@ -45,7 +45,7 @@ class MoELayer(BaseOP):
         self.gate.load(source, f"{name}.gate")
         columns = self._comm.info.shard(self._mlp_width, "columns of an expert")
         shape = (self._mlp_width, self._width)
-        self._experts = ExpertBank.load(
+        self._experts = load_expert_bank(
             source, f"{name}.experts", self._num_experts, shape, columns
         )
 

@@ -56,7 +56,7 @@ class RotaryTables:
         self._tables: dict[RotaryConfig | None, RotaryEmbedding] = {}
 
     def table(self, config: RotaryConfig | None, head_dim: int) -> RotaryEmbedding:
-        """The table of a layer; without a config one that turns nothing, for the same kernels.
+        """The table of a layer; without a config one of angle 0, for the same kernels.
 
         Raises:
             CheckpointError: as `get_rope`.
@@ -129,7 +129,7 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
     factor = scaling["factor"]
 
     def dimension(rotations: float) -> float:
-        """The (fractional) dimension that turns this often over the original context."""
+        """The (fractional) dimension that rotates this often over the original context."""
         turns = math.log(original / (rotations * 2 * math.pi))
         return config.head_dim * turns / (2 * math.log(config.theta))
 

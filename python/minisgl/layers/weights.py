@@ -46,22 +46,12 @@ class LinearWeight:
         self._weight_OI = weight_OI
         self._cpu: CpuLinear | None = None
 
-    @classmethod
-    def load(cls, source: WeightSource, shards: Iterable[LayerShard]) -> LinearWeight:
-        """Read the shards; those of several layers with the same inputs are merged, output after
-        output."""
-        weights = [
-            source.read(f"{shard.name}.weight", shard.shape, rows=shard.outputs, cols=shard.inputs)
-            for shard in shards
-        ]
-        return cls(weights[0] if len(weights) == 1 else torch.cat(weights))
-
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight as it is held, without a packed copy."""
         return self._weight_OI.nbytes
 
-    def prepare(self, *, pack: bool) -> None:
+    def choose_kernel(self, *, pack: bool) -> None:
         """Choose how to multiply. `pack` allows a second copy of the weight on a CPU."""
         if self._weight_OI.device.type == "cpu":
             self._cpu = CpuLinear(self._weight_OI, pack=pack)
@@ -75,6 +65,22 @@ class LinearWeight:
         return F.linear(x_TI, self._weight_OI, bias_O)
 
 
+def load_linear_weight(source: WeightSource, shards: Iterable[LayerShard]) -> LinearWeight:
+    """Read the weight of a linear layer, and choose the class that holds and multiplies it.
+
+    All linear layers, the output head included, call this function, so a further weight format is
+    chosen here. Today every weight is held in the compute dtype.
+
+    Args:
+        shards: of layers with the same inputs; they are merged, output after output.
+    """
+    weights = [
+        source.read(f"{shard.name}.weight", shard.shape, rows=shard.outputs, cols=shard.inputs)
+        for shard in shards
+    ]
+    return LinearWeight(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+
 class ExpertBank:
     """The weights of all experts of a layer, stacked, on one rank; each expert is a gated MLP.
 
@@ -86,36 +92,37 @@ class ExpertBank:
         self._gate_up_EUD = gate_up_EUD
         self._down_EDF = down_EDF
 
-    @classmethod
-    def load(
-        cls,
-        source: WeightSource,
-        name: str,
-        num_experts: int,
-        shape: tuple[int, int],
-        columns: range,
-    ) -> ExpertBank:
-        """Read expert by expert into the stack, because memory may not hold the experts twice.
-
-        Args:
-            shape: the whole width of an expert's MLP, and the model width.
-            columns: of the width of an expert's MLP, those of this rank.
-        """
-        mlp_width, width = shape
-        for expert in range(num_experts):
-            prefix = f"{name}.{expert}"
-            gate_FD = source.read(f"{prefix}.gate_proj.weight", shape, rows=columns)
-            up_FD = source.read(f"{prefix}.up_proj.weight", shape, rows=columns)
-            down_DF = source.read(f"{prefix}.down_proj.weight", (width, mlp_width), cols=columns)
-            if expert == 0:
-                gate_up_EUD = gate_FD.new_empty(num_experts, 2 * len(columns), width)
-                down_EDF = down_DF.new_empty(num_experts, width, len(columns))
-            torch.cat((gate_FD, up_FD), out=gate_up_EUD[expert])
-            down_EDF[expert] = down_DF
-        return cls(gate_up_EUD, down_EDF)
-
     def multiply(
         self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor, backend: BaseMoeBackend
     ) -> Tensor:
         """Sum over the experts of each token, as `BaseMoeBackend.forward` says."""
         return backend.forward(x_TD, self._gate_up_EUD, self._down_EDF, weight_TA, expert_TA)
+
+
+def load_expert_bank(
+    source: WeightSource,
+    name: str,
+    num_experts: int,
+    shape: tuple[int, int],
+    columns: range,
+) -> ExpertBank:
+    """Read the experts of a layer; as `load_linear_weight`, it chooses the class that holds them.
+
+    They are read expert by expert into the stack, because memory may not hold the experts twice.
+
+    Args:
+        shape: the whole width of an expert's MLP, and the model width.
+        columns: of the width of an expert's MLP, those of this rank.
+    """
+    mlp_width, width = shape
+    for expert in range(num_experts):
+        prefix = f"{name}.{expert}"
+        gate_FD = source.read(f"{prefix}.gate_proj.weight", shape, rows=columns)
+        up_FD = source.read(f"{prefix}.up_proj.weight", shape, rows=columns)
+        down_DF = source.read(f"{prefix}.down_proj.weight", (width, mlp_width), cols=columns)
+        if expert == 0:
+            gate_up_EUD = gate_FD.new_empty(num_experts, 2 * len(columns), width)
+            down_EDF = down_DF.new_empty(num_experts, width, len(columns))
+        torch.cat((gate_FD, up_FD), out=gate_up_EUD[expert])
+        down_EDF[expert] = down_DF
+    return ExpertBank(gate_up_EUD, down_EDF)

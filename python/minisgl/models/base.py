@@ -1,7 +1,8 @@
 """What all models here share: an embedding, a stack of layers, a last norm, an output head.
 
 An architecture's file writes its decoder layer, and names it in a subclass of `BaseLLMModel`.
-Names of weights are the names of attributes. Next to read: `layers/attention.py`.
+Attributes are named as the checkpoint names its weights; a merged layer (`qkv_proj`,
+`gate_up_proj`) reads the weights of several names. Next to read: `layers/attention.py`.
 """
 
 # Dimensions: B requests of a step, D model width, T tokens of a step, V vocabulary, Y tokens whose
@@ -30,10 +31,10 @@ from minisgl.layers import (
 
 
 class DecoderLayer(BaseOP, ABC):
-    """One layer, in two halves.
+    """One layer: two sublayers, whose outputs are added to the residual stream.
 
-    The sum of all halves so far travels as two tensors, x and residual, so that the norm that
-    comes next can add them in its own pass. A residual of None stands for zero.
+    The stream is x + residual, and a residual of None stands for zero. x and residual are kept
+    apart so that the next norm fuses the add.
 
     Args:
         layer: its number, from 0.
@@ -50,16 +51,16 @@ class DecoderLayer(BaseOP, ABC):
     ) -> None: ...
 
     @abstractmethod
-    def attend(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """The first half, in which tokens see each other."""
+        """Attention and its norms: tokens see each other."""
 
     @abstractmethod
-    def transform(
+    def mlp_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """The second half, in which each token is by itself."""
+        """The MLP and its norms: each token is computed by itself."""
 
 
 class Decoder(BaseOP):
@@ -78,15 +79,16 @@ class Decoder(BaseOP):
         residual_TD: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:
-            x_TD, residual_TD = layer.attend(x_TD, residual_TD, batch, ctx)
-            x_TD, residual_TD = layer.transform(x_TD, residual_TD, ctx)
-        x_TD, residual_TD = last.attend(x_TD, residual_TD, batch, ctx)
+            x_TD, residual_TD = layer.attention_sublayer(x_TD, residual_TD, batch, ctx)
+            x_TD, residual_TD = layer.mlp_sublayer(x_TD, residual_TD, ctx)
+        x_TD, residual_TD = last.attention_sublayer(x_TD, residual_TD, batch, ctx)
 
-        # No token attends to the others any more: what follows is for those asked for alone.
+        # No token attends to the others any more: what follows is computed for those alone whose
+        # hidden states are returned.
         if batch.last_Y is not None:
             x_TD = x_TD[batch.last_Y]
             residual_TD = None if residual_TD is None else residual_TD[batch.last_Y]
-        x_TD, residual_TD = last.transform(x_TD, residual_TD, ctx)
+        x_TD, residual_TD = last.mlp_sublayer(x_TD, residual_TD, ctx)
         return self.norm.forward(x_TD, residual_TD)[0]
 
 

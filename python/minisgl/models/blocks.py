@@ -31,7 +31,7 @@ class Attention(BaseOP):
     """Projections around an `AttentionLayer`.
 
     Args:
-        head_norm: whether each head of queries and keys is normed before it is turned.
+        head_norm: whether each head of queries and keys is normed before its rotation (RoPE).
     """
 
     def __init__(

@@ -46,9 +46,9 @@ class Olmo2Attention(BaseOP):
 
 
 class Olmo2Layer(DecoderLayer):
-    """Attention, norm, MLP, norm: a half is normed after it is computed, not before.
+    """Attention, norm, MLP, norm: a sublayer is normed after it is computed, not before.
 
-    So there is nothing for a norm to add up, and x is the whole sum: residual stays None.
+    No norm reads the residual stream, so x is the whole stream, and residual stays None.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Olmo2Layer(DecoderLayer):
         self.mlp = GatedMLP(config, comm)
         self.post_feedforward_layernorm = RMSNorm(config.width, config.norm_eps)
 
-    def attend(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
         attended_TD = self.self_attn.forward(x_TD, batch, ctx)
         return x_TD + self.post_attention_layernorm.forward(attended_TD), None
 
-    def transform(
+    def mlp_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
-        transformed_TD = self.mlp.forward(x_TD, ctx)
-        return x_TD + self.post_feedforward_layernorm.forward(transformed_TD), None
+        mlp_TD = self.mlp.forward(x_TD, ctx)
+        return x_TD + self.post_feedforward_layernorm.forward(mlp_TD), None
 
 
 class Olmo2ForCausalLM(BaseLLMModel):

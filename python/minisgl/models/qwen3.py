@@ -15,7 +15,7 @@ from minisgl.models.blocks import Attention, GatedMLP
 
 
 class Qwen3Layer(DecoderLayer):
-    """Norm, attention, norm, MLP. Each head of queries and keys is normed before it is turned."""
+    """Norm, attention, norm, MLP. Each head of queries and keys is normed before RoPE."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Qwen3Layer(DecoderLayer):
         self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
         self.mlp = GatedMLP(config, comm)
 
-    def attend(
+    def attention_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
         return self.self_attn.forward(x_TD, batch, ctx), residual_TD
 
-    def transform(
+    def mlp_sublayer(
         self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
