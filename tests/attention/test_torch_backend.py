@@ -95,7 +95,7 @@ class World:
             )
         plan = BatchPlan(self.slices)
         backend = self.backend(name)
-        batch = self.batch(backend.prepare(plan))
+        batch = self.batch(backend.make_metadata(plan))
         backend.prepare_on_device(batch)
         return backend.forward(*self.projection(), layer, batch)
 

@@ -106,12 +106,12 @@ class CapturableAttention(TorchAttentionBackend):
 
     captures_graphs = True
 
-    def prepare_capture(
+    def make_capture_metadata(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> BaseAttnMetadata:
         return BaseAttnMetadata()
 
-    def prepare_replay(
+    def update_metadata(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
         assert len(start_R) == len(end_R)
@@ -390,7 +390,7 @@ def test_a_trial_captures_few_and_counts_the_rest(
     num_all = sum(map(len, graph_sizes(256, 256).values()))
     assert captured[:3] == [GraphKey(kind, 256) for kind in GraphKind]
     assert len(captured) == len(set(captured)) == 4 + 3 + 4
-    assert graphs.missing_bytes == 7 * (num_all - 11)
+    assert graphs.bytes_not_captured == 7 * (num_all - 11)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     decodes = BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)
     assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 120)

@@ -11,7 +11,7 @@ from minisgl.engine.graph_key import (
     GraphKind,
     find_graph_key,
     graph_sizes,
-    has_room,
+    has_room_for_writes,
     size_ladder,
 )
 
@@ -101,4 +101,4 @@ def test_a_graph_has_room_for_a_page_a_request(
 ) -> None:
     pages = np.zeros(num_pages, dtype=np.int32)
     tokens = np.zeros(num_tokens, dtype=np.int32)
-    assert has_room(TableWrites(pages, pages, tokens, tokens), key) == expected
+    assert has_room_for_writes(key, TableWrites(pages, pages, tokens, tokens)) == expected

@@ -1,8 +1,9 @@
 """Attention over the paged KV cache, one backend for each kernel library.
 
-A backend turns a plan into metadata once a step (`prepare`) and attends once a layer (`forward`).
-It has the `AttentionSpec` of every layer: scale, window, soft cap. `AttentionLayer` calls it. It
-knows neither models nor the lives of requests. Read `base.py`, then `torch_backend.py`.
+A backend makes the metadata of a plan once a step (`make_metadata`) and attends once a layer
+(`forward`). It has the `AttentionSpec` of every layer: scale, window, soft cap. `AttentionLayer`
+calls it. It knows neither models nor the lives of requests. Read `base.py`, then
+`torch_backend.py`.
 """
 
 # Dimensions: P pages, R rows of the tables.

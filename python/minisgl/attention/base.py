@@ -25,9 +25,9 @@ class BaseAttnBackend(ABC):
         specs: the attention of each layer.
 
     Attributes:
-        supported: fields of `AttentionSpec` that may be set, beside the scale and the rope. The
-            rope has been applied before a backend sees queries and keys.
-        captures_graphs: whether `prepare_capture` and `prepare_replay` are there.
+        supported: fields of `AttentionSpec` that may be set, beside the scale and the rope. A
+            backend sees queries and keys after their rotation (RoPE).
+        captures_graphs: whether `make_capture_metadata` and `update_metadata` are implemented.
         attends_prompts: whether a slice may have several tokens.
     """
 
@@ -45,10 +45,10 @@ class BaseAttnBackend(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def prepare(self, plan: BatchPlan) -> BaseAttnMetadata:
+    def make_metadata(self, plan: BatchPlan) -> BaseAttnMetadata:
         """Make the metadata of a plan, on the host. Valid for this step only."""
 
-    def prepare_capture(
+    def make_capture_metadata(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> BaseAttnMetadata:
         """Make the metadata of a graph over num_tokens tokens of R requests.
@@ -56,15 +56,15 @@ class BaseAttnBackend(ABC):
         The requests are decodes, one token each, or else a prompt and its padding.
 
         Args:
-            row_R: int32, where the requests' rows of the page table will stand.
-            shared_1: int32, where the number of tokens will stand that all requests share.
+            row_R: int32, where a replay reads the requests' rows of the page table.
+            shared_1: int32 [1], where a replay reads how many leading tokens all requests share.
         """
         raise NotImplementedError
 
-    def prepare_replay(
+    def update_metadata(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
-        """Make the metadata of a graph those of slices [start, end)."""
+        """Update a graph's metadata to slices [start, end), before it is replayed."""
         raise NotImplementedError
 
     def prepare_on_device(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do

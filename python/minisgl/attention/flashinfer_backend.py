@@ -74,7 +74,8 @@ class _SpecMetadata:
             them.
         uses_splits: whether each of them is cut into as many splits (`attend_decode`), and not all
             of them into ranges of equal length (`BalancedDecode`).
-        shared_1: int32, on the device; how many leading tokens they share, if that is of use.
+        shared_1: int32 [1], on the device; how many leading tokens they share. None if a kernel
+            does not use it.
     """
 
     groups: list[_Group] = field(default_factory=list)
@@ -131,11 +132,11 @@ class _SpecAttention:
             "q_data_type": pool.dtype,
             "kv_data_type": pool.dtype,
         }
-        # A window or a soft cap is only in the kernel that splits each context, which takes any
-        # shape and finds all it needs on the device.
-        self._is_plain = spec.window is None and spec.softcap is None
+        # Only one of our decode kernels has a window or a soft cap: the one that splits each
+        # context. It takes any shape and finds all it needs on the device.
+        self._needs_splits = spec.window is not None or spec.softcap is not None
         self._balanced: BalancedDecode | None = None
-        if self._is_plain:
+        if not self._needs_splits:
             self._balanced = BalancedDecode.create_if_supported(
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
@@ -151,12 +152,12 @@ class _SpecAttention:
             pool.workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
 
-    def prepare(self, plan: BatchPlan) -> _SpecMetadata:
+    def make_metadata(self, plan: BatchPlan) -> _SpecMetadata:
         num_decodes = plan.num_decodes
         decodes = plan.slices[:num_decodes]
         prompts = plan.slices[num_decodes:]
         metadata = _SpecMetadata()
-        if self._balanced or not self._is_plain:
+        if self._balanced or self._needs_splits:
             metadata.num_decodes = num_decodes
             metadata.uses_splits = self._balanced is None
         elif decodes:
@@ -164,10 +165,10 @@ class _SpecAttention:
             metadata.groups.append(self._paged_group(self._decode, slice(num_decodes), decodes))
         if prompts:
             tokens = slice(num_decodes, None)
-            metadata.groups.append(self._prepare_prompts(tokens, prompts))
+            metadata.groups.append(self._prompts_group(tokens, prompts))
         return metadata
 
-    def _prepare_prompts(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
+    def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
         length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         if any(prompt.start for prompt in prompts):
             self._plan_prompts(self._prefill, length_B, _ends(prompts))
@@ -176,7 +177,7 @@ class _SpecAttention:
         self._ragged.plan(indptr, indptr, *self._pool.shape, causal=True, **self._plan_options)
         return _Group(self._ragged, tokens)
 
-    def prepare_capture(
+    def make_capture_metadata(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None
     ) -> _SpecMetadata:
         num_requests = len(row_R)
@@ -186,7 +187,7 @@ class _SpecAttention:
             wrapper = self._graph_prefill_wrapper(num_requests, indptr)
             return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
         is_few = num_requests * self._pool.shape[1] <= _FEW_HEADS
-        uses_splits = is_few or shared_1 is not None or not self._is_plain
+        uses_splits = is_few or shared_1 is not None or self._needs_splits
         if uses_splits or self._balanced:
             is_shared = self._spec.window is None
             return _SpecMetadata(
@@ -223,7 +224,7 @@ class _SpecAttention:
         """A place for numbers of a plan that a graph reads."""
         return torch.zeros(size, dtype=torch.int32, device=self._pool.device)
 
-    def prepare_replay(self, metadata: _SpecMetadata, start_R: IntArray, end_R: IntArray) -> None:
+    def update_metadata(self, metadata: _SpecMetadata, start_R: IntArray, end_R: IntArray) -> None:
         for group in metadata.groups:
             if isinstance(group.wrapper, self._pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper):
                 self._plan_decode(group.wrapper, end_R)
@@ -353,28 +354,28 @@ class FlashInferBackend(BaseAttnBackend):
         self._index_of_layer = [distinct.index(spec) for spec in seen]
         self._planned = torch.cuda.Event()
 
-    def prepare(self, plan: BatchPlan) -> FlashInferMetadata:
+    def make_metadata(self, plan: BatchPlan) -> FlashInferMetadata:
         self._planned.synchronize()  # until then FlashInfer's pinned memory is read
-        metadata = FlashInferMetadata([attention.prepare(plan) for attention in self._attentions])
+        of_specs = [attention.make_metadata(plan) for attention in self._attentions]
         self._planned.record()
-        return metadata
+        return FlashInferMetadata(of_specs)
 
-    def prepare_capture(
+    def make_capture_metadata(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> FlashInferMetadata:
         metadata = FlashInferMetadata(
             [
-                attention.prepare_capture(row_R, num_tokens, shared_1)
+                attention.make_capture_metadata(row_R, num_tokens, shared_1)
                 for attention in self._attentions
             ]
         )
         start_R = np.zeros(len(row_R), dtype=np.int32)
         end_R = np.ones(len(row_R), dtype=np.int32)
         end_R[0] += num_tokens - len(row_R)  # a prompt, and a token of padding
-        self.prepare_replay(metadata, start_R, end_R)
+        self.update_metadata(metadata, start_R, end_R)
         return metadata
 
-    def prepare_replay(
+    def update_metadata(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
@@ -382,7 +383,7 @@ class FlashInferBackend(BaseAttnBackend):
             return
         self._planned.synchronize()
         for attention, of_spec in zip(self._attentions, metadata.of_specs, strict=True):
-            attention.prepare_replay(of_spec, start_R, end_R)
+            attention.update_metadata(of_spec, start_R, end_R)
         self._planned.record()
 
     def prepare_on_device(self, batch: Batch) -> None:

@@ -42,32 +42,32 @@ class HybridBackend(BaseAttnBackend):
         self._decode = decode
         self.captures_graphs = prefill.captures_graphs and decode.captures_graphs
 
-    def prepare(self, plan: BatchPlan) -> HybridMetadata:
+    def make_metadata(self, plan: BatchPlan) -> HybridMetadata:
         num_decodes = plan.num_decodes
         sub_batches = []
         if num_decodes:
             decodes = replace(plan, slices=plan.slices[:num_decodes])
-            metadata = self._decode.prepare(decodes)
+            metadata = self._decode.make_metadata(decodes)
             sub_batches.append(_SubBatch(self._decode, slice(num_decodes), metadata))
         if num_decodes < len(plan.slices):
             prompts = replace(plan, slices=plan.slices[num_decodes:])
-            metadata = self._prefill.prepare(prompts)
+            metadata = self._prefill.make_metadata(prompts)
             sub_batches.append(_SubBatch(self._prefill, slice(num_decodes, None), metadata))
         return HybridMetadata(sub_batches)
 
-    def prepare_capture(
+    def make_capture_metadata(
         self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
     ) -> HybridMetadata:
         backend = self._decode if num_tokens == len(row_R) else self._prefill
-        metadata = backend.prepare_capture(row_R, num_tokens, shared_1)
+        metadata = backend.make_capture_metadata(row_R, num_tokens, shared_1)
         return HybridMetadata([_SubBatch(backend, slice(None), metadata)])
 
-    def prepare_replay(
+    def update_metadata(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
         assert isinstance(metadata, HybridMetadata)
         [sub_batch] = metadata.sub_batches
-        sub_batch.backend.prepare_replay(sub_batch.metadata, start_R, end_R)
+        sub_batch.backend.update_metadata(sub_batch.metadata, start_R, end_R)
 
     def prepare_on_device(self, batch: Batch) -> None:
         assert isinstance(batch.attn_metadata, HybridMetadata)

@@ -71,7 +71,7 @@ class PagedAttnBackend(BaseAttnBackend):
             for layer in range(kv_pool.num_layers)
         ]
 
-    def prepare(self, plan: BatchPlan) -> PagedMetadata:
+    def make_metadata(self, plan: BatchPlan) -> PagedMetadata:
         row_B = np.array([req_slice.row for req_slice in plan.slices], dtype=np.int32)
         length_B = np.array([req_slice.end for req_slice in plan.slices], dtype=np.int32)
         indptr = np.zeros(len(row_B) + 1, dtype=np.int32)
@@ -87,7 +87,7 @@ class PagedAttnBackend(BaseAttnBackend):
         metadata.page_table_BP = pages_RP.index_select(0, rows)
         return metadata
 
-    def prepare_capture(
+    def make_capture_metadata(
         self,
         row_R: Tensor,
         num_tokens: int,
@@ -100,7 +100,7 @@ class PagedAttnBackend(BaseAttnBackend):
             row_R=row_R,
         )
 
-    def prepare_replay(
+    def update_metadata(
         self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
     ) -> None:
         """Nothing to do: the device finds lengths and pages itself."""

@@ -1,8 +1,8 @@
-"""Paged attention in plain torch, of prompts at least.
+"""Paged attention on a CPU, and in any dtype on a GPU.
 
-This backend runs on a CPU, and in any dtype on a GPU. A slice of several tokens (a prompt) gathers
-its pages and is computed in blocks of queries, each against just the keys that it may see. Slices
-of one token (decodes) go to `kernel/attention.py` together.
+Prompts (slices of several tokens) are computed in plain torch. The pages of each are gathered, and
+each block of queries is multiplied with the keys that it may see. Decodes (slices of one token) are
+computed together by `kernel/attention.py`.
 """
 
 # Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
@@ -77,7 +77,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         _, num_kv_heads, _, self._head_dim = layers[0].shape
         self._heads = (num_kv_heads, num_heads // num_kv_heads)
 
-    def prepare(self, plan: BatchPlan) -> TorchAttnMetadata:
+    def make_metadata(self, plan: BatchPlan) -> TorchAttnMetadata:
         prompts: list[_Prompt] = []
         decodes: list[tuple[int, int, int]] = []
         first = 0
@@ -126,7 +126,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         return o_TNH
 
     def _attend_prompt(self, q_TNH: Tensor, layer: int, prompt: _Prompt, o_TNH: Tensor) -> None:
-        """Blocks of queries, written to o_TNH. Positions count from the first gathered page."""
+        """Attend by blocks of queries, into o_TNH. Positions count from the first gathered page."""
         window = self._specs[layer].window
         num_hidden_pages = _first_seen(prompt.start, window) // self._page_size
         page_P = prompt.page_P[num_hidden_pages:]

@@ -5,7 +5,7 @@
     limits.py             what an engine can hold
     model_loader.py       the model and its weights
     memory.py             how many pages fit
-    batch_builder.py      a plan as tensors, without a graph
+    batch_builder.py      a plan as tensors, for eager steps
     sampler.py            logits to tokens in the token pool
     sampling_batch.py     temperature, filters and seeds of a batch
     logits_processing.py  bias, bans and penalties

@@ -1,4 +1,4 @@
-"""From a plan to a `Batch`, where no captured graph takes it.
+"""From a plan to a `Batch`, for eager steps.
 
 All numbers of the step go to the device in one copy.
 """
@@ -65,7 +65,7 @@ class BatchBuilder:
         sampling_slices = plan.sampling_slices
         sampling = sampling_arrays(sampling_slices, end_B)
 
-        metadata = self._context.attn_backend.prepare(plan)
+        metadata = self._context.attn_backend.make_metadata(plan)
         last_Y = _hidden_state_index(plan, batch_ends.tolist())
         row, position, last, token_index, *args = self._staging.send(
             row_T, position_T, last_Y, token_index_B, *sampling

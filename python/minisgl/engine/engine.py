@@ -1,9 +1,9 @@
 """One rank's engine: made once, then launched with one plan after another.
 
 Owns weights, KV pool, the device's page table and token pool, and the communicator. Tokens stay on
-the device between steps: a step reads its inputs from the token pool, where the step before it
-wrote what it sampled, so the host can plan ahead of it. Next to read: `steps.py`, `sampler.py`,
-then `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
+the device between steps: a step writes what it samples to the token pool, and the next step reads
+its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
+read: `steps.py`, `sampler.py`, then `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
 """
 
 # Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the
@@ -27,7 +27,7 @@ from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, TableWrites
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.batch_builder import BatchBuilder, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
-from minisgl.engine.graph_key import has_room
+from minisgl.engine.graph_key import has_room_for_writes
 from minisgl.engine.graph_runner import GraphRunner
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import (
@@ -138,7 +138,7 @@ class Engine:
         """
         if config.num_pages is not None:
             return 0
-        return_memory()  # that an engine before this one in the process may have left
+        return_memory()  # an earlier engine in this process may have left some
         free = free_bytes(self._device, config.tp)
         self._make_context(config, max_seq_len, 1, is_trial=True)
         plan = largest_step(config, max_seq_len)
@@ -146,7 +146,7 @@ class Engine:
         torch.cuda.synchronize()
         used = free - free_bytes(self._device, config.tp)
         if self._graphs:
-            used += self._graphs.missing_bytes
+            used += self._graphs.bytes_not_captured
         del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
         return_memory()
         return used
@@ -169,10 +169,10 @@ class Engine:
         self._batch_builder = BatchBuilder(self.context, self._staging)
         self._sampler = Sampler(self._comm, self.context.token_pool_RL, model, self._extra_staging)
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
-        self._graphs = self._capture_graphs(config, is_trial=is_trial)
+        self._graphs = self._make_graph_runner(config, is_trial=is_trial)
 
     def _tables_and_backends(self, config: EngineConfig) -> Context:
-        """Tables and pool have a padding row and a padding page behind the scheduler's."""
+        """Tables and pool have a padding row and a padding page after those of the scheduler."""
         assert config.attn
         limits = self.limits
         pool = create_kvcache_pool(
@@ -191,7 +191,8 @@ class Engine:
             moe_backend=create_moe_backend(self._device, self._dtype),
         )
 
-    def _capture_graphs(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
+    def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
+        """The runner, which captures when it is made; None where steps cannot be captured."""
         max_decodes = min(config.cuda_graph_max_bs, self.limits.num_rows)
         if self._device.type != "cuda" or max_decodes == 0:
             return None
@@ -215,20 +216,20 @@ class Engine:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
-        """Do what can be done before the step before is sampled.
+        """Do the host work that is possible before the previous step is sampled.
 
-        That is all host work of a captured step, and nothing of an eager one.
+        That is all host work of a captured step, and none of an eager one.
         """
         key = self._graphs.find_key(plan) if self._graphs else None
         if self._graphs is None or key is None:
             return PreparedStep(plan, plan.writes)
-        if has_room(plan.writes, key):
+        if has_room_for_writes(key, plan.writes):
             return PreparedStep(plan, NO_WRITES, self._graphs.prepare(plan, plan.writes, key))
         return PreparedStep(plan, plan.writes, self._graphs.prepare(plan, NO_WRITES, key))
 
     @torch.inference_mode()
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Start computing logits. The step before must have been sampled."""
+        """Start computing logits. The previous step must have been sampled."""
         plan = prepared.plan
         self._write_tables(prepared.writes)
 
@@ -260,8 +261,8 @@ class Engine:
             empty = torch.empty(0, dtype=torch.int32, device=self._device)
             return self._host_copier.start(empty, None, prompt_outputs)
 
-        # No name holds the graph here: the frame of an exception would keep it alive, and NCCL
-        # could not leave its group.
+        # No local variable holds the graph: if an exception is raised, its traceback would keep the
+        # graph alive, and NCCL could not leave its group.
         sampled = self._sampler.sample_slices(
             launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
         )
@@ -289,7 +290,7 @@ class Engine:
         if num_sampling:
             hidden_BD = hidden_YD
             if len(hidden_YD) > num_sampling:
-                hidden_BD = hidden_YD[self._sampler.index(sampled_hidden_states(plan))]
+                hidden_BD = hidden_YD[self._sampler.to_device_index(sampled_hidden_states(plan))]
             logits_BV = self._model.logits(hidden_BD)
         return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.token_index_B)
 
@@ -298,7 +299,7 @@ class Engine:
         return self._model.forward(batch, self.context)
 
     def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What a graph captures; there, every hidden state that is returned is sampled from."""
+        """What a graph captures: there, every returned hidden state also becomes logits."""
         hidden_YD = self._forward(batch)
         return hidden_YD, self._model.logits(hidden_YD)
 

@@ -46,7 +46,8 @@ class DecodeInputs(GraphInputs):
     """One token a request; attention sees each as a slice, padding included.
 
     Attributes:
-        num_shared_tokens: leading tokens that all requests have in common.
+        num_shared_tokens: leading tokens that all requests have in common. On the device it is a
+            tensor [1], hence `num_shared_tokens_1`.
     """
 
     num_shared_tokens: int

@@ -61,7 +61,7 @@ def _decode_kind(plan: BatchPlan) -> GraphKind:
     return GraphKind.SHARED_PREFIX
 
 
-def has_room(writes: TableWrites, key: GraphKey) -> bool:
+def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
     """Whether a graph can do the table writes of its step: one page a request, and no tokens."""
     max_pages = 1 if key.kind is GraphKind.PROMPT else key.size
     return len(writes.tokens) == 0 and len(writes.pages) <= max_pages

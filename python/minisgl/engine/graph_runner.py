@@ -2,10 +2,10 @@
 
 A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step
 is two graphs: from tokens to logits, and from logits to tokens. Between them the host writes
-grammar masks, and the logits may be read. The graphs read their numbers from fixed places that are
-filled, by one copy, before each replay. Tokens, slots and lists of pages are looked up on the
-device, in the tables. What is smaller than a captured size is padded with tokens of the padding
-row, which has the padding page only.
+grammar masks, and the logits may be read. The graphs read their numbers at fixed addresses, which
+one copy fills before each replay. Tokens, slots and lists of pages are looked up on the device, in
+the tables. What is smaller than a captured size is padded with tokens of the padding row, which has
+the padding page only.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, D model width, P pages,
@@ -73,17 +73,17 @@ class CapturedStep:
 
 
 class GraphRunner:
-    """Captures and replays.
+    """Captures all graphs when it is made, and replays them.
 
     Args:
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
-        weight_bytes: that a step reads.
-        is_trial: capture few of each kind, to see how much memory all would take.
+        weight_bytes: bytes of weights that a step reads.
+        is_trial: capture few of each kind, to estimate how much memory all would take.
 
     Attributes:
-        missing_bytes: memory of the graphs that a trial leaves out.
+        bytes_not_captured: estimated memory of the graphs that a trial leaves out.
     """
 
     @torch.inference_mode()
@@ -113,7 +113,7 @@ class GraphRunner:
         self._staging = Staging(context.page_table_RP.device, capacity)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, CapturedStep] = {}
-        self.missing_bytes = 0
+        self.bytes_not_captured = 0
         if is_trial:
             self._capture_some()
         else:
@@ -127,8 +127,8 @@ class GraphRunner:
         """Do the host work of a plan.
 
         Args:
-            writes: those that the graph does; it has room for them (`has_room`). Those of the plan
-                are not read.
+            writes: those that the graph does; it has room for them (`has_room_for_writes`). Those
+                of the plan are not read.
         """
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(plan.slices, inputs.end_B)
@@ -145,7 +145,7 @@ class GraphRunner:
         captured = self._captured[prepared.key]
         inputs = prepared.inputs
         prepared.copy.start()
-        self._context.attn_backend.prepare_replay(
+        self._context.attn_backend.update_metadata(
             captured.metadata, inputs.attn_start_X, inputs.attn_end_X
         )
         captured.forward_graph.replay()
@@ -184,7 +184,7 @@ class GraphRunner:
         )
 
     def _capture_all(self, sizes: dict[GraphKind, list[int]]) -> None:
-        """The largest of each kind first, which make the room that all share."""
+        """Capture the largest of each kind first: they allocate the memory that all then share."""
         keys = [GraphKey(kind, size) for kind in sizes for size in sizes[kind][::-1]]
         for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", leave=False):
             self._captured[key] = self._capture(key)
@@ -202,7 +202,7 @@ class GraphRunner:
         taken = max(0, free_before - torch.cuda.mem_get_info()[0])
 
         num_missing = num_graphs - len(self._captured)
-        self.missing_bytes = num_missing * taken // max(1, num_others)
+        self.bytes_not_captured = num_missing * taken // max(1, num_others)
 
     def _capture(self, key: GraphKey) -> CapturedStep:
         """Both graphs of a key, over padding alone."""
@@ -218,7 +218,7 @@ class GraphRunner:
         choose = partial(self._sampler.choose, sampling_inputs)
         sampling_graph = SamplingGraph(*capture(choose, self._pool))
 
-        if logits_BV is not None:  # their memory serves the next graph too
+        if logits_BV is not None:  # the next graph uses their memory too
             sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
         return CapturedStep(
             call.metadata, forward_graph, hidden_YD, sampling_graph, sampling_inputs
@@ -236,11 +236,11 @@ class GraphRunner:
         last_index_1: Tensor | None = None
         if key.kind is GraphKind.PROMPT:
             row_T, position_T, slice_row_2, last_index_1 = token_tensors
-            metadata = backend.prepare_capture(slice_row_2, key.size)
+            metadata = backend.make_capture_metadata(slice_row_2, key.size)
         else:
             row_T, position_T, num_shared_tokens_1 = token_tensors
             shares_prefix = key.kind is GraphKind.SHARED_PREFIX
-            metadata = backend.prepare_capture(
+            metadata = backend.make_capture_metadata(
                 row_T, key.size, num_shared_tokens_1 if shares_prefix else None
             )
         return _ForwardCall(
@@ -260,8 +260,8 @@ class _ForwardCall:
     """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
 
     Attributes:
-        last_index_1: of a prompt, where the index of its last token stands; None if all tokens are
-            last ones.
+        last_index_1: of a prompt, int32 [1] on the device: the index of its last token. None for
+            decodes, where each token is a last one.
     """
 
     forward: ForwardFunction

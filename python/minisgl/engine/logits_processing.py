@@ -91,7 +91,7 @@ def _penalize(
         *_penalty_arrays(slices)
     )
 
-    # The tokens of each request so far. What is behind the end of a row may be anything.
+    # The tokens of each request so far. What follows the end of a row may be anything.
     position_L = torch.arange(max(req_slice.end for req_slice in slices), device=logits_XV.device)
     is_known_XL = position_L < end_X[:, None]
     is_answer_XL = is_known_XL & (position_L >= prompt_X[:, None])

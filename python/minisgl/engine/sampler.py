@@ -1,14 +1,13 @@
 """From the logits of a step to tokens in the token pool, equal on all ranks.
 
-A token is the argmax of (filtered) logits plus temperature times Gumbel noise, which samples from
-the softmax of logits / temperature (Gumbel 1954; the trick is explained by Maddison et al. 2014,
-arXiv:1411.0030). The noise is a function of the request's seed, the position and the token id
-(`kernel/noise.py`), so a request's tokens depend on nothing else than its own logits.
+A token is the argmax of (filtered) logits plus temperature times Gumbel noise. This samples from
+the softmax of logits / temperature (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The noise
+is a function of the request's seed, the position and the token id (`kernel/noise.py`). A request's
+token therefore depends on its own logits, parameters, seed and position, and on no other request.
 
 What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host
-writes grammar masks; logprobs are taken after it. Where a request wants other logits than the
-model's, the function is called and not replayed: it chooses for those requests again, from changed
-copies of their logits.
+writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
+penalties). Such steps run `choose` eagerly, then sample the changed rows again.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the
@@ -98,8 +97,8 @@ class Sampler:
 
     Attributes:
         masks_XW: the grammar masks of the step that is sampled next, as `mask_logits` takes them.
-            They stay on the host, since a step reads them once, and a copy would have to be
-            launched.
+            They stay on the host: a step reads them once, so a copy to the device would cost a
+            launch and save nothing.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Sampler:
         }
         unmasked_XV = None
         if num_top and inputs.logits_BV is not None:
-            unmasked_XV = inputs.logits_BV[self.index(num_top)]
+            unmasked_XV = inputs.logits_BV[self.to_device_index(num_top)]
 
         if processed:
             graph = None  # it would choose from the model's logits
@@ -152,7 +151,7 @@ class Sampler:
 
         logprobs = None
         if unmasked_XV is not None:
-            token_X = token_B[self.index(num_top)]
+            token_X = token_B[self.to_device_index(num_top)]
             logprobs = LogprobsOutput(list(num_top), unmasked_XV, token_X, list(num_top.values()))
         return SampledTokens(token_B[: len(slices)], logprobs)
 
@@ -181,13 +180,13 @@ class Sampler:
     def _choose_again(
         self, token_B: Tensor, logits_BV: Tensor, processed: Sequence[tuple[int, ReqSlice]]
     ) -> None:
-        index_X = self.index(i for i, _ in processed)
+        index_X = self.to_device_index(i for i, _ in processed)
         slices = [req_slice for _, req_slice in processed]
         logits_XV = logits_BV[index_X].float()
         process_logits(logits_XV, slices, self._token_pool_RL, self._eos_ids, self._staging)
         token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(slices, self._staging))
 
-    def index(self, rows: Iterable[int]) -> Tensor:
-        """Indices of rows of a tensor on the device: int64."""
+    def to_device_index(self, rows: Iterable[int]) -> Tensor:
+        """Send numbers of rows to the device, as an index of its tensors: int64."""
         [index_X] = self._staging.send(np.fromiter(rows, dtype=np.int32))
         return index_X.long()

@@ -1,11 +1,11 @@
 """A step between its phases: prepared, then launched, then sampled.
 
-These are values; `Engine` makes them and takes them back. None of them holds a graph, only its key:
-NCCL does not leave its group as long as a graph that uses it is alive, and the frames of an
+`Engine` makes these objects, and takes each in its next phase. None of them holds a graph, only its
+key. NCCL does not leave its group as long as a graph that uses it is alive, and the traceback of an
 exception may keep a step alive.
 
-They are not frozen dataclasses, since making those takes several times as long, and each step makes
-all of these before the device has work.
+They are not frozen dataclasses: those take several times as long to make, and the device waits
+meanwhile.
 """
 
 # Dimensions: B requests of a step, V vocabulary.
@@ -41,7 +41,7 @@ class PreparedReplay:
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A plan whose host work is done, as far as it can be done before the step before is sampled.
+    """A plan whose host work is done, as far as possible before the previous step is sampled.
 
     Attributes:
         writes: of the tables, to be done apart from and before the step. A replay does its own

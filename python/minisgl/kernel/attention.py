@@ -39,8 +39,8 @@ def attend_decode(
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
         token_B, row_B, position_B: int64; on a GPU any integers.
         scale, window, softcap: as in `AttentionSpec`.
-        shared_1: int32, the number of leading tokens whose pages all rows have in common. A GPU
-            reads those once for all requests. Not together with a window.
+        shared_1: int32 [1], the number of leading tokens whose pages all rows have in common. A
+            GPU reads those once for all requests. Not together with a window.
     """
     if window is not None:
         assert shared_1 is None

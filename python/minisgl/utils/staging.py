@@ -1,8 +1,8 @@
 """The way of a step's numbers from the host to the device: one copy, out of pinned memory.
 
-The pinned buffers are used in turn. There are enough of them that the numbers of a step can be
-written while those of the step before are still being copied; with many copies in a step, the last
-wait for its first. On a CPU nothing moves.
+The pinned buffers are used in turn. They are so many that the host can write the numbers of a step
+while those of the previous step are still being copied. A step with more copies than buffers waits
+for its own first copies. On a CPU nothing is copied.
 """
 
 # Dimensions: Z entries of a flat list.
@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NUM_PINNED = 40  # 256 requests that all change their logits take 35 sends, 32 requests take four
+# A step in which n requests change their logits makes up to 4 + 4 * ceil(n / 32) copies out of one
+# staging: 36 for 256 requests.
+_NUM_PINNED = 40
 _ALIGNED = 4  # numbers: 16 bytes, so that kernels are compiled once, whatever the lengths
 _NUM_LAYOUTS = 256  # that are kept, since a step mostly sends what the step before it sent
 _DTYPES = {"i": torch.int32, "f": torch.float32}
@@ -43,9 +45,8 @@ class Staging:
     """Sends arrays of 4-byte numbers.
 
     Args:
-        capacity: numbers that fit without growing. What is sent lies at the same addresses each
-            time, as long as the arrays have the same lengths and fit, each rounded up to a multiple
-            of 4.
+        capacity: numbers that fit without growing, each array rounded up to a multiple of 4.
+            Until it grows, arrays of the same lengths always go to the same addresses.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:

@@ -154,7 +154,7 @@ struct Warp {
         multiply(score[n], {q[j].x, 0, q[j].y, 0}, {x.k[n][j].x, x.k[n][j].y});
         multiply(score[n], {q[j].z, 0, q[j].w, 0}, {x.k[n][j].z, x.k[n][j].w});
       }
-    if (num < kTile) {  // what lies behind the last token may be anything
+    if (num < kTile) {  // what follows the last token may be anything
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         bool counts = 2 * c + n % 2 + n / 2 * 8 < num;

@@ -239,7 +239,8 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   });
 }
 
-// Row r sees the keys up to its own, or the last `window` of them if that is not zero.
+// Softmax of each row of scores, in place. Row r belongs to query q = r % length, which sees keys
+// [0, start + q], or the last `window` of these unless `window` is 0.
 void causal_softmax(TensorView score_KZL, int64_t start, int64_t length, double scale,
                     int64_t window) {
   for_dtype(score_KZL, [&](auto zero) {

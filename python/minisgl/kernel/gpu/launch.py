@@ -1,8 +1,8 @@
 """How the kernels follow each other on a stream: programmatic dependent launch (PDL).
 
-A kernel may start while the kernel before it in the stream still runs. It calls `wait_for_inputs`
+A kernel may start while the previous kernel of the stream still runs. It calls `wait_for_inputs`
 before it reads what that kernel wrote. The work before the wait (addresses, weights) overlaps the
-end of the other kernel. Every kernel here waits, so the end of one means the end of all before it.
+end of the previous kernel. Every kernel here waits, so when one has ended, all before it have.
 On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait for the kernel before this one, and let the kernel behind it start."""
+    """Wait for the kernel before this one, and let the kernel after it start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

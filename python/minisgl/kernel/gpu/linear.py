@@ -1,8 +1,8 @@
 """The product of one token with a weight, which is bound by reading the weight.
 
-A program has a few rows of the weight. It loads them before it waits for the token, so that memory
-is busy while the kernel before it ends. A library's product is made for many tokens, and reads at
-half the speed.
+A Triton program has a few rows of the weight. It loads them before it waits for the token, so that
+memory is busy while the previous kernel ends. A library's kernel is made for many tokens, and reads
+at half the speed.
 """
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer.
