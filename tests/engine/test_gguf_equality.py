@@ -108,6 +108,9 @@ TEXTS = [
 ]
 
 
+NUM_TOKENS = 32  # of each answer; two models of real size compute them
+
+
 @pytest.mark.slow
 def test_the_default_model_gives_the_tokens_of_transformers(
     default_model: Path, smollm2: LlamaForCausalLM
@@ -117,13 +120,13 @@ def test_the_default_model_gives_the_tokens_of_transformers(
     tokenizer = AutoTokenizer.from_pretrained(default_model)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
     config = config_of(default_model, page_size=16, num_pages=400, max_prefill_length=50)
-    answers = Host(WatchedEngine(config), config).ask(prompts, greedy(64))
+    answers = Host(WatchedEngine(config), config).ask(prompts, greedy(NUM_TOKENS))
 
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
     output = smollm2.generate(
-        **batch, do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0
+        **batch, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0
     )
     expected = output[:, batch["input_ids"].shape[1] :].tolist()
     assert [answer.tokens for answer in answers] == expected
