@@ -18,6 +18,11 @@ from minisgl.kernel import gpu
 from tests.attention.test_paged_backends import attend
 from tests.attention.test_torch_backend import MIXED, PLAIN, World
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="its tensors lie on the CPU, where kernels run in Triton's interpreter only",
+)
+
 
 class FakeWrapper:
     """Attends request by request, in float64, over what `plan` and `run` were given."""
