@@ -7,7 +7,7 @@ then `llm/llm.py`.
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request
     BatchPlan  what one step computes, decided on the host: slices of prompts and answers
-    Batch      the same, as tensors on the device
+    Batch      a plan as tensors on the device
 
 The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats
 the letters that it uses. A letter means the logical size, not a rank's shard; a digit is that size
@@ -52,14 +52,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.sampling_params import MAX_COUNT, Grammar, SamplingParams
+from minisgl.sampling_params import Grammar, SamplingParams, pack_sampling
 
 # Names for the type checker: processes without torch import this module, too.
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "SAMPLING",
     "BaseAttnMetadata",
     "Batch",
     "BatchPlan",
@@ -71,35 +70,10 @@ __all__ = [
     "SamplingParams",
     "TableWrites",
     "TokenLogprobs",
-    "sampling_numbers",
 ]
 
 IntArray = NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort"]
-# The numbers that say how a request's tokens are chosen.
-SAMPLING = np.dtype(
-    [
-        ("seed", "i8"),
-        ("temperature", "f4"),
-        ("is_masked", "i4"),
-        ("top_k", "i4"),
-        ("top_p", "f4"),
-        ("min_p", "f4"),
-    ]
-)
-
-
-def sampling_numbers(params: SamplingParams, seed: int) -> bytes:
-    """One item of `SAMPLING`; without a top_k, its largest number."""
-    numbers = (
-        seed,
-        params.temperature,
-        params.grammar is not None,
-        params.top_k or MAX_COUNT,
-        params.top_p,
-        params.min_p,
-    )
-    return np.array(numbers, dtype=SAMPLING).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +89,7 @@ class Req:
 
         0 ............ num_computed ......... num_known ......... num_tokens
         KV is written, or    to be computed    on the host        sampled by a launched
-        a launched batch                                          batch, still on the device
+        a launched step                                           step, still on the device
         will write it
 
     A step computes [num_computed, end); if end reaches num_tokens it also samples one token.
@@ -123,13 +97,15 @@ class Req:
 
     Attributes:
         tokens: int32, capacity for prompt and answer; valid up to num_known.
-        packed_sampling: its `sampling_numbers`, made once because every step needs them.
-        is_plain: whether a step gives it nothing but tokens that are chosen by these numbers.
+        sampling_record: its numbers in an item of `SAMPLING_DTYPE`; made once because every step
+            needs them.
+        needs_only_sampling: whether a step gives it nothing but a token that is chosen by its
+            sampling record: no logprobs, no outputs about its prompt, no changed logits.
         num_cached: leading tokens that the prefix cache supplied at the first admission.
         prompt_logprobs: as far as they have come; that of position i + 1 is at i.
         embedding: float32, little-endian; None until it has come, and without `embeds`.
         row: row of the page table and token pool while admitted, else None.
-        num_in_flight: launched and unfinished batches that refer to this request; its row and pages
+        num_in_flight: launched and unfinished steps that refer to this request; its row and pages
             may be released only at zero.
         finish: why it ended, None while it runs. Set once.
     """
@@ -137,17 +113,17 @@ class Req:
     __slots__ = (
         "embedding",
         "finish",
-        "is_plain",
+        "needs_only_sampling",
         "num_cached",
         "num_computed",
         "num_in_flight",
         "num_known",
         "num_prompt",
         "num_tokens",
-        "packed_sampling",
         "params",
         "prompt_logprobs",
         "row",
+        "sampling_record",
         "tokens",
         "uid",
     )
@@ -157,8 +133,8 @@ class Req:
     ) -> None:
         self.uid = uid
         self.params = params
-        self.packed_sampling = sampling_numbers(params, seed)
-        self.is_plain = not (
+        self.sampling_record = pack_sampling(params, seed)
+        self.needs_only_sampling = not (
             params.changes_logits
             or params.min_tokens
             or params.logprobs is not None
@@ -185,6 +161,11 @@ class Req:
         return self.num_tokens >= self.max_length
 
     @property
+    def priority(self) -> int:
+        """Requests with a smaller one are computed first and keep their pages longer."""
+        return self.params.priority
+
+    @property
     def namespace(self) -> str:
         """The namespace of its prefixes in the prefix cache: its cache salt, empty without one."""
         return self.params.cache_salt or ""
@@ -207,16 +188,16 @@ class Req:
         return self.num_known - self.num_prompt
 
     def append(self, token: int) -> None:
-        """Take the oldest token that a launched batch sampled; it is on the host now."""
+        """Append the oldest token that a launched step sampled; it is on the host now."""
         assert self.num_known < self.num_tokens
         self.tokens[self.num_known] = token
         self.num_known += 1
 
     def append_forced(self, tokens: Sequence[int]) -> None:
-        """Take tokens that are known without being sampled.
+        """Append tokens that are known without being sampled.
 
-        If a launched batch samples a token already, that is the first of them: what it samples is
-        taken back when it comes.
+        If a launched step samples a token already, that is the first of them: what it samples is
+        dropped when it comes.
         """
         end = self.num_known + len(tokens)
         assert end <= self.max_length
@@ -296,12 +277,12 @@ class BatchPlan:
     @property
     def num_decodes(self) -> int:
         """Leading slices of one token; the scheduler puts the decodes of running requests there."""
-        longer = (i for i, chunk in enumerate(self.slices) if len(chunk) > 1)
+        longer = (i for i, req_slice in enumerate(self.slices) if len(req_slice) > 1)
         return next(longer, len(self.slices))
 
     @property
     def sampling_slices(self) -> list[ReqSlice]:
-        return [chunk for chunk in self.slices if chunk.samples]
+        return [req_slice for req_slice in self.slices if req_slice.samples]
 
 
 class BaseAttnMetadata:

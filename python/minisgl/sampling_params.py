@@ -1,4 +1,4 @@
-"""The parameters of a request, and their bounds.
+"""The parameters of a request, their bounds, and the record of them that the engine reads.
 
 Next to read: "A parameter's way" in docs/architecture.md.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from minisgl.errors import InvalidRequest
 
@@ -19,6 +21,19 @@ JSON_OPTIONS = {  # of llguidance: bounded white space, or a model may write not
     "whitespace_pattern": r"[ \t\r\n]{0,16}",
     "coerce_one_of": True,
 }
+
+
+# The numbers that say how a request's tokens are chosen.
+SAMPLING_DTYPE = np.dtype(
+    [
+        ("seed", "i8"),
+        ("temperature", "f4"),
+        ("is_masked", "i4"),
+        ("top_k", "i4"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +65,12 @@ class SamplingParams:
         seed: the token at a position depends on its logits, the seed and the position only; None
             draws one.
         ignore_eos: go on past an end-of-sequence token.
-        min_tokens: no end-of-sequence token and none of `stop_token_ids` before so many; in
-            [0, max_tokens].
+        min_tokens: no end-of-sequence token and none of `stop_token_ids` until that many tokens are
+            generated; in [0, max_tokens].
         stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024
             characters.
         stop_token_ids: tokens that end the answer; at most 32.
-        include_stop_str_in_output: the answer stops behind the text that ended it.
+        include_stop_str_in_output: the answer stops after the text that ended it.
         skip_special_tokens: leave tokens such as end-of-sequence out of the text.
         presence_penalty: subtracted from the logit of each token in the answer so far; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token is in the answer; in [-2, 2].
@@ -63,12 +78,12 @@ class SamplingParams:
             negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858); in (0, 10], 1 changes
             nothing.
         logit_bias: token id to what is added to its logit, in [-100, 100]; at most 1024 ids.
-        logprobs: return the log probability of each token and of so many of the likeliest, in [0,
-            20]; None returns none. They are the model's, before temperature, penalties, filters and
-            grammar.
+        logprobs: return the log probability of each token and of this many of the likeliest, in
+            [0, 20]; None returns none. They are the model's, before temperature, penalties, filters
+            and grammar.
         prompt_logprobs: return log probabilities for each token of the prompt but the first. Then
             no part of the prompt is taken from a cache.
-        embeds: return the hidden state behind the final norm of the prompt's last token, as a
+        embeds: return the hidden state after the final norm of the prompt's last token, as a
             vector of length 1.
         priority: a request with a smaller one is computed first and keeps its pages longer; 32
             bits, may be negative.
@@ -208,6 +223,19 @@ class SamplingParams:
         """Whether there are penalties or a bias."""
         adds = self.presence_penalty != 0 or self.frequency_penalty != 0
         return adds or self.repetition_penalty != 1 or bool(self.logit_bias)
+
+
+def pack_sampling(params: SamplingParams, seed: int) -> bytes:
+    """One item of `SAMPLING_DTYPE`; without a top_k, its largest number."""
+    numbers = (
+        seed,
+        params.temperature,
+        params.grammar is not None,
+        params.top_k or MAX_COUNT,
+        params.top_p,
+        params.min_p,
+    )
+    return np.array(numbers, dtype=SAMPLING_DTYPE).tobytes()
 
 
 def _require(

@@ -60,7 +60,7 @@ def test_insert_says_which_pages_the_caller_keeps(cache: BasePrefixCache) -> Non
     taken = [
         set(
             range(
-                start + result.num_existing // cache.page_size,
+                start + result.num_cached_tokens // cache.page_size,
                 start + result.handle.num_tokens // cache.page_size,
             )
         )
@@ -96,7 +96,7 @@ def test_the_caller_may_reuse_its_arrays_after_insert(cache: BasePrefixCache) ->
 def test_an_empty_insert_and_an_empty_match_hold_nothing(cache: BasePrefixCache) -> None:
     result = insert(cache, "", 0)
 
-    assert (result.handle.num_tokens, result.num_existing) == (0, 0)
+    assert (result.handle.num_tokens, result.num_cached_tokens) == (0, 0)
     assert match(cache, "").num_tokens == 0
     assert len(cache.evict(0)) == 0
 
@@ -154,7 +154,7 @@ def test_two_namespaces_have_no_prefix_in_common(cache: BasePrefixCache) -> None
     second = insert(cache, "abcd", 10, "two")
     insert(cache, "ab", 20)
 
-    assert second.num_existing == 0
+    assert second.num_cached_tokens == 0
     assert not set(cache.pages(first.handle)) & set(cache.pages(second.handle))
     assert match(cache, "abcd", "one").num_tokens == first.handle.num_tokens
     assert match(cache, "abcd", "three").num_tokens == 0

@@ -94,7 +94,7 @@ def test_an_insert_keeps_the_pages_that_are_there(tree: Tree) -> None:
     tree.put("abc", 0)
     result = tree.put("abde", 10)
 
-    assert result.num_existing == 2 * tree.page_size
+    assert result.num_cached_tokens == 2 * tree.page_size
     assert tree.pages(result.handle).tolist() == [0, 1, 12, 13]
     assert tree.num_pages == 5
 
@@ -103,7 +103,7 @@ def test_inserting_the_same_again_takes_nothing(tree: Tree) -> None:
     first = tree.put("abc", 0)
     second = tree.put("abc", 10)
 
-    assert second.num_existing == second.handle.num_tokens == 3 * tree.page_size
+    assert second.num_cached_tokens == second.handle.num_tokens == 3 * tree.page_size
     assert tree.pages(second.handle).tolist() == tree.pages(first.handle).tolist() == [0, 1, 2]
 
 

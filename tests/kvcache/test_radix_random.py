@@ -58,7 +58,7 @@ class RadixMachine(RuleBasedStateMachine):
         whole = cut(prefix, num_pages * self.model.page_size)
         pages = list(itertools.islice(self.new_pages, num_pages))
         result = self.cache.insert(key_of(prefix), np.array(pages, dtype=np.int32))
-        assert result.num_existing == self.model.insert(whole, pages)
+        assert result.num_cached_tokens == self.model.insert(whole, pages)
         assert result.handle.num_tokens == len(whole[1])
         assert self.cache.pages(result.handle).tolist() == self.model.pages_of(whole)
         return self._lock(result.handle, whole) if keep else multiple()

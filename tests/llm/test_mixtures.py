@@ -69,7 +69,7 @@ class Crowd:
             return
         self._scheduler.step()
         self._scheduler.check_integrity()
-        for output in self._queues.take_outputs():
+        for output in self._queues.drain_outputs():
             before = self.outputs[output.uid]
             if before:
                 assert before[-1].finish is None, "an output after the end"

@@ -90,7 +90,7 @@ def endless_answer(prompt: list[int], num_tokens: int, vocab_size: int) -> list[
 class _LaunchedSlice:
     """A slice, and where its request stood when it was launched."""
 
-    chunk: ReqSlice
+    req_slice: ReqSlice
     scores_prompt: bool
     row: int
     pages: NDArray[np.int32]
@@ -123,15 +123,15 @@ class FakeOutput(ForwardOutput):
     def embeddings(self) -> dict[int, bytes]:
         """The vector of a prompt is its length."""
         return {
-            index: bytes([entry.chunk.end])
+            index: bytes([entry.req_slice.end])
             for index, entry in enumerate(self.launched)
-            if _ends_embedded_prompt(entry.chunk)
+            if _ends_embedded_prompt(entry.req_slice)
         }
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """The log probability of a prompt's token is that token, and its position the likeliest."""
         return {
-            index: _scores(entry.chunk)
+            index: _scores(entry.req_slice)
             for index, entry in enumerate(self.launched)
             if entry.scores_prompt
         }
@@ -174,18 +174,21 @@ class FakeExecutor:
         if self._newest:
             self._newest.compute()
         self.plans.append(
-            [(chunk.req.uid, chunk.start, chunk.end, chunk.samples) for chunk in plan.slices]
+            [
+                (req_slice.req.uid, req_slice.start, req_slice.end, req_slice.samples)
+                for req_slice in plan.slices
+            ]
         )
         self._write_tables(plan.writes)
         self._check_shared(plan)
-        self._newest = FakeOutput(self, [self._remember(chunk) for chunk in plan.slices])
+        self._newest = FakeOutput(self, [self._remember(req_slice) for req_slice in plan.slices])
         if not self._asynchronous:
             self._newest.compute()
         return prepared
 
     def sample(self, launched: FakeStep) -> FakeOutput:
         assert self._newest is not None
-        assert [entry.chunk for entry in self._newest.launched] == launched.plan.slices
+        assert [entry.req_slice for entry in self._newest.launched] == launched.plan.slices
         return self._newest
 
     def _write_tables(self, writes: TableWrites) -> None:
@@ -199,9 +202,9 @@ class FakeExecutor:
     def _check_shared(self, plan: BatchPlan) -> None:
         """Slices have in common what a plan says, in whole pages that are computed."""
         num_pages = plan.num_shared_tokens // self.limits.page_size
-        rows = [self.page_table_RP[chunk.row, :num_pages].tolist() for chunk in plan.slices]
+        rows = [self.page_table_RP[req_slice.row, :num_pages].tolist() for req_slice in plan.slices]
         assert all(row == rows[0] for row in rows)
-        assert all(plan.num_shared_tokens <= chunk.start for chunk in plan.slices)
+        assert all(plan.num_shared_tokens <= req_slice.start for req_slice in plan.slices)
 
     def forget(self, pages: NDArray[np.int32]) -> None:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""
@@ -209,13 +212,13 @@ class FakeExecutor:
 
     def compute(self, launched: list[_LaunchedSlice]) -> list[int]:
         for entry in launched:
-            self._check_kv(entry, entry.chunk.start)
+            self._check_kv(entry, entry.req_slice.start)
         prefixes = [self._store(entry) for entry in launched]
         for entry in launched:
-            self._check_kv(entry, entry.chunk.end)
+            self._check_kv(entry, entry.req_slice.end)
         tokens = []
         for entry, prefix in zip(launched, prefixes, strict=True):
-            if entry.chunk.samples:
+            if entry.req_slice.samples:
                 tokens.append(next_token(prefix, self.limits.vocab_size))
                 self._write_token(entry, tokens[-1])
         return tokens
@@ -223,48 +226,50 @@ class FakeExecutor:
     def check_still_held(self, launched: list[_LaunchedSlice]) -> None:
         """Until a plan is finished its requests keep their rows, and the rows keep their pages."""
         for entry in launched:
-            assert entry.chunk.req.row == entry.row, (
-                f"{entry.chunk.req} was released while a launched batch refers to it"
+            assert entry.req_slice.req.row == entry.row, (
+                f"{entry.req_slice.req} was released while a launched step refers to it"
             )
             now = self.page_table_RP[entry.row, : len(entry.pages)]
             assert np.array_equal(now, entry.pages), (
-                f"{entry.chunk.req} was remapped while a launched batch refers to it"
+                f"{entry.req_slice.req} was remapped while a launched step refers to it"
             )
 
-    def _remember(self, chunk: ReqSlice) -> _LaunchedSlice:
-        row = chunk.req.row
+    def _remember(self, req_slice: ReqSlice) -> _LaunchedSlice:
+        row = req_slice.req.row
         assert row is not None
-        num_pages = -(-chunk.end // self.limits.page_size)
+        num_pages = -(-req_slice.end // self.limits.page_size)
         return _LaunchedSlice(
-            chunk, chunk.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
+            req_slice, req_slice.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
         )
 
     def _store(self, entry: _LaunchedSlice) -> int:
         """Write a slice's KV; the fingerprint of its last position."""
-        tokens = self.token_pool_RL[entry.row, entry.chunk.start : entry.chunk.end].tolist()
-        slots = self._slots(entry, entry.chunk.end)
-        before = int(self.kv_S[slots[entry.chunk.start - 1]]) if entry.chunk.start else EMPTY_PREFIX
+        start = entry.req_slice.start
+        end = entry.req_slice.end
+        tokens = self.token_pool_RL[entry.row, start:end].tolist()
+        slots = self._slots(entry, end)
+        before = int(self.kv_S[slots[start - 1]]) if start else EMPTY_PREFIX
         new = fingerprints(tokens, before)
-        self.kv_S[slots[entry.chunk.start :]] = new
+        self.kv_S[slots[start:]] = new
         return new[-1]
 
     def _write_token(self, entry: _LaunchedSlice, token: int) -> None:
-        assert entry.chunk.end < self.limits.max_seq_len, (
-            f"{entry.chunk.req} has no place for another token"
+        assert entry.req_slice.end < self.limits.max_seq_len, (
+            f"{entry.req_slice.req} has no place for another token"
         )
-        self.token_pool_RL[entry.row, entry.chunk.end] = token
+        self.token_pool_RL[entry.row, entry.req_slice.end] = token
 
     def _check_kv(self, entry: _LaunchedSlice, end: int) -> None:
         kv = self.kv_S[self._slots(entry, end)]
-        wrong = np.flatnonzero(kv != self._truth_of(entry.chunk.req)[:end])
+        wrong = np.flatnonzero(kv != self._truth_of(entry.req_slice.req)[:end])
         assert len(wrong) == 0, (
-            f"{entry.chunk.req} reads wrong KV at positions {wrong.tolist()} of {end}"
+            f"{entry.req_slice.req} reads wrong KV at positions {wrong.tolist()} of {end}"
         )
 
     def _slots(self, entry: _LaunchedSlice, end: int) -> NDArray[np.int64]:
         position = np.arange(end)
         pages = self.page_table_RP[entry.row, position // self.limits.page_size]
-        assert (pages >= 0).all(), f"{entry.chunk.req} has no page for a position below {end}"
+        assert (pages >= 0).all(), f"{entry.req_slice.req} has no page for a position below {end}"
         return pages.astype(np.int64) * self.limits.page_size + position % self.limits.page_size
 
     def _truth_of(self, req: Req) -> Fingerprints:
@@ -276,25 +281,29 @@ class FakeExecutor:
         return self._truth[req.uid]
 
 
-def _ends_embedded_prompt(chunk: ReqSlice) -> bool:
-    return chunk.req.params.embeds and chunk.samples and chunk.end == chunk.req.num_prompt
+def _ends_embedded_prompt(req_slice: ReqSlice) -> bool:
+    return (
+        req_slice.req.params.embeds
+        and req_slice.samples
+        and req_slice.end == req_slice.req.num_prompt
+    )
 
 
-def _scores(chunk: ReqSlice) -> list[TokenLogprobs]:
-    positions = range(chunk.start + 1, min(chunk.end + 1, chunk.req.num_prompt))
-    return [TokenLogprobs(float(chunk.req.tokens[i]), [(i, 0.0)]) for i in positions]
+def _scores(req_slice: ReqSlice) -> list[TokenLogprobs]:
+    positions = range(req_slice.start + 1, min(req_slice.end + 1, req_slice.req.num_prompt))
+    return [TokenLogprobs(float(req_slice.req.tokens[i]), [(i, 0.0)]) for i in positions]
 
 
 def _check_plan(plan: BatchPlan) -> None:
     assert plan.slices, "an empty plan was launched"
-    uids = [chunk.req.uid for chunk in plan.slices]
+    uids = [req_slice.req.uid for req_slice in plan.slices]
     assert len(uids) == len(set(uids)), f"a request stands in the plan twice: {uids}"
-    for chunk in plan.slices:
-        req = chunk.req
+    for req_slice in plan.slices:
+        req = req_slice.req
         assert req.finish is None, f"{req} has ended and is planned"
-        assert req.num_computed == chunk.start < chunk.end <= req.num_tokens, (
-            f"{req} cannot compute {chunk}"
+        assert req.num_computed == req_slice.start < req_slice.end <= req.num_tokens, (
+            f"{req} cannot compute {req_slice}"
         )
-        assert chunk.samples == (chunk.end == req.num_tokens), (
-            f"{req}: {chunk} must sample if it is the last"
+        assert req_slice.samples == (req_slice.end == req.num_tokens), (
+            f"{req}: {req_slice} must sample if it is the last"
         )

@@ -38,7 +38,7 @@ class FakeMatchers(GrammarMatchers):
         return len(self._scripts)
 
     def guide(self, slices: Sequence[ReqSlice]) -> bool:
-        return any(chunk.req.uid in self._scripts for chunk in slices)
+        return any(req_slice.req.uid in self._scripts for req_slice in slices)
 
     def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
         raise AssertionError("the fake executor has no logits")
@@ -48,7 +48,7 @@ class FakeMatchers(GrammarMatchers):
         accepted += tokens
         assert accepted == self._answers[uid][: len(accepted)]
         num_left = self._scripts[uid].num_tokens - len(accepted)
-        assert num_left >= 0, "a token behind a complete match"
+        assert num_left >= 0, "a token after a complete match"
         return MatchState(is_complete=True) if num_left == 0 else IN_PROGRESS
 
     def forced_tokens(self, uid: int) -> list[int]:

@@ -32,6 +32,6 @@ class Script:
         return Script(int(num_tokens), int(seed), tuple(map(int, runs.split(","))))
 
     def num_forced(self, num_output: int) -> int:
-        """Tokens that are forced behind those of an answer."""
+        """Tokens that are forced after those of an answer."""
         length = Random(f"{self.seed} {num_output}").choice(self.runs)
         return min(length, self.num_tokens - num_output)

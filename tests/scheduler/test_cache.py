@@ -46,7 +46,7 @@ class Pages:
 
     def _write(self) -> None:
         """As the device does with a plan's writes."""
-        writes = self.table.take_writes()
+        writes = self.table.drain_writes()
         self._page_table_RP.reshape(-1)[writes.page_index] = writes.pages
         self._token_pool_RL.reshape(-1)[writes.token_index] = writes.tokens
 
@@ -274,8 +274,8 @@ def test_what_was_written_for_a_row_that_came_back_is_not_written() -> None:
     pages = Pages(30)
     pages.end(pages.admitted(9))
     req = pages.admitted(6, first_token=50)
-    writes = pages.table.take_writes()
+    writes = pages.table.drain_writes()
     assert len(set(writes.page_index.tolist())) == len(writes.page_index) == 2
     assert writes.tokens.tolist() == list(range(50, 56))
-    assert len(pages.table.take_writes().pages) == 0
+    assert len(pages.table.drain_writes().pages) == 0
     pages.manager.check_integrity([req])

@@ -115,7 +115,7 @@ def test_nothing_is_delivered_behind_a_stop_token_in_a_forced_run(
 
 
 @OVERLAP
-def test_chunks_of_forced_tokens_come_out_of_the_budget_and_stand_behind_the_decodes(
+def test_chunks_of_forced_tokens_come_out_of_the_budget_and_stand_after_the_decodes(
     overlap: bool,
 ) -> None:
     host = Host(overlap=overlap, max_prefill_length=6)

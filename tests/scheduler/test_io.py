@@ -105,7 +105,7 @@ class Rank:
         self.scheduler = Scheduler(config, self.executor, inbox, self.book)
 
     def sampling(self) -> dict[int, bytes]:
-        return {uid: req.packed_sampling for uid, req in self.scheduler._live.items()}
+        return {uid: req.sampling_record for uid, req in self.scheduler._live.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -56,7 +56,7 @@ class PromptOutputs:
     ) -> Self | None:
         """None if no request of the plan wants any."""
         for req_slice in plan.slices:
-            if not req_slice.req.is_plain and req_slice.req.wants_prompt_outputs:
+            if not req_slice.req.needs_only_sampling and req_slice.req.wants_prompt_outputs:
                 return cls(plan, hidden_YD, logits, token_pool_RL)
         return None
 

@@ -133,7 +133,9 @@ class Sampler:
             graph: captured with these inputs, if there is one.
         """
         special = [
-            (i, req_slice) for i, req_slice in enumerate(slices) if not req_slice.req.is_plain
+            (i, req_slice)
+            for i, req_slice in enumerate(slices)
+            if not req_slice.req.needs_only_sampling
         ]
         processed = [(i, req_slice) for i, req_slice in special if wants_processing(req_slice)]
         num_top = {

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import SAMPLING, IntArray, ReqSlice, SamplingParams, sampling_numbers
-from minisgl.sampling_params import MAX_COUNT
+from minisgl.core import IntArray, ReqSlice, SamplingParams
+from minisgl.sampling_params import MAX_COUNT, SAMPLING_DTYPE, pack_sampling
 from minisgl.utils.staging import Staging
 
 FloatArray = NDArray[np.float32]
-_GREEDY = sampling_numbers(SamplingParams(temperature=0.0), seed=0)
+_GREEDY = pack_sampling(SamplingParams(temperature=0.0), seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
     Args:
         end_B: where the slices end; if it is longer, the rest is padding, which is greedy.
     """
-    packed = bytearray().join([req_slice.req.packed_sampling for req_slice in slices])
+    packed = bytearray().join([req_slice.req.sampling_record for req_slice in slices])
     packed += _GREEDY * (len(end_B) - len(slices))
-    numbers_B = np.frombuffer(packed, dtype=SAMPLING)
+    numbers_B = np.frombuffer(packed, dtype=SAMPLING_DTYPE)
     is_masked_B = numbers_B["is_masked"]
     return SamplingArrays(
         temperature_B=numbers_B["temperature"],

@@ -1,9 +1,8 @@
 """Contracts of the KV pool and of the prefix cache.
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
-pages from the caller into the cache, `evict` moves them back; the cache never takes or gives a page
-otherwise. A locked handle keeps the pages of its prefix in the cache. Next to read:
-`radix_cache.py`.
+pages from the caller into the cache, `evict` moves them back, and no other method moves a page. A
+locked handle keeps the pages of its prefix in the cache. Next to read: `radix_cache.py`.
 """
 
 # Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
@@ -27,7 +26,7 @@ class BaseKVCachePool(ABC):
 
     @abstractmethod
     def kv_cache(self, layer: int) -> Tensor:
-        """kv_2SKH of a layer, keys before values; a view, whose strides are up to the pool."""
+        """kv_2SKH of a layer, keys before values: a view, in strides that the pool chooses."""
 
     @abstractmethod
     def k_cache(self, layer: int) -> Tensor:
@@ -67,13 +66,13 @@ class InsertResult:
 
     Attributes:
         handle: the inserted prefix.
-        num_existing: leading tokens that the cache held already, in pages of its own. The caller
-            keeps its pages for them; those from there to the end of the handle belong to the cache
-            now.
+        num_cached_tokens: leading tokens that the cache held already, in other pages. The caller
+            keeps its pages for them. Its pages from there to the end of the handle belong to the
+            cache now.
     """
 
     handle: BaseCacheHandle
-    num_existing: int
+    num_cached_tokens: int
 
 
 class BasePrefixCache(ABC):
@@ -98,7 +97,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:
-        """Take in the whole pages of a sequence; len(pages) == len(key.tokens) // page_size."""
+        """Add the whole pages of a sequence; len(pages) == len(key.tokens) // page_size."""
 
     @abstractmethod
     def lock(self, handle: BaseCacheHandle) -> None:
@@ -110,7 +109,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:
-        """Give back num_pages unlocked pages of any namespace, least recently used first.
+        """Remove and return num_pages unlocked pages of any namespace, least recently used first.
 
         Raises:
             CapacityError: fewer are unlocked; nothing was evicted.

@@ -4,16 +4,16 @@
           │                   └─ [question B]
           └─ "salt" [system prompt]
 
-An edge carries a run of whole pages: their tokens and their page ids. Children differ in the
-tokens of their first page, those of the root in namespace and first page. A namespace is
-therefore nothing but the beginning of the root's keys: when its last page is evicted, nothing is
-left of it.
+An edge carries a run of whole pages: their tokens and their page ids. A node finds a child by the
+tokens of its first page, the root by a namespace and that page. A namespace exists only in the
+root's keys: when its last page is evicted, nothing of it remains.
 
-Locking a node locks the way to it, so locked nodes form a tree at the root and the unlocked ones
-hang below. Eviction takes pages from the end of the least recently used unlocked leaf, found in a
-heap. Entries are never searched: a node that is used, locked or given a child leaves its entry
-behind, and the pop passes over it. Each use of a node pushes at most one entry, so eviction costs
-O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks evict alike.
+Locking a node locks the path from the root to it. Unlocked nodes therefore have no locked
+descendants. Eviction removes pages from the end of the least recently used unlocked leaf, which a
+heap finds. An entry becomes stale when its node is used, locked or given a child. Stale entries are
+skipped when they are popped (lazy deletion). Each use of a node pushes at most one entry, so
+eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks
+evict alike.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class _Node:
     """One edge of the tree and the node at its end.
 
     Attributes:
-        key: under which its parent has it.
+        key: of this node among its parent's children; `_child_key` makes it.
         parent: None for the root, and for a node that was evicted.
-        offered_at: the `last_used` of its entry in the heap, None without one.
+        heap_key: `last_used` in its newest entry of the heap; None if that was popped.
     """
 
     __slots__ = (
         "children",
+        "heap_key",
         "key",
         "last_used",
         "num_locks",
-        "offered_at",
         "pages",
         "parent",
         "tokens",
@@ -60,7 +60,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.num_locks = 0
         self.last_used = 0
-        self.offered_at: int | None = None
+        self.heap_key: int | None = None
 
     @property
     def is_evictable(self) -> bool:
@@ -121,7 +121,7 @@ class RadixPrefixCache(BasePrefixCache):
             node.num_locks -= 1
             if node.num_locks == 0:
                 self._num_evictable += len(node.pages)
-                self._offer(node)
+                self._push_evictable(node)
 
     def evict(self, num_pages: int) -> IntArray:
         if num_pages > self._num_evictable:
@@ -131,9 +131,9 @@ class RadixPrefixCache(BasePrefixCache):
             last_used, _, node = heapq.heappop(self._heap)
             if node.last_used != last_used:
                 continue
-            node.offered_at = None
+            node.heap_key = None
             if node.is_evictable:
-                runs.append(self._take_tail(node, num_pages))
+                runs.append(self._remove_tail(node, num_pages))
                 num_pages -= len(runs[-1])
         return np.concatenate(runs) if runs else _EMPTY
 
@@ -146,7 +146,11 @@ class RadixPrefixCache(BasePrefixCache):
         return self._num_pages
 
     def _walk(self, namespace: str, tokens: IntArray) -> tuple[_Node, int]:
-        """Follow tokens down as far as whole pages agree; split the last edge where they differ."""
+        """Find the longest cached prefix of tokens, and split the last edge if it ends within it.
+
+        Returns:
+            the node at the end of the prefix, whose path is used now, and the prefix's length.
+        """
         self._clock += 1
         node = self._root
         length = 0
@@ -161,10 +165,10 @@ class RadixPrefixCache(BasePrefixCache):
         return node, length
 
     def _child_key(self, parent: _Node, namespace: str, tokens: IntArray) -> bytes:
-        """The first page, behind the namespace under the root; empty, as no key is, if there is
-        none.
+        """The bytes of the first page; under the root, the namespace comes before them.
 
-        A page has a fixed number of bytes, so the two parts of a key cannot be confused.
+        A page has a fixed number of bytes, so the two parts of a key cannot be confused. Without a
+        whole page the key is empty, which no child's key is.
         """
         if len(tokens) < self.page_size:
             return b""
@@ -197,32 +201,35 @@ class RadixPrefixCache(BasePrefixCache):
         self._touch(leaf)
         return leaf
 
-    def _take_tail(self, leaf: _Node, num_pages: int) -> IntArray:
-        """Take the last pages of a leaf, up to all of them; what is left is a shorter prefix."""
+    def _remove_tail(self, leaf: _Node, num_pages: int) -> IntArray:
+        """Remove the last pages of a leaf, up to all of them; what remains is a shorter prefix."""
         assert leaf.parent is not None
         num_kept = max(0, len(leaf.pages) - num_pages)
-        taken = leaf.pages[num_kept:]
-        self._num_pages -= len(taken)
-        self._num_evictable -= len(taken)
+        removed = leaf.pages[num_kept:]
+        self._num_pages -= len(removed)
+        self._num_evictable -= len(removed)
         if num_kept:
             leaf.tokens = leaf.tokens[: num_kept * self.page_size]
             leaf.pages = leaf.pages[:num_kept]
-            self._offer(leaf)
+            self._push_evictable(leaf)
         else:
             parent, leaf.parent = leaf.parent, None
             del parent.children[leaf.key]
-            self._offer(parent)
-        return taken
+            self._push_evictable(parent)
+        return removed
 
     def _touch(self, node: _Node) -> None:
         node.last_used = self._clock
-        self._offer(node)
+        self._push_evictable(node)
 
-    def _offer(self, node: _Node) -> None:
-        """Put a node up for eviction if it can go; drop stale entries when they outnumber pages."""
-        if not node.is_evictable or node.offered_at == node.last_used:
+    def _push_evictable(self, node: _Node) -> None:
+        """Push a node onto the heap if it is evictable and has no entry for its last use.
+
+        Stale entries are removed when there are many more than pages.
+        """
+        if not node.is_evictable or node.heap_key == node.last_used:
             return
-        node.offered_at = node.last_used
+        node.heap_key = node.last_used
         self._num_pushed += 1
         heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
         if len(self._heap) > 64 + 4 * self._num_pages:

@@ -37,7 +37,7 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
-from minisgl.scheduler import Scheduler, SchedulerConfig, lead
+from minisgl.scheduler import Scheduler, SchedulerConfig, leader_inbox
 from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.utils import detect_hardware
 from minisgl.utils.mp import Addresses, private_folder
@@ -90,7 +90,7 @@ class LocalQueues:
         """Leave a message for the scheduler's next step."""
         self._to_scheduler.append(msg)
 
-    def take_outputs(self) -> list[DetokenizeMsg]:
+    def drain_outputs(self) -> list[DetokenizeMsg]:
         """Remove and return what the scheduler has sent."""
         msgs = self._from_scheduler
         self._from_scheduler = []
@@ -145,7 +145,7 @@ class LLM:
             engine = Engine(config, DistributedInfo(0, config.tp), addresses.rendezvous)
             stack.callback(engine.close)
             supervisor.wait_ready(_START_TIMEOUT_S)
-            inbox = lead(self._queues, config.tp, addresses)
+            inbox = leader_inbox(self._queues, config.tp, addresses)
             stack.callback(inbox.close)
             self._scheduler = Scheduler(config, engine, inbox, self._queues)
             self._optional_tokenizer = None
@@ -344,7 +344,7 @@ class LLM:
             if not isinstance(error, RuntimeError):
                 raise
             raise EngineFailed(f"the engine failed: {error}") from error
-        for msg in self._queues.take_outputs():
+        for msg in self._queues.drain_outputs():
             self._unread[msg.uid].append(msg)
             if msg.finish is not None or msg.error is not None:
                 del self._unread[msg.uid]
@@ -415,7 +415,7 @@ class _PartialAnswer:
         text = "".join(self._texts)
         if tokenizer is not None:
             shown = self._ids
-            if last.finish == "stop" and last.tokens:  # the token that says stop is no text
+            if last.finish == "stop" and last.tokens:  # the stop token is not part of the text
                 shown = shown[:-1]
             skips = self._params.skip_special_tokens
             text = tokenizer.decode(shown, skip_special_tokens=skips)

@@ -1,16 +1,16 @@
 """Chooses what runs next. One `Scheduler` a rank, each with its engine.
 
-    scheduler.py   the step: receive, plan, launch, finish
-    admission.py   which requests are refused
-    prefill.py     requests that wait for admission or whose prompt is not computed yet
-    decode.py      running requests
-    outputs.py     sampled tokens become outputs: forced tokens, finish reasons, messages
-    grammar.py     grammar masks before a token, acceptance and forced tokens after it
-    events.py      what happens to requests and steps; their counts and their log
-    cache.py       pages: who holds which
-    table.py       rows of the page table and the token pool
-    worker.py      the process of one rank
-    io.py          where messages come from and go to; how ranks see the same ones
+    scheduler.py       the step: receive, plan, launch, finish
+    request_checks.py  which requests are refused
+    prefill.py         requests that wait for admission or whose prompt is not computed yet
+    decode.py          running requests
+    outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
+    grammar.py         grammar masks before a token, acceptance and forced tokens after it
+    events.py          what happens to requests and steps; their counts and their log
+    cache.py           pages: who holds which
+    table.py           rows of the page table and the token pool
+    worker.py          the process of one rank
+    io.py              where messages come from and go to; how ranks see the same ones
 
 Read `scheduler.py` first.
 """
@@ -23,7 +23,7 @@ from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqI
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.scheduler import Executor, Scheduler
 from minisgl.scheduler.table import TableManager
-from minisgl.scheduler.worker import lead, scheduler_worker
+from minisgl.scheduler.worker import leader_inbox, scheduler_worker
 
 __all__ = [
     "CacheManager",
@@ -40,6 +40,6 @@ __all__ = [
     "TableManager",
     "ZmqInbox",
     "ZmqOutbox",
-    "lead",
+    "leader_inbox",
     "scheduler_worker",
 ]

@@ -1,11 +1,18 @@
-"""Pages: free, held by a request, or in the prefix cache. Each is in exactly one of these places.
+"""Pages: each is either free, or held by a request, or in the prefix cache.
 
-    page-table row of a request   │ cached prefix │ duplicates │ published │ tail    │
-    owner of the pages            │ cache         │ request    │ cache     │ request │
+The page-table row of a request, and who owns the pages:
 
-The row only grows. `publish` gives the pages of "published" to the cache. Where the cache already
-had pages for these tokens (another request was faster), the request keeps its own as duplicates,
-because launched batches may read them, and gives them back when it ends.
+    row      │ cached prefix │ duplicates │ published │ tail    │
+    owner    │ cache         │ request    │ cache     │ request │
+
+    cached prefix   pages that the cache had when the request was admitted
+    duplicates      pages whose tokens the cache already held when they were published
+    published       pages that the request gave to the cache
+    tail            pages that are not published yet
+
+The row only grows. `publish` moves pages from the tail to the cache. Where another request has
+published pages for these tokens before, the request keeps its own as duplicates: launched steps may
+read them. They are released when the request ends or is retracted.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
 `num_pages_for` counts pages of tokens, so admission and allocation agree.
@@ -39,7 +46,7 @@ class _Holding:
 
 
 class CacheManager:
-    """Gives pages to requests and takes them back; evicts cached prefixes if none are free."""
+    """Allocates and releases the pages of requests; evicts cached prefixes if none are free."""
 
     def __init__(self, num_pages: int, prefix_cache: BasePrefixCache, table: TableManager) -> None:
         self.page_size = prefix_cache.page_size
@@ -61,7 +68,7 @@ class CacheManager:
         return self._num_free + self._cache.num_evictable
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that a sequence of this length fills, the last one perhaps in part."""
+        """Pages that a sequence of this length needs; the last one may be filled in part."""
         return -(-num_tokens // self.page_size)
 
     def try_admit(self, req: Req, reserve: int) -> bool:
@@ -108,7 +115,7 @@ class CacheManager:
         key = _key_of(req, num_pages * self.page_size)
         result = self._cache.insert(key, np.array(holding.pages[:num_pages], dtype=np.int32))
         first_own = holding.handle.num_tokens // self.page_size
-        holding.duplicates += holding.pages[first_own : result.num_existing // self.page_size]
+        holding.duplicates += holding.pages[first_own : result.num_cached_tokens // self.page_size]
         self._cache.lock(result.handle)
         self._cache.unlock(holding.handle)
         holding.handle = result.handle
@@ -127,7 +134,7 @@ class CacheManager:
         return length * self.page_size
 
     def release(self, req: Req) -> None:
-        """Take back all that a request holds. No launched batch may refer to it."""
+        """Release all that a request holds. No launched step may refer to it."""
         assert req.num_in_flight == 0
         assert req.row is not None
         self.publish(req)

@@ -1,12 +1,12 @@
-"""Running requests: those whose prompt is computed, oldest first.
+"""Running requests, oldest first: the last chunk of their prompt is launched.
 
-A request gets pages as its tokens come, not for all of `max_tokens` at the start, so more requests
-run than would fit if all went on to the end. When pages run short the least urgent request is
-retracted, of equals the youngest. It gives its pages back as soon as no launched batch refers to
-it, and is computed again from its tokens later.
+A request gets pages as its tokens come, not for all of `max_tokens` at the start. Therefore more
+requests run than would fit if all of them reached `max_tokens`. When pages run short, the least
+urgent request is retracted; among equally urgent ones, the youngest. Its pages are released as soon
+as no launched step refers to it. Later it is computed again from its tokens.
 
-Owns the set of running requests. Knows nothing of prompts, and of forced tokens only that there may
-be several tokens to compute.
+Owns the set of running requests. Knows nothing of prompts and of grammars: forced tokens are to it
+several tokens that a request has to compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from operator import attrgetter
 
 from minisgl.core import Req, ReqSlice
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.prefill import priority_of
 
 
 @dataclass(slots=True)
@@ -25,30 +24,30 @@ class RunningPlan:
 
     Attributes:
         budget: tokens of the budget that are left.
-        decodes: slices of one token that sample. The longest contexts come first: where a kernel
-            gives each request to a processor, the last to end should be a short one.
-        chunks: slices of requests that have several tokens to compute.
+        decodes: slices of one token that sample, the longest contexts first. A kernel that gives
+            each request to a processor should begin a short one last.
+        longer: slices of requests that have several tokens to compute.
         is_short_of_pages: whether a request found no page. It waits for the next step.
     """
 
     budget: int
     decodes: list[ReqSlice] = field(default_factory=list)
-    chunks: list[ReqSlice] = field(default_factory=list)
+    longer: list[ReqSlice] = field(default_factory=list)
     is_short_of_pages: bool = False
 
-    def add_chunk(self, req: Req) -> None:
+    def add_longer(self, req: Req) -> None:
         """Add one token of a request, and as many more as the budget allows."""
         end = min(req.num_tokens, req.num_computed + 1 + self.budget)
-        self.chunks.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
+        self.longer.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
         self.budget -= end - req.num_computed - 1
 
     def without(self, req: Req) -> list[ReqSlice]:
         """All slices but those of one request."""
-        return [chunk for chunk in self.slices if chunk.req is not req]
+        return [req_slice for req_slice in self.slices if req_slice.req is not req]
 
     @property
     def slices(self) -> list[ReqSlice]:
-        return self.decodes + self.chunks
+        return self.decodes + self.longer
 
 
 class DecodeManager:
@@ -75,7 +74,7 @@ class DecodeManager:
         del self._running[req.uid]
 
     def plan(self, budget: int) -> RunningPlan:
-        """At least one token of each running request that is not full and has a page for it.
+        """Plan at least one token of each running request that is not full and has a page for it.
 
         Args:
             budget: tokens beyond the first of a request, of all requests together.
@@ -91,15 +90,15 @@ class DecodeManager:
                 decode = ReqSlice(req, req.num_computed, req.num_tokens, samples=True)
                 plan.decodes.append(decode)
             else:
-                plan.add_chunk(req)
+                plan.add_longer(req)
         plan.decodes.sort(key=attrgetter("end"), reverse=True)
         return plan
 
     @property
     def least_urgent(self) -> Req:
         """The request of the largest priority; among those the youngest."""
-        return max(reversed(self._running.values()), key=priority_of)
+        return max(reversed(self._running.values()), key=attrgetter("priority"))
 
     def retract(self) -> Req:
-        """Take the least urgent request out, so that its pages can go to the others."""
+        """Remove and return the least urgent request, whose pages can then go to the others."""
         return self._running.pop(self.least_urgent.uid)

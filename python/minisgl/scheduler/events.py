@@ -84,10 +84,11 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanned:
-    """It is decided what a step computes.
+    """The scheduler has decided what a step computes.
 
     Attributes:
-        num_requests, num_tokens: of which it has slices, and in these.
+        num_requests: those of which it has slices.
+        num_tokens: all tokens in these slices.
     """
 
     step: int

@@ -1,10 +1,10 @@
-"""What steps sample becomes outputs: tokens of an answer, its end, and the messages that say so.
+"""What steps sample becomes outputs: tokens of an answer, its finish reason, and messages of both.
 
     sampled token ─ append ─ grammar ─ forced tokens ─ finish reason ─ message
 
 A request's grammar may leave no choice about the next tokens. Such forced tokens are appended
 without a step each; the next step computes them together. If a step in flight samples the first of
-them already, its mask allows no other token, and what it samples is taken back.
+them already, its mask allows no other token, and what it samples is dropped.
 
 Owns the messages that are not sent yet. Knows nothing of steps; the scheduler releases what ends.
 """
@@ -40,7 +40,7 @@ class Output:
     """What one step gives one request.
 
     Attributes:
-        tokens: the sampled token, and those that are forced behind it.
+        tokens: the sampled token, and those that are forced after it.
         finish: why the request ends, if it does.
         is_match: whether it ends because its match is complete: all tokens are part of the answer.
         error: why the answer cannot go on.
@@ -78,38 +78,38 @@ class OutputProcessor:
     def has_messages(self) -> bool:
         return bool(self._messages)
 
-    def take_messages(self) -> list[DetokenizeMsg]:
-        """All messages since the last call."""
+    def drain_messages(self) -> list[DetokenizeMsg]:
+        """Remove and return all messages since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
-    def take_sampled(self, chunk: ReqSlice, sampled: list[int]) -> Output | None:
-        """Append what a launched slice has sampled to its request, and what is forced behind it.
+    def append_sampled(self, req_slice: ReqSlice, sampled: list[int]) -> Output | None:
+        """Append what a launched slice has sampled to its request, and what is forced after it.
 
         Returns:
-            None if the request has ended, or the token is taken back.
+            None if the request has ended, or if the token is dropped because it was forced before.
         """
-        req = chunk.req
+        req = req_slice.req
         if req.finish is not None:
             return None
         max_length = req.max_length
         if max_length == req.num_prompt:
             return Output([], "length")
-        if chunk.end < req.num_known:
-            assert sampled == [req.tokens[chunk.end]], "its mask allows the forced token alone"
+        if req_slice.end < req.num_known:
+            assert sampled == [req.tokens[req_slice.end]], "its mask allows the forced token alone"
             return None
-        assert chunk.end == req.num_known
+        assert req_slice.end == req.num_known
         [token] = sampled
         req.append(token)
         params = req.params
         if params.grammar is not None:
-            return self._take_guided(req, sampled)
+            return self._advance_match(req, sampled)
         if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
             return Output(sampled, "stop")
         return Output(sampled, "length" if req.num_known == max_length else None)
 
-    def _take_guided(self, req: Req, sampled: list[int]) -> Output:
-        """Advance a request's match by a sampled token, and by what is forced behind it."""
+    def _advance_match(self, req: Req, sampled: list[int]) -> Output:
+        """Advance a request's match by a sampled token, and by what is forced after it."""
         [token] = sampled
         match = self._grammars.accept(req.uid, sampled)
         if match.error:

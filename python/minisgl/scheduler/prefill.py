@@ -5,6 +5,9 @@ et al. 2024, arXiv:2403.02310): a prompt is computed in chunks that fit the step
 beside the decodes of that step. A long prompt therefore delays no request by more than one step.
 Only the request at the head can be half computed.
 
+A request is not admitted in a step that computes a long common prefix for another request. It waits
+one step, and finds that prefix in the cache.
+
 Owns the queue. Knows nothing of decoding; pages come from the cache manager.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from bisect import insort_left, insort_right
 from collections import deque
+from operator import attrgetter
 
 from minisgl.core import Req, ReqSlice
 from minisgl.kernel import common_prefix_length
@@ -21,17 +25,14 @@ from minisgl.scheduler.table import TableManager
 
 # Tokens that a prompt must have in common with one that is being computed for it to wait a step.
 _MIN_COMMON = 256
-
-
-def priority_of(req: Req) -> int:
-    return req.params.priority
+_by_priority = attrgetter("priority")
 
 
 class PrefillManager:
-    """A queue by priority, the smallest first; first come, first served among equal ones.
+    """A queue by priority, the smallest first; among equal ones, first come, first served.
 
-    Waiting long does not change a priority. A retracted request goes back to the head of its
-    equals.
+    Waiting long does not change a priority. A retracted request goes before the others of its
+    priority.
     """
 
     def __init__(self, cache: CacheManager, table: TableManager, events: Events) -> None:
@@ -49,16 +50,16 @@ class PrefillManager:
         return self._queue[0] if self._queue and self._queue[0].row is not None else None
 
     def add(self, req: Req) -> None:
-        insort_right(self._queue, req, lo=self._num_half_computed, key=priority_of)
+        insort_right(self._queue, req, lo=self._num_half_computed, key=_by_priority)
 
     def put_back(self, req: Req) -> None:
         """Requeue a retracted request; its answer so far has become part of its prompt.
 
-        It comes before its equals, but behind one that is half computed: that one holds pages, and
-        must go on to free them.
+        It comes before others of its priority, but after one that is half computed: that one holds
+        pages, and must go on to free them.
         """
         assert req.row is None
-        insort_left(self._queue, req, lo=self._num_half_computed, key=priority_of)
+        insort_left(self._queue, req, lo=self._num_half_computed, key=_by_priority)
 
     @property
     def _num_half_computed(self) -> int:
@@ -69,21 +70,23 @@ class PrefillManager:
             self._queue.remove(req)
 
     def retract(self, priority: int) -> Req | None:
-        """Take out the half computed request, unless there is none or it is more urgent than
-        `priority`.
+        """Remove and return the half computed request; None if there is none or it is more urgent.
 
-        It is younger than all running requests.
+        Among requests of equal priority it is retracted first, because it is the youngest.
+
+        Args:
+            priority: of the least urgent running request.
         """
         req = self.half_computed
-        return self._queue.popleft() if req and priority_of(req) >= priority else None
+        return self._queue.popleft() if req and req.priority >= priority else None
 
     def plan(self, budget: int, num_running: int, *, may_admit: bool) -> list[ReqSlice]:
-        """Take prompts, or the first chunk of one, up to `budget` tokens.
+        """Plan prompt slices within `budget`: last chunks, and at most one that is not the last.
 
         A request whose last chunk is planned leaves the queue.
 
         Args:
-            num_running: requests that may each need another page soon; so many pages are left.
+            num_running: requests that may each need another page soon; that many pages are left.
             may_admit: whether requests may be admitted that are not half computed.
         """
         slices: list[ReqSlice] = []
@@ -100,7 +103,10 @@ class PrefillManager:
         return slices
 
     def _should_wait(self, req: Req, slices: list[ReqSlice]) -> bool:
-        """Whether this step computes much of its prompt for another one; the next can reuse it."""
+        """Whether this step computes much of its prompt for another request.
+
+        In the next step that prefix is cached.
+        """
         if not self._cache.caches_prefixes or req.scores_prompt:
             return False
         return any(_num_common(req, chunk) >= _MIN_COMMON for chunk in slices)
@@ -117,7 +123,7 @@ class PrefillManager:
 
 
 def _num_common(req: Req, chunk: ReqSlice) -> int:
-    """Leading tokens of a request that it can take from the cache once a chunk is computed.
+    """Leading tokens of a request that the cache can supply once a chunk is computed.
 
     Only a prompt's last chunk counts: a prefix is published when all of it is launched.
     """

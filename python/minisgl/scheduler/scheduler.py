@@ -1,12 +1,15 @@
 """The step: receive, plan, launch, finish.
 
-Owns the order of a step and the life of a request from its message to its release. The planners
-decide which prompts and running requests are computed, the cache manager has the pages, the
-executor the tensors; `outputs.py` makes outputs of sampled tokens.
+With overlap, a step is launched before the previous one is finished, so that the device does not
+wait for the host.
 
-A request ends (`stop`, `length`, `abort`) or is retracted at any moment. What it holds is released
-in one place, `_release`, and only when no launched batch refers to it. Next to read: `prefill.py`,
-`decode.py`, `cache.py`.
+Owns the order of these phases, and the life of a request from its message to its release. Other
+modules make the decisions: `prefill.py` and `decode.py` choose what is computed, `cache.py` gives
+pages, `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
+
+A request ends (`stop`, `length`, `abort`) or is retracted at any moment. Its row and pages are
+released in one place, `_release`, and only when no launched step refers to it. Next to read:
+`prefill.py`, `decode.py`, `cache.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.scheduler.admission import check_request
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.events import (
@@ -55,6 +57,7 @@ from minisgl.scheduler.outputs import (
     OutputProcessor,
 )
 from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.request_checks import check_request
 from minisgl.scheduler.table import TableManager
 
 
@@ -84,10 +87,10 @@ class InFlightStep:
 
     Attributes:
         number: how many steps were launched before.
-        launched: until its tokens are being chosen, because it has the logits.
-        masks: from when they are being made until they are used; None if no grammar restricts it.
-        sampled: from when its tokens are being chosen.
-        outputs: from when its tokens are on the host; for each sampling slice.
+        launched: it has the logits; set by `_launch`, cleared by `_sample`.
+        masks: set by `_start_masks` if a grammar restricts the step, cleared by `_sample`.
+        sampled: set by `_sample`, when the device starts choosing tokens.
+        outputs: one for each sampling slice; set by `_read_tokens`, once the host has the tokens.
     """
 
     number: int
@@ -102,9 +105,9 @@ class InFlightStep:
 class Scheduler:
     """Chooses what runs next and keeps at most one step in flight between steps.
 
-    With overlap, step n launches its batch and then finishes step n-1 while the device computes n
-    (NanoFlow, Zhu et al. 2024, arXiv:2408.12757). Without, it finishes the batch that it launched.
-    The tokens are equal.
+    With overlap, step n is launched, and step n-1 is finished while the device computes n
+    (NanoFlow, Zhu et al. 2024, arXiv:2408.12757). Without overlap, step n is finished at once. Both
+    give equal tokens.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class Scheduler:
         self._overlap = config.overlap
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
-        # Ended or retracted requests whose release waits for a launched batch that refers to them.
+        # Ended or retracted requests whose release waits for a launched step that refers to them.
         self._deferred: dict[int, Req] = {}
         self._in_flight: InFlightStep | None = None
         self._num_steps = 0
@@ -156,26 +159,31 @@ class Scheduler:
             self.step()
 
     def step(self) -> None:
-        """Launch batch n, then finish batch n-1 (with overlap) or n (without).
+        """Launch step n, then finish step n-1 (with overlap) or n (without).
 
-        A grammar mask of n depends on the tokens of n-1. Therefore a step with masks is sampled as
-        late as possible, before n+1 is launched: its masks are made while n-1 is finished, n+1 is
-        prepared and the device computes logits.
+        Masks of n need the tokens of n-1. A step with masks is therefore sampled just before n+1 is
+        launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
         """
         self._receive(self._inbox.receive(block=self.is_idle))
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
         prepared = self._executor.prepare(plan) if plan else None
-        if self._in_flight:
-            self._sample(self._in_flight)
+
+        previous = self._in_flight
+        if previous:
+            self._sample(previous)
         step = self._launch(plan, prepared) if plan and prepared else None
         if step and self.grammars.guide(step.sampling_slices):
-            self._start_masks(step)
+            self._start_masks(step, previous)
         elif step:
             self._sample(step)
-        self._finish_in_flight()
+
+        if previous:
+            self._finish(previous)
+        if step and not self._overlap:
+            self._sample(step)
+            self._finish(step)
+            step = None
         self._in_flight = step
-        if not self._overlap:
-            self._finish_in_flight()
         self._report()
 
     def _report(self) -> None:
@@ -183,7 +191,7 @@ class Scheduler:
         stats = self._stats()
         has_changed = stats != self._reported
         if self.outputs.has_messages or has_changed:
-            self._outbox.send(self.outputs.take_messages(), stats if has_changed else None)
+            self._outbox.send(self.outputs.drain_messages(), stats if has_changed else None)
             self._reported = stats
 
     def _stats(self) -> EngineStats:
@@ -233,13 +241,13 @@ class Scheduler:
             self.events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
 
     def _plan(self) -> BatchPlan | None:
-        """Slices of running requests, and of prompts up to the token budget; None without any."""
+        """Plan slices of running requests, and of prompts within the token budget; None if none."""
         running = self.decode.plan(self._token_budget)
         slices = running.slices
         if running.is_short_of_pages and not self._deferred:  # else pages come back soon
             slices = running.without(self._retract())
-        # While a running request waits for pages none are given to others, who would take those
-        # that the retracted request gives back, and be retracted for them in turn.
+        # Admit nobody while a running request lacks pages: a newcomer would take what retraction
+        # frees, and be retracted in turn.
         slices += self.prefill.plan(
             running.budget,
             num_running=len(self.decode),
@@ -247,15 +255,15 @@ class Scheduler:
         )
         if not slices:
             return None
-        num_shared_tokens = self.cache.num_shared_tokens([chunk.req for chunk in slices])
-        plan = BatchPlan(slices, self.table.take_writes(), num_shared_tokens)
+        num_shared_tokens = self.cache.num_shared_tokens([req_slice.req for req_slice in slices])
+        plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
             self.events.step_planned.emit(event)
         return plan
 
     def _retract(self) -> Req:
-        """Take the pages of the least urgent request, as soon as no launched batch refers to it."""
+        """Retract the least urgent request; its release waits for steps that refer to it."""
         priority = self.decode.least_urgent.params.priority
         victim = self.prefill.retract(priority) or self.decode.retract()
         if self.events.request_retracted:
@@ -270,19 +278,19 @@ class Scheduler:
         self._num_steps += 1
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
-        for chunk in plan.slices:
-            self._advance(chunk)
+        for req_slice in plan.slices:
+            self._advance(req_slice)
         return step
 
-    def _advance(self, chunk: ReqSlice) -> None:
+    def _advance(self, req_slice: ReqSlice) -> None:
         """Account for a launched slice."""
-        req = chunk.req
+        req = req_slice.req
         req.num_in_flight += 1
-        req.num_computed = chunk.end
-        if chunk.samples:
+        req.num_computed = req_slice.end
+        if req_slice.samples:
             req.num_tokens += 1
         if req not in self.decode:
-            self._advance_prompt(chunk)
+            self._advance_prompt(req_slice)
 
     def _advance_prompt(self, chunk: ReqSlice) -> None:
         """Account for a launched chunk. A prompt is published now, before the next plan is made."""
@@ -293,16 +301,16 @@ class Scheduler:
             self.cache.publish(chunk.req)
             self.decode.add(chunk.req)
 
-    def _start_masks(self, step: InFlightStep) -> None:
-        """Start making a step's masks, after the tokens before."""
-        if self._in_flight:
-            self._read_tokens(self._in_flight)
+    def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
+        """Start making a step's masks, which need the tokens of the previous step."""
+        if previous:
+            self._read_tokens(previous)
         assert step.launched is not None
         if step.launched.has_logits:
             step.masks = self.grammars.start_masks(step.sampling_slices)
 
     def _sample(self, step: InFlightStep) -> None:
-        """Start choosing the tokens of a step, unless they are being chosen."""
+        """Start choosing the tokens of a step, unless that has happened: only masks delay it."""
         if step.launched is None:
             return
         if step.masks:
@@ -313,32 +321,30 @@ class Scheduler:
 
     def _read_tokens(self, step: InFlightStep) -> None:
         """Wait for the tokens of a step, once, and append them to their requests."""
-        self._sample(step)
         assert step.sampled is not None
         if step.outputs is None:
             pairs = zip(step.sampling_slices, step.sampled.wait(), strict=True)
-            step.outputs = [self.outputs.take_sampled(chunk, tokens) for chunk, tokens in pairs]
+            step.outputs = [
+                self.outputs.append_sampled(req_slice, tokens) for req_slice, tokens in pairs
+            ]
 
-    def _finish_in_flight(self) -> None:
-        """Take the outputs of the step in flight, if there is one; release what waited for it."""
-        step, self._in_flight = self._in_flight, None
-        if step is None:
-            return
+    def _finish(self, step: InFlightStep) -> None:
+        """Collect the outputs of a sampled step; release requests whose release waited for it."""
         self._read_tokens(step)
         assert step.sampled is not None
         assert step.outputs is not None
-        self._take_prompt_outputs(step.plan, step.sampled)
+        self._keep_prompt_outputs(step.plan, step.sampled)
 
         logprobs = step.sampled.logprobs()
         pairs = zip(step.sampling_slices, step.outputs, strict=True)
-        for index, (chunk, output) in enumerate(pairs):
+        for index, (req_slice, output) in enumerate(pairs):
             if output is not None:
-                self.outputs.add(chunk.req, output, logprobs.get(index))
+                self.outputs.add(req_slice.req, output, logprobs.get(index))
                 if output.finish:
-                    self._end(chunk.req, output.finish)
+                    self._end(req_slice.req, output.finish)
 
-        for chunk in step.plan.slices:
-            req = chunk.req
+        for req_slice in step.plan.slices:
+            req = req_slice.req
             req.num_in_flight -= 1
             if req.num_in_flight == 0 and req.uid in self._deferred:
                 self._release(self._deferred.pop(req.uid))
@@ -346,16 +352,16 @@ class Scheduler:
             num_tokens = sum(len(output.tokens) for output in step.outputs if output)
             self.events.step_finished.emit(StepFinished(step.number, num_tokens))
 
-    def _take_prompt_outputs(self, plan: BatchPlan, sampled: ForwardOutput) -> None:
-        """Keep log probabilities and embeddings of prompts until their first message."""
+    def _keep_prompt_outputs(self, plan: BatchPlan, sampled: ForwardOutput) -> None:
+        """Store log probabilities and embeddings of prompts in their requests."""
         for index, logprobs in sampled.prompt_logprobs().items():
-            chunk = plan.slices[index]
-            chunk.req.prompt_logprobs[chunk.start :] = logprobs
+            req_slice = plan.slices[index]
+            req_slice.req.prompt_logprobs[req_slice.start :] = logprobs
         for index, embedding in sampled.embeddings().items():
             plan.slices[index].req.embedding = embedding
 
     def _end(self, req: Req, finish: FinishReason) -> None:
-        """A request has its last message. No plan contains it any more."""
+        """End a request: no later plan contains it."""
         req.finish = finish
         del self._live[req.uid]
         self.grammars.close(req.uid)
@@ -375,7 +381,11 @@ class Scheduler:
             self._release(req)
 
     def _release(self, req: Req) -> None:
-        """The one place where rows and pages come back. A retracted request is queued again."""
+        """Release a request's row and pages; queue it again if it was retracted.
+
+        This is the only place where they are released: `CacheManager.release` returns the pages,
+        and the row to the `TableManager`.
+        """
         if req.row is not None:
             self.cache.release(req)
         if req.finish is None:

@@ -2,7 +2,7 @@
 
 Owns which rows are free, and what the host has written to rows since the last plan. The tables
 themselves are the device's. A row only grows while its request lives. It is reused only after the
-last batch that refers to it has finished, which the scheduler ensures.
+last step that refers to it has finished, which the scheduler ensures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TableManager:
         return bool(self._free)
 
     def allocate(self, tokens: IntArray) -> int:
-        """Take a row and write the request's known tokens to it."""
+        """Allocate a row and write the request's known tokens to it."""
         row = self._free.pop()
         self.append_tokens(row, 0, tokens)
         return row
@@ -46,7 +46,7 @@ class TableManager:
         self._tokens.setdefault(row, []).append((row * self._num_tokens + start, tokens))
 
     def append_pages(self, row: int, num_held: int, pages: IntArray) -> None:
-        """Write pages behind the num_held pages that the row has."""
+        """Write pages after the num_held pages that the row has."""
         self._pages.setdefault(row, []).append((row * self._num_pages + num_held, pages))
 
     def release(self, row: int) -> None:
@@ -55,8 +55,8 @@ class TableManager:
         self._pages.pop(row, None)
         self._tokens.pop(row, None)
 
-    def take_writes(self) -> TableWrites:
-        """All that was written since the last call."""
+    def drain_writes(self) -> TableWrites:
+        """Remove and return all that was written since the last call."""
         writes = TableWrites(
             *_flatten(self._pages.values()),
             *_flatten(self._tokens.values()),

@@ -49,11 +49,12 @@ def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[I
             PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))
         ), DiscardOutbox()
     inbox = ZmqInbox(PullQueue(addresses.backend, decoder(BackendMsg)))
-    return lead(inbox, config.tp, addresses), ZmqOutbox(PushQueue(addresses.detokenizer, encode))
+    outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))
+    return leader_inbox(inbox, config.tp, addresses), outbox
 
 
-def lead(inbox: Inbox, num_ranks: int, addresses: Addresses) -> LeaderInbox:
-    """Rank 0's inbox: the given one, shared with the other ranks if there are any."""
+def leader_inbox(inbox: Inbox, num_ranks: int, addresses: Addresses) -> LeaderInbox:
+    """Rank 0's inbox: it broadcasts the messages of the given one to the other ranks, if any."""
     return LeaderInbox(
         inbox, [PushQueue(addresses.rank(rank), encode) for rank in range(1, num_ranks)]
     )

@@ -1,10 +1,10 @@
 """Token ids to text, as they come.
 
-The texts of a request, joined, are exactly the decode of all its ids. There are two difficulties: a
-character may be spread over several tokens, and a decode may depend on the token before. So the
-last few tokens are decoded together with their predecessors. Text that a later token could change
-is held back: replacement characters at the end, and runs of single-byte tokens, which are decoded
-as a whole.
+The texts of a request, joined, are equal to the decoded text of all its ids. There are two
+difficulties. A character may be spread over several tokens, and a token's text may depend on the
+token before it. The last few tokens are therefore decoded together with the tokens before them.
+Text that a later token could change is held back: replacement characters at the end, and runs of
+single-byte tokens, which are decoded as a whole.
 
         ids  ........│ context │ new tokens │
                      └──────── window ──────┘
@@ -122,7 +122,7 @@ class IncrementalDecoder:
 
 
 class _Answer:
-    """One unfinished answer. After a stop text it takes no more tokens."""
+    """One unfinished answer. After a stop text no tokens are appended."""
 
     __slots__ = ("decoder", "num_tokens", "stops")
 
@@ -131,7 +131,7 @@ class _Answer:
         self.stops = stops
         self.num_tokens = 0
 
-    def take(self, tokens: Sequence[int]) -> str:
+    def append(self, tokens: Sequence[int]) -> str:
         """Append tokens, up to the one that completes a stop text."""
         text = ""
         for token in tokens:
@@ -141,14 +141,14 @@ class _Answer:
                 break
         return text
 
-    def take_last(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
+    def append_last(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         """Append the last tokens; return all that is held back too."""
         if finish == "stop" and tokens:
-            text = self.take(tokens[:-1])
-            # The token that says stop is counted, and no part of the text.
+            text = self.append(tokens[:-1])
+            # The end-of-sequence or stop token is counted, but it is not part of the text.
             self.num_tokens += not self.stops.has_stopped
         else:
-            text = self.take(tokens)
+            text = self.append(tokens)
         if self.stops.has_stopped:
             return text
         text += self.stops.feed(self.decoder.flush())
@@ -199,7 +199,7 @@ class Detokenizer:
             return None
 
         num_before = answer.num_tokens
-        text = answer.take_last(msg.tokens, msg.finish) if is_last else answer.take(msg.tokens)
+        text = answer.append_last(msg.tokens, msg.finish) if is_last else answer.append(msg.tokens)
 
         has_stopped = answer.stops.has_stopped
         return UserReply(
@@ -225,13 +225,13 @@ class Detokenizer:
         stops = StopTexts(params.stop, include=params.include_stop_str_in_output)
         return _Answer(IncrementalDecoder(decode, self._byte_ids), stops)
 
-    def _logprobs(self, msg: DetokenizeMsg, num_taken: int) -> list[TextLogprobs]:
-        """Entries of the first `num_taken` tokens of a message, if it has any."""
+    def _logprobs(self, msg: DetokenizeMsg, num_tokens: int) -> list[TextLogprobs]:
+        """Entries of the first `num_tokens` tokens of a message, if it has any."""
         if not msg.logprobs:
             return []
         return [
             self._text_logprobs(token, entry)
-            for token, entry in zip(msg.tokens[:num_taken], msg.logprobs, strict=False)
+            for token, entry in zip(msg.tokens[:num_tokens], msg.logprobs, strict=False)
         ]
 
     def _text_logprobs(self, token: int, entry: TokenLogprobs | None) -> TextLogprobs:
