@@ -52,7 +52,7 @@ def test_a_page_that_differs_in_its_last_token_is_not_shared() -> None:
 
 
 def test_namespaces_are_apart_even_where_their_keys_look_alike() -> None:
-    """One namespace is another one with the first token's bytes behind it."""
+    """One namespace is another one with the first token's bytes after it."""
     tree = Tree(1)
     tokens = np.array([0x41414141, 0x41414141], dtype=np.int32)
     pages = np.arange(2, dtype=np.int32)
@@ -199,7 +199,7 @@ def lines_run(work: Callable[[], object]) -> int:
 
 
 def full_tree(num_leaves: int) -> Tree:
-    """Half of the leaves behind a common first page; every leaf used twice leaves stale entries."""
+    """Half of the leaves follow a common first page; every leaf used twice leaves stale entries."""
     tree = Tree(1)
     tokens = np.arange(3 * num_leaves, dtype=np.int32).reshape(-1, 3)
     tokens[::2, 0] = 0

@@ -121,7 +121,7 @@ def test_a_prompt_alone_may_fill_the_context_but_for_a_token(llm: LLM) -> None:
 
 @torch.no_grad()
 def vector_of(prompt: list[int]) -> torch.Tensor:
-    """What transformers has of the last token behind the final norm, at length 1."""
+    """What transformers has for the last token after the final norm, at length 1."""
     hidden_TD = tiny_model(ARCH).model(torch.tensor([prompt])).last_hidden_state[0]
     return hidden_TD[-1] / hidden_TD[-1].norm()
 
