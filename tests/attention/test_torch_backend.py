@@ -23,7 +23,7 @@ from minisgl.kvcache import MHAKVCache
 HEAD_DIM = 8
 LAYERS = 2
 PLAIN = AttentionSpec(scale=1 / math.sqrt(HEAD_DIM))
-NOWHERE = 10**6  # in every entry of the page table behind the pages of its row
+NOWHERE = 10**6  # in every entry of the page table after the pages of its row
 LITTER = 1e4  # in every slot of no request; would dominate any softmax
 CPU = torch.device("cpu")
 

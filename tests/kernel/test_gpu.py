@@ -64,7 +64,7 @@ def test_silu(random: torch.Generator, tokens: int, width: int, dtype: torch.dty
     [(2, 2, 16), (6, 2, 64), (16, 2, 128), (40, 8, 32), (5, 1, 20)],
 )
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_heads_are_normed_turned_and_stored(
+def test_heads_are_normed_rotated_and_stored(
     monkeypatch: pytest.MonkeyPatch,
     random: torch.Generator,
     has_norms: bool,

@@ -96,7 +96,7 @@ def test_silu(
 @pytest.mark.parametrize("tokens", SIZES)
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_heads_are_normed_turned_and_stored(
+def test_heads_are_normed_rotated_and_stored(
     monkeypatch: pytest.MonkeyPatch,
     random: torch.Generator,
     has_norms: bool,

@@ -89,7 +89,9 @@ def numbers(num_heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS.keys())
-def test_turned_heads_equal_those_of_transformers(spelling: dict[str, Any], tmp_path: Path) -> None:
+def test_rotated_heads_equal_those_of_transformers(
+    spelling: dict[str, Any], tmp_path: Path
+) -> None:
     position_T = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(0))
     q_TNH = numbers(4)
     k_TKH = numbers(2)
@@ -101,9 +103,9 @@ def test_turned_heads_equal_those_of_transformers(spelling: dict[str, Any], tmp_
     )
 
     rope = get_rope(read(spelling, tmp_path), POSITIONS, torch.float32)
-    for x_TNH, turned in zip((q_TNH, k_TKH), expected, strict=True):
+    for x_TNH, rotated in zip((q_TNH, k_TKH), expected, strict=True):
         torch.testing.assert_close(
-            rotate(x_TNH, rope.forward(position_T)), turned[0].transpose(0, 1), atol=2e-4, rtol=0
+            rotate(x_TNH, rope.forward(position_T)), rotated[0].transpose(0, 1), atol=2e-4, rtol=0
         )
 
 
@@ -119,9 +121,9 @@ def test_kinds_differ_from_each_other(tmp_path: Path) -> None:
     """So that the test above cannot pass by ignoring the kind."""
     names = ("new default", "new linear", "new llama3", "new yarn")
     ropes = [get_rope(read(SPELLINGS[name], tmp_path), POSITIONS, torch.float32) for name in names]
-    turned = [rotate(numbers(1), rope.forward(torch.arange(POSITIONS))) for rope in ropes]
-    for index, one in enumerate(turned):
-        assert all((one - other).abs().max() > 0.1 for other in turned[:index])
+    rotated = [rotate(numbers(1), rope.forward(torch.arange(POSITIONS))) for rope in ropes]
+    for index, one in enumerate(rotated):
+        assert all((one - other).abs().max() > 0.1 for other in rotated[:index])
 
 
 def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
@@ -131,7 +133,7 @@ def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
     x_TNH = numbers(2)
     position_T = torch.arange(POSITIONS)
 
-    turned = rotate(x_TNH, get_rope(config, POSITIONS, torch.float32).forward(position_T))
+    rotated = rotate(x_TNH, get_rope(config, POSITIONS, torch.float32).forward(position_T))
 
     frequency = 5e3 ** (-torch.arange(half, dtype=torch.float64) / half) / divisors.double()
     angle_T1X = torch.outer(position_T.double(), frequency)[:, None]
@@ -140,7 +142,7 @@ def test_divided_frequencies_are_the_default_ones_over_their_divisors() -> None:
         (a * angle_T1X.cos() - b * angle_T1X.sin(), b * angle_T1X.cos() + a * angle_T1X.sin()),
         dim=-1,
     )
-    torch.testing.assert_close(turned.double(), expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(rotated.double(), expected, atol=2e-4, rtol=0)
 
 
 def test_llama3_written_as_divisors_is_llama3() -> None:
@@ -196,13 +198,13 @@ def test_bfloat16_heads_stay_bfloat16() -> None:
     rope = get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.bfloat16)
     x_TNH = numbers(2)
     position_T = torch.arange(POSITIONS)
-    turned = rotate(x_TNH.bfloat16(), rope.forward(position_T))
+    rotated = rotate(x_TNH.bfloat16(), rope.forward(position_T))
     exact = rotate(
         x_TNH,
         get_rope(RotaryConfig(HEAD_DIM, 1e4, 512), POSITIONS, torch.float32).forward(position_T),
     )
-    assert turned.dtype == torch.bfloat16
-    torch.testing.assert_close(turned.float(), exact, atol=5e-2, rtol=0)
+    assert rotated.dtype == torch.bfloat16
+    torch.testing.assert_close(rotated.float(), exact, atol=5e-2, rtol=0)
 
 
 def test_layers_with_equal_rotations_share_a_table() -> None:
