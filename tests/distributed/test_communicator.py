@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -100,3 +101,29 @@ def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:
         one = pool.submit(sums, "one", 1)
         other = pool.submit(sums, "other", 10)
     assert (one.result(), other.result()) == ([2, 2], [20, 20])
+
+
+def test_ranks_listen_on_the_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group also works where the host's name has the address of a network."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    others = set(listening_addresses())
+
+    def work(comm: DistributedCommunicator) -> set[tuple[str, int]]:
+        comm.all_reduce(torch.ones(1))
+        return set(listening_addresses()) - others
+
+    opened = set.union(*in_group(2, tmp_path / "rendezvous", work))
+    assert opened
+    assert {host for host, _ in opened} == {"127.0.0.1"}
+
+
+def test_an_interface_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        in_group(2, tmp_path / "rendezvous", lambda comm: comm.info.rank)
+
+
+def listening_addresses() -> list[tuple[str, int]]:
+    """Hosts and ports on which this process listens."""
+    sockets = psutil.Process().net_connections("tcp")
+    return [(each.laddr.ip, each.laddr.port) for each in sockets if each.status == "LISTEN"]

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from minisgl.distributed.info import DistributedInfo
+from minisgl.utils import env
+
+_LOOPBACK = "127.0.0.1"
 
 
 class DistributedCommunicator(ABC):
@@ -74,8 +77,9 @@ class SingleCommunicator(DistributedCommunicator):
 class TorchCommunicator(DistributedCommunicator):
     """torch.distributed: gloo on a CPU, NCCL on GPUs.
 
-    The ranks find each other through a file, so that no port has to be chosen. The group is an
-    object and not process-wide, so that two groups can live in one process.
+    The ranks find each other through a file, so that no port has to be chosen. They are processes
+    of one machine, so they listen on its loopback, or on an interface that the environment names.
+    The group is an object and not process-wide, so that two groups can live in one process.
     """
 
     def __init__(
@@ -86,11 +90,12 @@ class TorchCommunicator(DistributedCommunicator):
         timeout = timedelta(seconds=timeout_s)
         self._group: Any  # torch's stubs give backends no methods
         if device.type == "cuda":
+            env.keep_nccl_local()
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(store, info.rank, info.size, options)
         else:
-            self._group = dist.ProcessGroupGloo(store, info.rank, info.size, timeout)
+            self._group = dist.ProcessGroupGloo(store, info.rank, info.size, _gloo_options(timeout))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._reduce(x, dist.ReduceOp.SUM)
@@ -131,6 +136,20 @@ class TorchCommunicator(DistributedCommunicator):
     def _buffers_like(self, x: Tensor) -> list[Tensor]:
         """One for the x of each rank."""
         return [torch.empty_like(x) for _ in range(self.info.size)]
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """Options that name the device; gloo's own is the address of the host's name."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its devices
+    interface = env.gloo_interface()
+    if interface:
+        device = gloo.create_device(interface=interface)
+    else:
+        device = gloo.create_device(hostname=_LOOPBACK)
+    options = gloo._Options()
+    options._devices = [device]
+    options._timeout = timeout
+    return options
 
 
 def create_communicator(

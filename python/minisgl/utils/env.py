@@ -26,6 +26,16 @@ def api_keys() -> str | None:
     return os.environ.get("MINISGL_API_KEY")
 
 
+def gloo_interface() -> str | None:
+    """GLOO_SOCKET_IFNAME: the network interface on which ranks on a CPU listen."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def keep_nccl_local() -> None:
+    """Set NCCL_SOCKET_IFNAME, else NCCL listens on a network interface of its choice."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def nvcc() -> str:
     """CUDA's compiler: that of CUDA_HOME, else that of PATH, else that of the default folder."""
     folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
