@@ -63,6 +63,23 @@ def test_openais_client_is_refused_without_one_and_no_key_is_ever_written(guarde
     assert "sk-" not in guarded.stderr
 
 
+def test_a_prefix_is_cached_for_its_key_only(guarded: Program) -> None:
+    body = {"model": MODEL, "prompt": "Pack my box with five dozen liquor jugs. " * 8}
+
+    def num_cached_tokens(key: str) -> int:
+        with guarded.client(key) as client:
+            answer = client.completions.create(**body, temperature=0, max_tokens=1)
+        cached = answer.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
+        assert cached is not None
+        return cached
+
+    assert num_cached_tokens(KEY) == 0
+    assert num_cached_tokens(KEY) > 0
+    assert num_cached_tokens(OTHER_KEY) == 0
+    assert num_cached_tokens(OTHER_KEY) > 0
+    assert "cache_salt" not in guarded.stderr
+
+
 def scrape(program: Program) -> dict[str, float]:
     response = httpx.get(f"{program.url}/metrics", headers=BEARER, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text

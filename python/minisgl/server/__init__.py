@@ -2,6 +2,7 @@
 
     args.py        the command line, made from the config's fields
     launch.py      `launch_server`: from options to a running server, and its end
+    capacity.py    how many connections there may be
     serve.py       the event loop of the running server
     api_server.py  `create_app`: the HTTP application and what the API says of the model
     frontend.py    open requests: from a prompt to a stream of replies

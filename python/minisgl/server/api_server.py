@@ -32,17 +32,24 @@ def create_app(
     max_body_bytes: int,
     api_keys: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
+    *,
+    shares_prefixes: bool = False,
+    body_timeout_s: float = 60,
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
     Args:
         api_keys: a request has to bring one of them; if there are none, no key is needed.
         cors_origins: origins whose pages may call the server from a browser; "*" is all.
+        body_timeout_s: how long a body may take to come.
+        shares_prefixes: whether a request may use prefixes that another key's request has computed.
     """
     app = DocumentedApp(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
     app.state.model = model
-    _add_middleware(app, frontend, max_body_bytes, api_keys, cors_origins)
+    salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    _add_middleware(app, frontend, api_keys, cors_origins, salts_prefixes)
     add_error_handlers(app)
     app.include_router(open_router)
     if api_keys:
@@ -55,14 +62,15 @@ def create_app(
 def _add_middleware(
     app: FastAPI,
     frontend: Frontend,
-    max_body_bytes: int,
     api_keys: Sequence[str],
     cors_origins: Sequence[str],
+    salts_prefixes: bool,
 ) -> None:
     """Middleware that is added last sees a request first."""
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
-        app.add_middleware(ApiKey, keys=api_keys, metrics=frontend.metrics)
+        app.add_middleware(
+            ApiKey, keys=api_keys, metrics=frontend.metrics, salts_prefixes=salts_prefixes
+        )
     if cors_origins:  # before the keys, because a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,

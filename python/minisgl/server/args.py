@@ -18,6 +18,15 @@ from minisgl.version import __version__
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_AT_LEAST_1 = (
+    "max_open_requests",
+    "max_connections",
+    "header_timeout_s",
+    "body_timeout_s",
+    "keep_alive_timeout_s",
+    "max_body_mb",
+    "start_timeout_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,11 @@ class ServerConfig(SchedulerConfig):
         "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY",
         secret=True,
     )
+    share_prefixes_between_keys: bool = option(
+        False,
+        "let requests use prefixes that were computed for another key; "
+        "whoever has a key can then find out what others have sent",
+    )
     tool_call_parser: str | None = option(
         None, "how the model calls tools; auto: as its chat template says", TOOL_CALL_PARSERS
     )
@@ -48,15 +62,22 @@ class ServerConfig(SchedulerConfig):
         (), "origins whose pages may call this server, with commas; * is all"
     )
     max_open_requests: int = option(2048, "requests that may be open at a time; more get a 429")
+    max_connections: int | None = option(
+        None, "connections that may be open at a time; auto: as many as descriptors allow"
+    )
+    header_timeout_s: int = option(10, "seconds that the head of a request may take")
+    body_timeout_s: int = option(60, "seconds that the body of a request may take")
+    keep_alive_timeout_s: int = option(30, "seconds that a connection may be idle between requests")
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
     log_level: str = option("INFO", "how much to log", _LOG_LEVELS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_open_requests", "max_body_mb", "start_timeout_s"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} must be >= 1, got {getattr(self, name)}")
+        for name in _AT_LEAST_1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
         if self.num_tokenizer < 0:
             raise ConfigError(f"--num-tokenizer must be >= 0, got {self.num_tokenizer}")
         if not 0 <= self.port <= 65535:

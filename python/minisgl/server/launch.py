@@ -21,16 +21,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.server.args import ServerConfig, parse_args
+from minisgl.server.capacity import BACKLOG, fit_connections, raise_limit
 from minisgl.utils import set_up_logging
 from minisgl.utils.mp import Addresses, private_folder
 from minisgl.utils.supervisor import Supervisor
-
-_BACKLOG = 2048
 
 
 def launch_server(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _run(config: ServerConfig) -> int:
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
-    config = config.agree(folder)
+    config = _fit_connections(config.agree(folder))
     with _interruptible(), _listen(config) as listener, private_folder() as ipc:
         addresses = Addresses(ipc, config.num_tokenizer)
         with Supervisor(config.log_level) as supervisor:
@@ -64,6 +64,13 @@ def _run(config: ServerConfig) -> int:
             model = served_model(name, model_config, reports, config)
             serve(config, model, addresses, supervisor, listener)
     return 0
+
+
+def _fit_connections(config: ServerConfig) -> ServerConfig:
+    """The options, with a limit of connections for which there are descriptors."""
+    num_workers = config.tp + config.num_tokenizer + 1
+    limit = fit_connections(config.max_connections, num_workers, raise_limit())
+    return replace(config, max_connections=limit)
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -87,7 +94,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 def _accept_connections(listener: socket.socket) -> None:
     try:
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:  # another server took the port while this one was loading
         raise ConfigError(
             f"cannot listen on {listener.getsockname()}: {error.strerror}; see --port"

@@ -7,15 +7,12 @@ before.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import uvicorn
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
@@ -24,6 +21,8 @@ from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
 from minisgl.server.api_server import create_app
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.connections import ConnectionLimits
+from minisgl.server.http.listener import create_server
 from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
 from minisgl.server.served_model import ServedModel
@@ -32,8 +31,6 @@ from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.supervisor import StartupReport, Supervisor
 
 logger = logging.getLogger(__name__)
-
-_DRAIN_S = 5
 
 
 def served_model(
@@ -79,10 +76,16 @@ async def _serve(
     queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(addresses.frontend, decoder(FrontendMsg))
     frontend = Frontend(queues, replies, config.max_open_requests)
-    app = create_app(frontend, model, config.max_body_mb << 20, config.api_key, config.cors_origins)
-    server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S)
+    app = create_app(
+        frontend,
+        model,
+        config.max_body_mb << 20,
+        config.api_key,
+        config.cors_origins,
+        shares_prefixes=config.share_prefixes_between_keys,
+        body_timeout_s=config.body_timeout_s,
     )
+    server = create_server(app, connection_limits(config), config.keep_alive_timeout_s)
     stop = asyncio.Event()
     _set_on_signals(stop)
 
@@ -117,12 +120,9 @@ async def _serve(
         task.result()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers; `_serve` has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def connection_limits(config: ServerConfig) -> ConnectionLimits:
+    assert config.max_connections is not None  # `launch.py` resolves it
+    return ConnectionLimits(config.max_connections, config.header_timeout_s)
 
 
 def _host_and_port(listener: socket.socket) -> str:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+
+_REPEAT_INTERVAL_S = 10.0
 
 
 def set_up_logging(process: str, level: str = "INFO") -> None:
@@ -19,3 +22,39 @@ def set_up_logging(process: str, level: str = "INFO") -> None:
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(level)
+
+
+def limit_repeats(*names: str) -> None:
+    """Let these loggers write warnings of one line of code only now and then."""
+    for name in names:
+        limited = logging.getLogger(name)
+        if not any(isinstance(each, RepeatLimit) for each in limited.filters):
+            limited.addFilter(RepeatLimit())
+
+
+class RepeatLimit(logging.Filter):
+    """Lets one warning of a line of code through in `interval_s`, and counts the others.
+
+    What clients can cause at any rate would otherwise fill the disk.
+    """
+
+    def __init__(self, interval_s: float = _REPEAT_INTERVAL_S) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._next_time: dict[tuple[str, int], float] = {}
+        self._num_left_out: dict[tuple[str, int], int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        place = (record.pathname, record.lineno)
+        now = time.monotonic()
+        if now < self._next_time.get(place, now):
+            self._num_left_out[place] = self._num_left_out.get(place, 0) + 1
+            return False
+        self._next_time[place] = now + self._interval_s
+        num_left_out = self._num_left_out.pop(place, 0)
+        if num_left_out:
+            record.msg = f"{record.getMessage()} ({num_left_out} more before this one)"
+            record.args = ()
+        return True

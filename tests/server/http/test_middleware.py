@@ -31,7 +31,7 @@ def assert_is_refused(call: HttpCall) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER   "])
+@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER "])
 def test_each_of_the_keys_opens_the_door(key: str, scheme: bytes) -> None:
     async def scenario(app: App) -> None:
         app.worker.answer_with(token_replies("ok"))
@@ -54,6 +54,11 @@ def test_each_of_the_keys_opens_the_door(key: str, scheme: bytes) -> None:
         b"Bearer sk-one2",
         b"Bearer SK-ONE",
         b"Bearer sk-one,sk-two",
+        b"Bearer  sk-one",
+        b"Bearer sk-one ",
+        b"Bearer sk-one\xa0",
+        b"Bearer \xa0sk-one",
+        b"Bearer\tsk-one",
         b"Basic sk-one",
         b"sk-one",
         b"Bearer \xff\xfe",
@@ -69,6 +74,17 @@ def test_without_a_known_key_nothing_is_answered(value: bytes | None) -> None:
         await call.done
         assert_is_refused(call)
         assert app.frontend.num_open == 0
+
+    run_with_app(scenario, api_keys=KEYS)
+
+
+@pytest.mark.parametrize("values", [("sk-one", "sk-one"), ("sk-one", "no"), ("no", "sk-one")])
+def test_of_two_keys_none_counts(values: tuple[str, str]) -> None:
+    async def scenario(app: App) -> None:
+        headers = [(b"authorization", f"Bearer {value}".encode()) for value in values]
+        call = app.call("GET", "/v1/models", headers=headers)
+        await call.done
+        assert_is_refused(call)
 
     run_with_app(scenario, api_keys=KEYS)
 

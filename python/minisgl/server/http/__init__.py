@@ -2,8 +2,11 @@
 
     routes.py       from a request to an answer, a function a route
     streaming.py    server-sent events, and clients that go away
+    listener.py     uvicorn's server, with the connections below
+    connections.py  deadlines and the limit of connections
     errors.py       from an error to a response
     middleware.py   what sees a request before the routes: keys, limits, counts
+    tenants.py      cached prefixes are found by the key that computed them
     metrics.py      the numbers at /metrics
     openapi.py      the OpenAPI document
 

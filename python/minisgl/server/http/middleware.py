@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey
 from minisgl.server.http.metrics import Metrics
+from minisgl.server.http.tenants import KEY_SALT, key_salts
 from minisgl.server.openai.common import error_response
 
-_OPEN_PATHS = {"/health"}
+OPEN_PATHS = {"/health"}  # their requests need no key
 
 
 class RequestCount:
@@ -49,17 +51,28 @@ class RequestCount:
 class ApiKey:
     """Requires one of the keys in every request but those for /health: `Authorization: Bearer KEY`.
 
+    The header stands once, with one space behind the scheme, and a key is compared byte by byte.
     Keeps digests of one length and compares with all of them, so that the time it takes says
-    nothing about the keys.
+    nothing about the keys. If `salts_prefixes`, the key's salt is put into the request's state.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, *, salts_prefixes: bool = False
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._salts_prefixes = salts_prefixes
         self._digests = [_digest(key.encode()) for key in keys]
+        self._salt_of_digest = key_salts(self._digests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_allowed(scope):
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        digest = self._digest_of_key(scope)
+        if digest is not None:
+            if self._salts_prefixes:
+                scope.setdefault("state", {})[KEY_SALT] = self._salt_of_digest[digest]
             await self._app(scope, receive, send)
             return
         error = InvalidApiKey()
@@ -69,14 +82,17 @@ class ApiKey:
         )
         await response(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        if scope["type"] == "lifespan" or scope["path"] in _OPEN_PATHS:
-            return True
-        authorization = Headers(scope=scope).get("authorization", "")
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+    def _digest_of_key(self, scope: Scope) -> bytes | None:
+        """The digest of the key that a request brings; None if it brings no known one."""
+        given = Headers(scope=scope).getlist("authorization")
+        if len(given) != 1:  # a proxy and this server might read different ones
+            return None
+        scheme, _, key = given[0].partition(" ")
+        digest = _digest(key.encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() == "bearer" and any(matches):
+            return digest
+        return None
 
 
 def _digest(key: bytes) -> bytes:
@@ -84,24 +100,49 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Answers a body larger than `max_bytes` with 413, whatever its Content-Length says."""
+    """Answers a body larger than `max_bytes` with 413, whatever its Content-Length says.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    A body that has not come in full after `timeout_s` gets a 408, however it drips.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        if scope["type"] == "http":
+            receive = _LimitedBody(receive, self._max_bytes, self._timeout_s).receive
+        await self._app(scope, receive, send)
 
-        async def receive_limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(
-                    413, f"the body is larger than the limit of {self._max_bytes} bytes"
-                )
-            return message
 
-        is_http = scope["type"] == "http"
-        await self._app(scope, receive_limited if is_http else receive, send)
+class _LimitedBody:
+    """The messages of one request. Its deadline counts from the request's head."""
+
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._deadline: float | None = asyncio.get_running_loop().time() + timeout_s
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        """
+        Raises:
+            HTTPException: the body is too large or too slow.
+        """
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the body did not come within {self._timeout_s:g} s"
+            ) from None
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            raise HTTPException(
+                413, f"the body is larger than the limit of {self._max_bytes} bytes"
+            )
+        if not message.get("more_body", False):
+            self._deadline = None  # a later message says that the client has gone
+        return message

@@ -20,6 +20,7 @@ from minisgl.server.frontend import Frontend
 from minisgl.server.http.errors import errors_name_fields
 from minisgl.server.http.openapi import ERRORS, RESPONSE_OBJECT, STREAMS
 from minisgl.server.http.streaming import EventStream, run_while_connected
+from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
     Detokenized,
@@ -126,7 +127,8 @@ async def embeddings(
     model.check_name(body.model)
     body.check_dimensions(model.width)
     with errors_name_fields(lambda param: param or "input"):
-        generation = frontend.submit(body.prompts(), EMBEDDING_SAMPLING)
+        sampling = salt_by_key(request, EMBEDDING_SAMPLING)
+        generation = frontend.submit(body.prompts(), sampling)
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
     return build_embeddings(body, replies)
@@ -198,7 +200,8 @@ async def _answer(
     builder: AnswerBuilder,
 ) -> Any:
     """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
-    generation = frontend.submit(prompts, sampling, body.num_answers)
+    salted = salt_by_key(request, sampling)
+    generation = frontend.submit(prompts, salted, body.num_answers)
     try:
         await run_while_connected(request, builder.wait_for_first_replies(generation))
         if body.stream:

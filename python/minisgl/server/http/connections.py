@@ -1,0 +1,262 @@
+"""HTTP connections: how many are open, how long a client may take, and when one is closed.
+
+Below the limit a connection has a deadline for each head of a request; uvicorn's timer ends one
+that is idle between two requests, and `BodyLimit` has the deadline for a body. An answer that is
+being written has no deadline: when a client is slow, uvicorn waits before it writes more. A client
+that reads nothing at all for some minutes loses its connection.
+
+Above the limit a connection is *reserved*. It has a second for its head, gets an answer to /health
+and a 503 to anything else, and is closed. When all reserved ones are taken, a new one ends the
+oldest, so that silent clients cannot keep a health check away.
+
+Does not know what a request means. Reference: RFC 9112, sections 6.3 and 9.6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from fastapi.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.http.middleware import OPEN_PATHS
+from minisgl.server.openai.common import ErrorBody, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+_RESERVED_HEAD_S = 1.0
+_DROPPING_S = 2.0
+_STALLED_S = 300.0
+_CLOSE = (b"connection", b"close")
+_HEAD_TIMEOUT = (
+    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
+    b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """
+    Args:
+        max_connections: those that are served; above them only /health is answered.
+        header_timeout_s: how long the head of a request may take, from the connection's begin or
+            the head's first byte.
+    """
+
+    max_connections: int
+    header_timeout_s: float
+
+
+class ConnectionTable:
+    """The open connections: served ones up to the limit, and reserved ones above it."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._served: set[Connection] = set()
+        self._reserved: dict[Connection, None] = {}  # the oldest first
+
+    def add(self, connection: Connection) -> bool:
+        """Add a connection and say whether it is reserved. May abort the oldest reserved one."""
+        if len(self._served) < self.limits.max_connections:
+            self._served.add(connection)
+            return False
+        logger.warning(
+            "%d connections are open, which is the limit; one more gets an answer to /health only "
+            "(--max-connections)",
+            self.limits.max_connections,
+        )
+        if len(self._reserved) == NUM_RESERVED:
+            oldest = next(iter(self._reserved))
+            del self._reserved[oldest]
+            oldest.transport.abort()
+        self._reserved[connection] = None
+        return True
+
+    def discard(self, connection: Connection) -> None:
+        self._served.discard(connection)
+        self._reserved.pop(connection, None)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with deadlines.
+
+    The deadline is that of a head, or of a body that is dropped. A second timer runs while the
+    client does not read what was written. Both are cleared when the connection is lost.
+    """
+
+    def __init__(self, *args: Any, table: ConnectionTable, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._table = table
+        self._served_app = self.app
+        self.app = self._run_app
+        self._is_reserved = False
+        self._drops_input = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    # What uvicorn and asyncio call.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._is_reserved = self._table.add(self)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        self._clear_stall_timer()
+        self._unset_keepalive_if_required()  # uvicorn leaves it set after an error
+        self._table.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._drops_input:
+            return
+        cycle = self.cycle
+        super().data_received(data)
+        if self.cycle is not cycle and self.cycle is not None:
+            self._watch_cycle()
+        if self.transport.is_closing():  # uvicorn has answered something malformed
+            self._end_when_stalled()
+        elif self.conn.their_state is not h11.IDLE:
+            self._clear_deadline()
+        elif self._deadline is None:
+            self._await_head()
+
+    def on_response_complete(self) -> None:
+        cycle = self.cycle
+        super().on_response_complete()
+        if self.cycle is not cycle:  # the next request had come already
+            self._watch_cycle()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_when_stalled()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_when_stalled()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._clear_stall_timer()
+
+    # Deadlines.
+
+    def _await_head(self) -> None:
+        timeout_s = self._table.limits.header_timeout_s
+        if self._is_reserved:
+            timeout_s = min(timeout_s, _RESERVED_HEAD_S)
+        self._set_deadline(timeout_s, self._end_without_head)
+
+    def _end_without_head(self) -> None:
+        """Close. A client that has begun a head learns why; a silent one needs no answer."""
+        has_begun = bool(self.conn.trailing_data[0])
+        if has_begun and not self.transport.is_closing():
+            reason = b"the head of the request did not come in time"
+            self.transport.write(_HEAD_TIMEOUT % (len(reason), reason))
+            self._close(is_client_sending=True)
+        else:
+            self._close(is_client_sending=False)
+
+    def close_after_answer(self) -> None:
+        self._close(is_client_sending=self.conn.their_state is h11.SEND_BODY)
+
+    def _close(self, *, is_client_sending: bool) -> None:
+        """Close, but let a client that is still sending read the answer.
+
+        To close a socket with unread bytes resets the connection, and the client may then lose the
+        answer. So only our side is closed, and what comes is dropped for a short time.
+        """
+        if self._is_reserved or not is_client_sending:
+            self.transport.close()
+            self._end_when_stalled()
+            return
+        self._drops_input = True
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._set_deadline(_DROPPING_S, self.transport.abort)
+
+    def _set_deadline(self, timeout_s: float, action: Callable[[], None]) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(timeout_s, action)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end_when_stalled(self, num_unsent_before: int | None = None) -> None:
+        """Abort once the client has read nothing for some time, of an answer or at the end."""
+        self._clear_stall_timer()
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent == num_unsent_before:
+            self.transport.abort()
+        else:
+            self._stall_timer = self.loop.call_later(_STALLED_S, self._end_when_stalled, num_unsent)
+
+    def _clear_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    # Requests.
+
+    def _watch_cycle(self) -> None:
+        """Let a new request's cycle close this connection through `close_after_answer`."""
+        self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
+
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, or refuse; announce that the connection closes if it does."""
+        refusal = self._refusal(scope)
+        must_close = self._is_reserved or refusal is not None
+
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and (
+                must_close or self.conn.their_state is h11.SEND_BODY
+            ):
+                message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
+            await send(message)
+
+        app = self._served_app if refusal is None else refusal
+        await app(scope, receive, send_closing)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            message = "a request has Content-Length or Transfer-Encoding, not both"
+            return _error_response(400, message, "invalid_request_error", "invalid_request")
+        if self._is_reserved and scope["path"] not in OPEN_PATHS:
+            limit = self._table.limits.max_connections
+            message = f"{limit} connections are open, which is the limit; try again later"
+            return _error_response(503, message, "server_error", "too_many_connections")
+        return None
+
+
+class _CycleTransport:
+    """What a cycle of uvicorn needs of a transport; it ends a connection gently."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.close_after_answer()
+
+
+def _error_response(status: int, message: str, kind: str, code: str) -> JSONResponse:
+    body = ErrorResponse(error=ErrorBody(message=message, type=kind, code=code))
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return JSONResponse(body.model_dump(), status, headers)

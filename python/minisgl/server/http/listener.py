@@ -1,0 +1,54 @@
+"""uvicorn's server, with this package's connections.
+
+Accepts a few connections at a time, so that a flood of them delays nobody, and writes little about
+what clients can cause. When no descriptor is left, asyncio pauses accepting for a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI
+
+from minisgl.server.capacity import BACKLOG
+from minisgl.server.http.connections import Connection, ConnectionLimits, ConnectionTable
+from minisgl.utils.logger import limit_repeats
+
+_DRAIN_S = 5
+_ACCEPTS_AT_ONCE = 8
+
+
+def create_server(
+    app: FastAPI, limits: ConnectionLimits, keep_alive_timeout_s: int
+) -> uvicorn.Server:
+    """The server of an application; `serve([listener])` of it runs in the caller's loop."""
+    limit_repeats("asyncio", "uvicorn.error", "minisgl.server.http.connections")
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, table=ConnectionTable(limits)),  # type: ignore[arg-type]
+        ws="none",  # a WebSocket would leave these connections and their limits
+        log_config=None,
+        access_log=False,
+        backlog=_ACCEPTS_AT_ONCE,
+        timeout_keep_alive=keep_alive_timeout_s,
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers; the caller has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio makes one number of the queue's length and of how many it accepts at once."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)

@@ -1,0 +1,39 @@
+"""Prefix namespaces by API key, so that no tenant learns from the cache what another has sent.
+
+`cached_tokens` and the time to the first token show whether a prompt's beginning was cached. Were
+prefixes shared between keys, one tenant could guess another's prompts page by page. A request's
+cache salt is therefore made of its key's salt and of the salt that it brings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fastapi import Request
+
+from minisgl.core import SamplingParams
+
+KEY_SALT = "key_salt"  # the name in a request's state
+
+
+def key_salts(digests: Iterable[bytes]) -> dict[bytes, bytes]:
+    """A salt for each digest of a key.
+
+    It is keyed with a secret of this process, so that it says nothing about the key.
+    """
+    secret = secrets.token_bytes(32)
+    return {digest: hmac.digest(secret, digest, hashlib.sha256) for digest in digests}
+
+
+def salt_by_key(request: Request, sampling: SamplingParams) -> SamplingParams:
+    """The parameters, with a cache salt of the request's key; unchanged if keys share prefixes."""
+    key_salt: bytes | None = getattr(request.state, KEY_SALT, None)
+    if key_salt is None:
+        return sampling
+    own_salt = sampling.cache_salt or ""  # a request's own salt is never empty
+    combined = hmac.new(key_salt, own_salt.encode(errors="surrogatepass"), hashlib.sha256)
+    return replace(sampling, cache_salt=combined.hexdigest())

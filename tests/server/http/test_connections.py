@@ -1,0 +1,391 @@
+"""Connections of the real server on the loopback: deadlines, the limit, and when one is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from minisgl.message import AbortMsg, TokenizeMsg, UserReply
+from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.http import connections
+from minisgl.server.http.connections import ConnectionLimits
+from minisgl.server.http.listener import create_server
+from tests.server.harness import (
+    BODIES,
+    CHAT,
+    MAX_BODY,
+    TEXT,
+    App,
+    run,
+    running_app,
+    token_replies,
+    wait_until,
+)
+
+SOON_S = 0.2
+LATE_S = 60
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+class Client:
+    """One connection to the server, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the next response, which has a Content-Length."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(head[0].split()[1]), headers, body
+
+    async def rest(self) -> bytes:
+        """What comes until the server closes the connection."""
+        return await self.reader.read()
+
+    @asynccontextmanager
+    async def dripping(self, data: bytes) -> AsyncIterator[None]:
+        """Send a byte now and then while the block runs."""
+
+        async def drip() -> None:
+            for number in range(len(data)):
+                self.send(data[number : number + 1])
+                await asyncio.sleep(0.01)
+
+        task = asyncio.create_task(drip())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Served:
+    """The application behind a real server."""
+
+    def __init__(self, app: App, server: uvicorn.Server, port: int) -> None:
+        self.app = app
+        self.server = server
+        self._port = port
+        self._clients: list[Client] = []
+
+    async def connect(self) -> Client:
+        """A connection that the server has accepted or refused."""
+        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+        self._clients.append(client)
+        return client
+
+    async def connect_many(self, number: int) -> list[Client]:
+        return [await self.connect() for _ in range(number)]
+
+    @property
+    def num_open(self) -> int:
+        return len(self.server.server_state.connections)
+
+    async def close_clients(self) -> None:
+        for client in self._clients:
+            client.close()
+        await wait_until(lambda: self.num_open == 0)
+
+
+@asynccontextmanager
+async def serving(
+    header_timeout_s: float, keep_alive_timeout_s: int, max_connections: int, **options: Any
+) -> AsyncIterator[Served]:
+    limits = ConnectionLimits(max_connections, header_timeout_s)
+    async with running_app(**options) as app:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server = create_server(app.app, limits, keep_alive_timeout_s)
+        task = asyncio.create_task(server.serve([listener]))
+        await wait_until(lambda: server.started)
+        served = Served(app, server, port)
+        try:
+            yield served
+            await served.close_clients()
+            assert app.frontend.num_open == 0, "a request outlived its connection"
+        finally:
+            server.should_exit = True
+            await task
+
+
+def run_served(
+    scenario: Callable[[Served], Coroutine[Any, Any, None]],
+    header_timeout_s: float = LATE_S,
+    keep_alive_timeout_s: int = LATE_S,
+    max_connections: int = 100,
+    **options: Any,
+) -> None:
+    async def run_scenario() -> None:
+        async with serving(
+            header_timeout_s, keep_alive_timeout_s, max_connections, **options
+        ) as served:
+            await scenario(served)
+
+    run(run_scenario())
+
+
+def post(route: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
+    lines = [f"POST {route} HTTP/1.1", "host: a", "content-type: application/json", *headers]
+    lines.append(f"content-length: {len(body) if length is None else length}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+# ---- deadlines
+
+
+def test_a_silent_connection_is_closed_without_an_answer() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        assert await client.rest() == b""
+
+    run_served(scenario, header_timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_head_that_drips_is_a_408(is_first: bool) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        if not is_first:
+            client.send(HEALTH)
+            assert (await client.response())[0] == 200
+        async with client.dripping(b"GET /health HTTP/1.1\r\nx: " + b"a" * 10_000):
+            status, headers, _ = await client.response()
+            assert (status, headers["connection"]) == (408, "close")
+            assert await client.rest() == b""
+
+    run_served(scenario, header_timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("route", [CHAT, "/tokenize"])
+def test_a_body_that_drips_is_a_408(route: str) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(route, b"", length=4000))
+        async with client.dripping(b" " * 4000):
+            status, headers, body = await client.response()
+            assert (status, headers["connection"]) == (408, "close")
+            assert f"{SOON_S:g} s" in json.loads(body)["error"]["message"]
+            assert await client.rest() == b""
+
+    run_served(scenario, body_timeout_s=SOON_S)
+
+
+def test_an_idle_connection_is_closed_after_its_answer() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+        assert await client.rest() == b""
+
+    run_served(scenario, keep_alive_timeout_s=0)
+
+
+def test_an_answer_may_take_longer_than_any_deadline() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode()))
+        msg = await served.app.worker.receive()
+        silent = await served.connect()
+        assert await silent.rest() == b""  # its deadline began later and is over
+        for reply in token_replies("ok")(msg):
+            served.app.worker.send(reply)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario, header_timeout_s=SOON_S, body_timeout_s=SOON_S)
+
+
+def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+        client.send(HEALTH + MODELS + HEALTH)
+        assert [(await client.response())[0] for _ in range(3)] == [200, 200, 200]
+
+    run_served(scenario)
+
+
+# ---- what closes a connection
+
+
+def test_a_length_beside_an_encoding_is_refused_and_what_follows_is_not_served() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b"0\r\n\r\n", "transfer-encoding: chunked") + HEALTH)
+        status, headers, body = await client.response()
+        assert (status, headers["connection"]) == (400, "close")
+        assert "Transfer-Encoding" in json.loads(body)["error"]["message"]
+        assert await client.rest() == b""
+
+    run_served(scenario)
+
+
+def test_a_401_before_the_body_closes() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b"{", length=4000))
+        status, headers, _ = await client.response()
+        assert (status, headers["connection"]) == (401, "close")
+        assert await client.rest() == b""
+        await wait_until(lambda: served.num_open == 0)  # though the client keeps it open
+
+    run_served(scenario, api_keys=("sk-one",))
+
+
+def test_a_client_that_sends_its_whole_body_first_still_reads_why_it_is_refused() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b" " * 4_000_000))
+        await client.writer.drain()
+        status, headers, body = await client.response()
+        assert (status, headers["connection"]) == (413, "close")
+        assert str(MAX_BODY) in json.loads(body)["error"]["message"]
+        assert await client.rest() == b""
+
+    run_served(scenario)
+
+
+def test_a_refusal_after_the_body_keeps_the_connection() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b"{}"))
+        assert (await client.response())[0] == 401
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario, api_keys=("sk-one",))
+
+
+@pytest.mark.parametrize("garbage", [b"\r\n\r\nhello\r\n\r\n", b"\x16\x03\x01" * 100])
+def test_what_is_not_http_is_closed(garbage: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(garbage)
+        assert (await client.rest()).startswith(b"HTTP/1.1 400")
+
+    run_served(scenario)
+
+
+def test_an_upgrade_to_a_websocket_is_not_made() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(
+            b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+            b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        assert (await client.response())[0] == 200
+
+    run_served(scenario)
+
+
+# ---- the limit
+
+
+def test_above_the_limit_only_health_is_answered() -> None:
+    async def scenario(served: Served) -> None:
+        silent = await served.connect_many(2)
+        await wait_until(lambda: served.num_open == 2)
+        for request, expected in ((HEALTH, 200), (MODELS, 503), (post(TEXT, b"{}"), 503)):
+            client = await served.connect()
+            client.send(request + MODELS)
+            status, headers, body = await client.response()
+            assert (status, headers["connection"]) == (expected, "close")
+            if expected == 503:
+                assert headers["retry-after"] == "1"
+                assert json.loads(body)["error"]["code"] == "too_many_connections"
+            assert await client.rest() == b""
+
+        silent[0].close()
+        await wait_until(lambda: served.num_open == 1)
+        client = await served.connect()
+        client.send(MODELS)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario, max_connections=2)
+
+
+def test_silent_connections_do_not_keep_a_health_check_away() -> None:
+    async def scenario(served: Served) -> None:
+        await served.connect_many(2 + NUM_RESERVED + 10)
+        client = await served.connect()
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+        assert served.num_open <= 2 + NUM_RESERVED
+
+    run_served(scenario, max_connections=2)
+
+
+def test_a_silent_connection_above_the_limit_ends_soon() -> None:
+    async def scenario(served: Served) -> None:
+        await served.connect_many(1)
+        await wait_until(lambda: served.num_open == 1)
+        client = await served.connect()
+        assert await client.rest() == b""
+        assert served.num_open == 1
+
+    run_served(scenario, max_connections=1)
+
+
+# ---- clients that do not read
+
+
+def test_a_stream_that_nobody_reads_waits_and_is_whole_when_it_is_read() -> None:
+    piece = "x" * 100_000
+    num_pieces = 200
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        return list(token_replies(*[piece] * num_pieces)(msg))
+
+    async def scenario(served: Served) -> None:
+        served.app.worker.answer_with(script)
+        client = await served.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
+        client.send(post(TEXT, body, "connection: close"))
+        await wait_until(lambda: served.num_open == 1)
+        (connection,) = served.server.server_state.connections
+        await wait_until(lambda: connection.flow is not None and connection.flow.write_paused)
+        await wait_until(lambda: served.app.frontend.num_open == 0)  # all has been generated
+        assert connection.transport.get_write_buffer_size() < 300_000
+
+        silent = await served.connect()
+        assert await silent.rest() == b""  # the deadlines are over
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert (await client.rest()).count(piece.encode()) == num_pieces
+
+    run_served(scenario, header_timeout_s=SOON_S, body_timeout_s=SOON_S, keep_alive_timeout_s=0)
+
+
+def test_a_client_that_reads_nothing_for_long_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_STALLED_S", SOON_S)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = json.dumps({**BODIES[TEXT], "stream": True}).encode()
+        client.send(post(TEXT, body))
+        msg = await served.app.worker.receive()
+        for number in range(200):
+            served.app.worker.send(UserReply(msg.uid, "x" * 100_000, num_output=number + 1))
+        assert isinstance(await served.app.worker.receive(), AbortMsg)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)

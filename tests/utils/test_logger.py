@@ -1,0 +1,61 @@
+"""Warnings that clients can cause at any rate do not fill the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl.utils.logger import RepeatLimit, limit_repeats
+
+
+class Records(logging.Handler):
+    """Keeps the lines that are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("tests.repeats")
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    yield logger
+    logger.filters.clear()
+    logger.handlers.clear()
+
+
+def test_of_many_warnings_of_one_line_one_is_written(logger: logging.Logger) -> None:
+    records = Records()
+    logger.addHandler(records)
+    logger.addFilter(RepeatLimit(interval_s=1000))
+    for number in range(100):
+        logger.warning("refused: %d", number)
+        logger.error("broken: %d", number)
+        logger.info("served")
+    assert records.lines[:3] == ["refused: 0", "broken: 0", "served"]
+    assert records.lines[3:] == ["served"] * 99
+
+
+def test_the_next_one_counts_those_that_were_left_out(logger: logging.Logger) -> None:
+    records = Records()
+    logger.addHandler(records)
+    limit = RepeatLimit(interval_s=1000)
+    logger.addFilter(limit)
+    for number in range(4):
+        if number == 3:
+            limit._next_time.clear()  # the interval is over
+        logger.warning("refused: %d", number)
+    assert records.lines == ["refused: 0", "refused: 3 (2 more before this one)"]
+
+
+def test_a_logger_is_limited_once(logger: logging.Logger) -> None:
+    limit_repeats(logger.name)
+    limit_repeats(logger.name)
+    assert len(logger.filters) == 1
