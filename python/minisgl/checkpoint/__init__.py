@@ -3,6 +3,8 @@
     fetch.py          `fetch_model`: a folder, file or hub id to a folder in Hugging Face's layout
     default_model.py  the model that is served by default
     gguf.py           GGUF files as such folders, and their tensors
+    gguf_header.py    checks the header of a GGUF file
+    files.py          bounds of the small files of a folder
     config.py         the folder's JSON files as a `ModelConfig`
     attention.py      the part of it that says what the attention of each layer is
     quantization.py   how config.json says that the weights are quantized

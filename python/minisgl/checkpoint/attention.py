@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+_MAX_HEAD_DIM = 1 << 16
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _NOT_SCALING = ("rope_type", "type", "rope_theta", _FULL, _SLIDING)
@@ -75,7 +76,10 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
 
 def head_dim(hf: dict[str, Any]) -> int:
     """The width of a head."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+    width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be an integer in [1, {_MAX_HEAD_DIM}], got {width!r}")
+    return width
 
 
 def _window(hf: dict[str, Any], architecture: str) -> int | None:
@@ -89,7 +93,11 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
         return None
     if architecture not in _SLIDING_RULES:
         raise ValueError(f"sliding_window is not supported for {architecture}")
-    return int(window) if uses_window else None
+    if not uses_window:
+        return None
+    if type(window) is not int or window < 1:
+        raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
+    return window
 
 
 def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
@@ -123,11 +131,14 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
         rope = {"rope_theta": rope.get("rope_theta")}
     if hf.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
         raise ValueError("partial_rotary_factor is not supported")
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
     return RotaryConfig(
         head_dim=head_dim(hf),
-        theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        theta=float(theta),
         max_position=hf["max_position_embeddings"],
-        kind=rope.get("rope_type") or rope.get("type") or "default",
+        kind=str(rope.get("rope_type") or rope.get("type") or "default"),
         scaling={name: rope[name] for name in rope if name not in _NOT_SCALING},
     )
 

@@ -7,12 +7,13 @@ Checkpoints of several years have different names for one thing, such as `rope_s
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minisgl.checkpoint.attention import AttentionSpec, attention_specs, head_dim
+from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
 from minisgl.checkpoint.quantization import Quantization, read_quantization
 from minisgl.errors import CheckpointError
 
@@ -30,6 +31,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+_MAX_LAYERS = 4096
+_MAX_SIZE = 1 << 28  # of any other number: the largest are context lengths and vocabularies
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,12 @@ class ModelConfig:
         Raises:
             CheckpointError: a file is missing or damaged, or a needed field is.
         """
-        hf = _read_json(folder / "config.json")
+        hf = read_json(folder / "config.json", MAX_CONFIG_BYTES)
         path = folder / "generation_config.json"
-        generation = _read_json(path) if path.exists() else {}
+        generation = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
         try:
             return cls._from_json(hf, generation)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / 'config.json'}: {_explain(error)}") from error
 
     @classmethod
@@ -95,37 +100,27 @@ class ModelConfig:
             width=_size(hf, "hidden_size"),
             num_layers=_size(hf, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+            num_kv_heads=_optional_size(hf, "num_key_value_heads") or num_heads,
             head_dim=head_dim(hf),
             mlp_width=_size(hf, "intermediate_size"),
-            activation=hf.get("hidden_act", "silu"),
-            norm_eps=hf["rms_norm_eps"],
-            max_position=hf["max_position_embeddings"],
+            activation=str(hf.get("hidden_act", "silu")),
+            norm_eps=_number(hf, "rms_norm_eps"),
+            max_position=_size(hf, "max_position_embeddings"),
             attention=attention_specs(hf, architecture),
-            tied_embeddings=hf.get("tie_word_embeddings", False),
-            attention_bias=hf.get("attention_bias", False),
-            mlp_bias=hf.get("mlp_bias", False),
-            num_experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
-            experts_per_token=hf.get("num_experts_per_tok", 0),
-            expert_width=hf.get("moe_intermediate_size", 0),
-            normalize_experts=hf.get("norm_topk_prob", False),
+            tied_embeddings=_flag(hf, "tie_word_embeddings"),
+            attention_bias=_flag(hf, "attention_bias"),
+            mlp_bias=_flag(hf, "mlp_bias"),
+            num_experts=(
+                _optional_size(hf, "num_experts") or _optional_size(hf, "num_local_experts")
+            ),
+            experts_per_token=_optional_size(hf, "num_experts_per_tok"),
+            expert_width=_optional_size(hf, "moe_intermediate_size"),
+            normalize_experts=_flag(hf, "norm_topk_prob"),
             dense_layers=_dense_layers(hf),
             quantization=read_quantization(hf),
             eos_ids=_ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             sampling_defaults=_sampling_defaults(generation),
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
 
 
 def _architecture(hf: dict[str, Any]) -> str:
@@ -139,7 +134,29 @@ def _size(hf: dict[str, Any], name: str) -> int:
     size = hf[name]
     if type(size) is not int or size < 1:
         raise ValueError(f"{name} must be a positive integer, got {size!r}")
+    most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
+    if size > most:
+        raise ValueError(f"{name} must be at most {most}, got {size}")
     return size
+
+
+def _optional_size(hf: dict[str, Any], name: str) -> int:
+    return _size(hf, name) if hf.get(name) else 0
+
+
+def _number(hf: dict[str, Any], name: str) -> float:
+    number = hf[name]
+    is_number = type(number) in (int, float)
+    if not is_number or not math.isfinite(number):
+        raise ValueError(f"{name} must be a number, got {number!r}")
+    return float(number)
+
+
+def _flag(hf: dict[str, Any], name: str) -> bool:
+    value = hf.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
 
 
 def _explain(error: Exception) -> str:

@@ -19,9 +19,13 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from minisgl.checkpoint.files import is_panic
+from minisgl.checkpoint.gguf_header import check_gguf_header
 from minisgl.errors import CheckpointError
 
 GGUF_NAME = "model.gguf"
+_MAX_EXPERTS = 4096
+_MAX_DIVISORS = 4096
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -89,6 +93,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        check_gguf_header(path)
         try:
             self._reader = gguf.GGUFReader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
@@ -111,7 +116,10 @@ class GGUFFile:
     def field(self, name: str) -> Any:
         """Return a metadata value, or None if there is none."""
         entry = self._reader.get_field(name)
-        return None if entry is None else entry.contents()
+        try:
+            return None if entry is None else entry.contents()
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(f"{self}: the field {name} cannot be read: {error}") from None
 
     def tensor(self, name: str, part: tuple[slice, ...]) -> NDArray[np.float32]:
         """Return a part of a tensor, dequantized to float32. Other rows are not read.
@@ -126,11 +134,24 @@ class GGUFFile:
         rows: Any = part[0]
         if stored.row_order is not None:
             rows = stored.row_order[rows]
-        values = gguf.dequantize(data[rows], stored.tensor.tensor_type)
+        try:
+            values = gguf.dequantize(data[rows], stored.tensor.tensor_type)
+        except (NotImplementedError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self}: {name!r} cannot be dequantized: {error}") from None
         return np.array(values[(slice(None), *part[1:])], dtype=np.float32)
 
     def config(self) -> dict[str, Any]:
-        """Return the metadata as the content of a config.json."""
+        """Return the metadata as the content of a config.json.
+
+        Raises:
+            CheckpointError: a field has another type than it should.
+        """
+        try:
+            return self._config()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self}: its metadata make no config: {error}") from None
+
+    def _config(self) -> dict[str, Any]:
         fields = {name: self.field(f"{self._arch}.{key}") for name, key in _CONFIG_FIELDS.items()}
         architecture = _ARCHITECTURES[self._arch]
         if self._arch == "llama" and fields["sliding_window"] is not None:
@@ -164,6 +185,8 @@ class GGUFFile:
         }
         for tensor in self._reader.tensors:
             if tensor.name == "rope_freqs.weight":
+                if tensor.data.size > _MAX_DIVISORS:
+                    raise ValueError(f"{tensor.name} has {tensor.data.size} numbers")
                 fields |= {"rope_type": "divided", "divisors": tensor.data.tolist()}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -187,21 +210,29 @@ class GGUFFile:
             return []
         name = f"model.layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}.{kind}"
         if "*" in name:
+            if len(tensor.data) > _MAX_EXPERTS:
+                raise ValueError(f"{tensor.name!r} has {len(tensor.data)} experts")
             return [
                 (name.replace("*", str(expert)), _StoredTensor(tensor, expert, None))
                 for expert in range(len(tensor.data))
             ]
-        return [(name, _StoredTensor(tensor, None, self._row_order(layer[2])))]
+        return [(name, _StoredTensor(tensor, None, self._row_order(layer[2], tensor)))]
 
-    def _row_order(self, tensor: str) -> NDArray[np.int64] | None:
+    def _row_order(self, kind: str, tensor: gguf.ReaderTensor) -> NDArray[np.int64] | None:
         """Undo the order of llama's q and k rows, which interleaves the two halves of each head."""
         keys = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-        if self._arch != "llama" or tensor not in keys:
+        if self._arch != "llama" or kind not in keys:
             return None
-        num_heads = self.field(f"llama.{keys[tensor]}") or self.field("llama.attention.head_count")
+        num_heads = self.field(f"llama.{keys[kind]}") or self.field("llama.attention.head_count")
         head_dim = self.field("llama.attention.key_length") or (
             self.field("llama.embedding_length") // self.field("llama.attention.head_count")
         )
+        num_rows = int(tensor.shape[-1])
+        are_counts = type(num_heads) is int and type(head_dim) is int
+        if not are_counts or num_heads * head_dim != num_rows:
+            raise ValueError(
+                f"{tensor.name!r} has {num_rows} rows for {num_heads!r} heads of {head_dim!r}"
+            )
         rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)
 
@@ -233,7 +264,9 @@ def write_hf_folder(path: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, gguf_file=GGUF_NAME, trust_remote_code=False
         )
-    except Exception as error:  # the library raises whatever its converters do
+    except BaseException as error:  # the library raises whatever its converters do
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(file.config(), indent=2))

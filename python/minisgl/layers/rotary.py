@@ -79,7 +79,7 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
     It is computed in float32 and rounded once.
 
     Raises:
-        CheckpointError: an unknown kind, or one of its parameters is missing.
+        CheckpointError: an unknown kind, or one of its parameters is missing or wrong.
     """
     if config.kind not in _KINDS:
         raise CheckpointError(
@@ -91,6 +91,10 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
     except KeyError as missing:
         raise CheckpointError(
             f"rope type {config.kind!r} needs {missing} in the model's config"
+        ) from None
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"rope type {config.kind!r} cannot have the parameters {given}: {error}"
         ) from None
     return RotaryEmbedding(inverse_frequency, scale, num_positions, dtype)
 

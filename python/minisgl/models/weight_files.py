@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Container
 from pathlib import Path
@@ -11,8 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minisgl.checkpoint.files import MAX_INDEX_BYTES, check_size, read_json
 from minisgl.errors import CheckpointError
 
+_MAX_FILE_BYTES = 1 << 50
+_MAX_NAME_BYTES = 255  # of a file system
 _INDEX = "model.safetensors.index.json"
 PLAIN_DTYPES = ("F32", "F16", "BF16")  # as safetensors name them
 _QUANTIZED_PARTS = (  # of a layer, beside or in place of its weight
@@ -129,7 +131,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         file = self._file_of[name]
-        tensor: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+        try:
+            tensor: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self}: {name!r} cannot be read: {error}") from None
         return tensor
 
     def _dtype_of(self, name: str) -> str:
@@ -168,8 +173,8 @@ def _safetensors_files(folder: Path) -> list[Path]:
 def _names_in(index: Path) -> list[str]:
     """The names of the files that an index names. None of them leaves the folder."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        names = sorted(set(read_json(index, MAX_INDEX_BYTES)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from None
     for name in names:
         # The file itself may be a link, as in a hub's cache.
@@ -181,10 +186,17 @@ def _names_in(index: Path) -> list[str]:
 def _is_file_name(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".."):
         return False
-    return Path(name).name == name and "\0" not in name
+    is_short = len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
+    return is_short and Path(name).name == name and "\0" not in name
 
 
 def _open_safetensors(path: Path) -> safe_open:
+    """Open a file.
+
+    The library checks its header: at most 100 MB, shapes that fit their bytes, ranges without gaps
+    or overlaps that end with the file.
+    """
+    check_size(path, _MAX_FILE_BYTES)
     try:
         file: safe_open = safe_open(path, framework="pt").__enter__()
         return file

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
+from minisgl.checkpoint.files import check_tokenizer_files, is_panic
 from minisgl.core import IntArray
 from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong, RequestError
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
@@ -57,9 +58,12 @@ class Tokenizer:
         # Imported here: it takes seconds, and the API server need not wait for it.
         from transformers import AutoTokenizer
 
+        check_tokenizer_files(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # the library raises whatever its loaders do
+        except BaseException as error:  # the library raises whatever its loaders do
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             lines = str(error).strip().splitlines()
             reason = lines[0] if lines else type(error).__name__
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
