@@ -103,7 +103,7 @@ def load_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     tokenizer.make_detokenizer()
     assert isinstance(tokenizer.added_tokens, dict)
-    assert tokenizer.chat_template is None or isinstance(tokenizer.chat_template, str)
+    assert isinstance(tokenizer.chat_template, str | None)
 
 
 def load_gguf(folder: Path) -> None:
