@@ -19,7 +19,7 @@ SUBPACKAGES = [
 ]
 TIERS = [
     {"version", "core", "config", "sampling_params", "errors", "utils"},
-    {"checkpoint", "distributed", "message", "kernel"},
+    {"checkpoint", "distributed", "grammar", "message", "kernel"},
     {"layers", "attention", "kvcache", "moe"},
     {"models"},
     {"engine", "scheduler"},

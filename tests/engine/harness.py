@@ -73,6 +73,9 @@ class MemoryInbox:
             return [ExitMsg()]
         return msgs
 
+    def post(self, msg: BackendMsg) -> None:
+        self.msgs.append(msg)
+
 
 class MemoryOutbox:
     def __init__(self) -> None:

@@ -242,6 +242,16 @@ def test_what_would_take_long_to_compile_is_refused(llm: LLM, kind: str, text: s
     assert "limits." not in str(refusal.value)
 
 
+BOMB = {"allOf": [{"type": "string", "pattern": f"^(.*[a-f]){{{k}}}.*$"} for k in range(1, 40)]}
+
+
+def test_a_grammar_that_takes_minutes_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="more than 1 s to compile") as refusal:
+        llm.generate(PROMPT, json_params(BOMB), use_tqdm=False)
+    assert refusal.value.param == "grammar"
+    assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
+
+
 def test_a_refusal_quotes_nothing_but_the_mistake(
     llm: LLM, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,6 +420,9 @@ def test_masks_are_made_while_the_device_computes(
             "wait",
             "wait",
         ]
+        llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)  # compiles it
+        while not llm._scheduler.is_idle:
+            llm._step()
         events.clear()
         scheduler = llm._scheduler
         for owner, name in (

@@ -57,12 +57,12 @@ class Crowd:
         kind = self._random.randrange(len(KINDS))
         prompt = ids_of(PROMPT) * self._random.choice([1, 2, 5, 9])
         params = replace(KINDS[kind], priority=self._random.choice([0, 0, 1, -1]))
-        self._queues.put(UserMsg(len(self.requests), pack_ids(prompt), params))
+        self._queues.post(UserMsg(len(self.requests), pack_ids(prompt), params))
         self.requests.append((kind, prompt))
         self.outputs.append([])
 
     def abort(self) -> None:
-        self._queues.put(AbortBackendMsg(self._random.randrange(len(self.requests))))
+        self._queues.post(AbortBackendMsg(self._random.randrange(len(self.requests))))
 
     def step(self) -> None:
         if self._scheduler.is_idle and self._queues.is_inbox_empty:

@@ -23,6 +23,9 @@ class FakeMatchers(GrammarMatchers):
         self._answers: dict[int, list[int]] = {}
         self._accepted: dict[int, list[int]] = {}
 
+    def knows(self, grammar: Grammar) -> bool:
+        return True
+
     def open(self, uid: int, grammar: Grammar) -> None:
         if grammar.text == "bad":
             raise InvalidRequest("the grammar is refused", param="grammar")

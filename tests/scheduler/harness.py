@@ -50,6 +50,9 @@ class MemoryInbox:
         msgs, self.msgs = self.msgs, []
         return msgs
 
+    def post(self, msg: BackendMsg) -> None:
+        self.msgs.append(msg)
+
 
 @dataclass
 class Answer:

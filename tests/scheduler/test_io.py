@@ -18,6 +18,7 @@ from minisgl.message import (
     DetokenizeMsg,
     EngineStats,
     ExitMsg,
+    GrammarCompiledMsg,
     UserMsg,
     decoder,
     encode,
@@ -71,6 +72,9 @@ class Script:
                 return msgs
         return [ExitMsg()]
 
+    def post(self, msg: BackendMsg) -> None:
+        raise AssertionError(f"{msg}: no request has a grammar")
+
 
 def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
     parcels: list[list[BackendMsg]] = []
@@ -102,7 +106,8 @@ class Rank:
         )
         self.book = AnswerBook()
         config = SchedulerConfig(overlap=True, seed=5, max_prefill_length=16)
-        self.scheduler = Scheduler(config, self.executor, inbox, self.book)
+        leads = isinstance(inbox, LeaderInbox)
+        self.scheduler = Scheduler(config, self.executor, inbox, self.book, leads=leads)
 
     def sampling(self) -> dict[int, bytes]:
         return {uid: req.sampling_record for uid, req in self.scheduler._live.items()}
@@ -156,7 +161,7 @@ def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
 
 def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
     push, pull = connect(0, BackendMsg)
-    inbox = ZmqInbox(pull)
+    inbox = ZmqInbox(pull, push)
     assert inbox.receive(block=False) == []
 
     for uid in range(100):
@@ -165,6 +170,18 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
     while len(got) < 100:
         got += inbox.receive(block=True)
     assert got == [AbortBackendMsg(uid) for uid in range(100)]
+
+
+def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:
+    push, pull = connect(0, BackendMsg)
+    writer, follower = connect(1, BatchBackendMsg)
+    inbox = LeaderInbox(ZmqInbox(pull, push), [writer])
+    msg = GrammarCompiledMsg(4)
+    thread = threading.Thread(target=inbox.post, args=(msg,))
+    thread.start()
+    assert inbox.receive(block=True) == [msg]
+    thread.join()
+    assert follower.get().msgs == [msg]
 
 
 def test_an_outbox_sends_the_news_of_a_step_as_one_message(connect: Connect) -> None:

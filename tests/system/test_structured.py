@@ -100,3 +100,22 @@ def test_a_schema_that_cannot_be_followed_is_a_400(
     with server.client() as client, pytest.raises(openai.BadRequestError, match=reason) as refusal:
         client.chat.completions.create(response_format=format, stream=stream, **ASK)
     assert (refusal.value.param or "").startswith("response_format")
+
+
+def test_a_grammar_that_takes_minutes_is_a_400_and_a_neighbour_goes_on(server: Program) -> None:
+    """Its stream begins before the trial and gives tokens until after the refusal."""
+    patterns = [{"type": "string", "pattern": f"^(.*[a-f]){{{k}}}.*$"} for k in range(1, 40)]
+    with server.client() as client:
+        neighbour = client.completions.create(
+            prompt="x", model=MODEL, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(neighbour))
+        with pytest.raises(openai.BadRequestError, match="more than 1 s to compile"):
+            client.completions.create(
+                prompt=["a", "b"],
+                model=MODEL,
+                max_tokens=5,
+                extra_body={"guided_json": {"allOf": patterns}},
+            )
+        assert [chunk.choices[0].finish_reason for chunk in neighbour][-1] == "length"
+    wait_until(server.is_idle, "no request is open")

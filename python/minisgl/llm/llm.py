@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -79,16 +80,16 @@ class LocalQueues:
     """The scheduler's inbox and outbox as lists in this process."""
 
     def __init__(self) -> None:
-        self._to_scheduler: list[BackendMsg] = []
+        self._to_scheduler: SimpleQueue[BackendMsg] = SimpleQueue()
         self._from_scheduler: list[DetokenizeMsg] = []
 
     @property
     def is_inbox_empty(self) -> bool:
-        return not self._to_scheduler
+        return self._to_scheduler.empty()
 
-    def put(self, msg: BackendMsg) -> None:
+    def post(self, msg: BackendMsg) -> None:
         """Leave a message for the scheduler's next step."""
-        self._to_scheduler.append(msg)
+        self._to_scheduler.put(msg)
 
     def drain_outputs(self) -> list[DetokenizeMsg]:
         """Remove and return what the scheduler has sent."""
@@ -97,10 +98,9 @@ class LocalQueues:
         return msgs
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        if block:
-            assert self._to_scheduler, "only this process can send a message"
-        msgs = self._to_scheduler
-        self._to_scheduler = []
+        msgs = [self._to_scheduler.get()] if block else []
+        while not self._to_scheduler.empty():
+            msgs.append(self._to_scheduler.get())
         return msgs
 
     # The outbox's contract has stats; nothing here shows them.
@@ -248,7 +248,7 @@ class LLM:
     def close(self) -> None:
         """End the other ranks and free the engine. May be called more than once."""
         if self._scheduler.is_running:
-            self._queues.put(ExitMsg())
+            self._queues.post(ExitMsg())
             with suppress(EngineFailed):
                 self._step()
             self._resources.close()
@@ -303,7 +303,7 @@ class LLM:
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
-                        self._queues.put(AbortBackendMsg(msg.uid))
+                        self._queues.post(AbortBackendMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
             self._abort(self._unread.keys() & uids)
@@ -320,7 +320,7 @@ class LLM:
         uids = [next(self._uids) for _ in prompts]
         for uid, ids, params in zip(uids, packed, params_list, strict=True):
             self._unread[uid] = unread
-            self._queues.put(UserMsg(uid, ids, params))
+            self._queues.post(UserMsg(uid, ids, params))
         return uids
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
@@ -354,7 +354,7 @@ class LLM:
         if self._has_failed or not self._scheduler.is_running:
             return
         for uid in sorted(uids):
-            self._queues.put(AbortBackendMsg(uid))
+            self._queues.post(AbortBackendMsg(uid))
         while uids & self._unread.keys():
             self._step()
 

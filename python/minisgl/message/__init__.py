@@ -2,6 +2,7 @@
 
     API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
+    scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg ─▶  itself, and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
 
@@ -17,6 +18,8 @@ from minisgl.message.backend import (
     BaseBackendMsg,
     BatchBackendMsg,
     ExitMsg,
+    GrammarCompiledMsg,
+    GrammarVerdictMsg,
     UserMsg,
 )
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
@@ -66,6 +69,8 @@ __all__ = [
     "EngineStats",
     "ExitMsg",
     "FrontendMsg",
+    "GrammarCompiledMsg",
+    "GrammarVerdictMsg",
     "Prompt",
     "ReplyError",
     "ShutdownMsg",

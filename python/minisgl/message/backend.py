@@ -33,10 +33,30 @@ class ExitMsg(BaseBackendMsg, frozen=True):
     """Tokenizer → scheduler 0 → ranks: end the loop."""
 
 
+class GrammarVerdictMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → itself → ranks: the trial of a grammar has ended.
+
+    Attributes:
+        number: of the grammar, as all ranks count them.
+        error: why it is refused; None if it is accepted.
+        num_bytes: memory that it takes when it is compiled.
+    """
+
+    number: int
+    error: str | None = None
+    num_bytes: int = 0
+
+
+class GrammarCompiledMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → itself → ranks: it has compiled a grammar, whose requests go on."""
+
+    number: int
+
+
 class BatchBackendMsg(BaseBackendMsg, frozen=True):
     """Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it."""
 
-    msgs: list[UserMsg | AbortBackendMsg | ExitMsg]
+    msgs: list[UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | ExitMsg]
 
 
-BackendMsg: TypeAlias = UserMsg | AbortBackendMsg | ExitMsg
+BackendMsg: TypeAlias = UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | ExitMsg

@@ -8,6 +8,7 @@ no clock in any decision keep the ranks in step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,6 +28,9 @@ class Inbox(Protocol):
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
         """What has come since the last call; with `block`, wait until there is something."""
 
+    def post(self, msg: BackendMsg) -> None:
+        """Leave a message for a later `receive`, on rank 0, from any thread."""
+
 
 class Outbox(Protocol):
     """Where outputs go."""
@@ -36,13 +40,23 @@ class Outbox(Protocol):
 
 
 class ZmqInbox:
-    """The tokenizers' queue."""
+    """The tokenizers' queue.
 
-    def __init__(self, queue: PullQueue[BackendMsg]) -> None:
+    Args:
+        writer: another end of the queue, for what is posted.
+    """
+
+    def __init__(self, queue: PullQueue[BackendMsg], writer: PushQueue[BackendMsg]) -> None:
         self._queue = queue
+        self._writer = writer
+        self._lock = threading.Lock()
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
         return self._queue.drain(block=block)
+
+    def post(self, msg: BackendMsg) -> None:
+        with self._lock:
+            self._writer.put(msg)
 
 
 class LeaderInbox:
@@ -59,6 +73,9 @@ class LeaderInbox:
             queue.put(batch)
         return msgs
 
+    def post(self, msg: BackendMsg) -> None:
+        self._source.post(msg)
+
     def close(self) -> None:
         for queue in self._followers:
             queue.close()
@@ -72,6 +89,9 @@ class FollowerInbox:
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:  # noqa: ARG002 - the leader decides
         return self._queue.get().msgs
+
+    def post(self, msg: BackendMsg) -> None:
+        raise AssertionError(f"{msg} is for the leader to post")
 
 
 class ZmqOutbox:

@@ -24,12 +24,15 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import RequestError
+from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
     EngineStats,
     ExitMsg,
+    GrammarCompiledMsg,
+    GrammarVerdictMsg,
     UserMsg,
     unpack_ids,
 )
@@ -48,7 +51,7 @@ from minisgl.scheduler.events import (
     StepPlanned,
     log_events,
 )
-from minisgl.scheduler.grammar import GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammar import MATCHERS_ON_GPU, GrammarMatchers, PendingMasks
 from minisgl.scheduler.io import Inbox, Outbox
 from minisgl.scheduler.outputs import (
     MIN_FORCED_ON_CPU,
@@ -56,6 +59,7 @@ from minisgl.scheduler.outputs import (
     Output,
     OutputProcessor,
 )
+from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.request_checks import check_request
 from minisgl.scheduler.table import TableManager
@@ -108,10 +112,19 @@ class Scheduler:
     With overlap, step n is launched, and step n-1 is finished while the device computes n
     (NanoFlow, Zhu et al. 2024, arXiv:2408.12757). Without overlap, step n is finished at once. Both
     give equal tokens.
+
+    Args:
+        leads: whether this is rank 0, which tries grammars and posts what it finds to `inbox`.
     """
 
     def __init__(
-        self, config: SchedulerConfig, executor: Executor, inbox: Inbox, outbox: Outbox
+        self,
+        config: SchedulerConfig,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        *,
+        leads: bool = True,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
         limits = executor.limits
@@ -123,12 +136,14 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table, self.events)
         self.decode = DecodeManager(self.cache)
-        self.grammars = GrammarMatchers(
-            Path(config.model or ""),
-            limits.vocab_size,
-            limits.eos_ids,
-            executor.grammar_masks,
-            for_gpu=is_on_gpu,
+        self.grammars = GrammarMatchers(executor.grammar_masks, for_gpu=is_on_gpu)
+        grammar_args = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
+        self.pending_grammars = PendingGrammars(
+            self.grammars.known,
+            GrammarCompiler(*grammar_args),
+            GrammarTrials(*grammar_args) if leads else None,
+            inbox.post,
+            num_matchers=MATCHERS_ON_GPU if is_on_gpu else 1,
         )
         min_forced = MIN_FORCED_ON_GPU if is_on_gpu else MIN_FORCED_ON_CPU
         self.outputs = OutputProcessor(self.grammars, self.table, limits, self.events, min_forced)
@@ -151,7 +166,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
-        return not (self._live or self._in_flight)
+        return len(self._live) == len(self.pending_grammars) and not self._in_flight
 
     def run(self) -> None:
         """Step until an ExitMsg comes."""
@@ -198,7 +213,7 @@ class Scheduler:
         num_half_computed = int(self.prefill.half_computed is not None)
         return EngineStats(
             num_running=len(self.decode) + num_half_computed,
-            num_waiting=len(self.prefill) - num_half_computed,
+            num_waiting=len(self.pending_grammars) + len(self.prefill) - num_half_computed,
             num_pages_used=self.cache.num_pages - self.cache.num_available,
             num_pages=self.cache.num_pages,
             num_retractions=self._counts.num_retractions,
@@ -216,8 +231,13 @@ class Scheduler:
                     if uid in self._live:
                         self.outputs.add_abort(self._live[uid])
                         self._end(self._live[uid], "abort")
+                case GrammarVerdictMsg():
+                    self._open(self.pending_grammars.take_verdict(msg))
+                case GrammarCompiledMsg():
+                    self._open(self.pending_grammars.take_compiled(msg))
                 case ExitMsg():
                     self.is_running = False
+                    self.pending_grammars.close()
 
     def _accept(self, msg: UserMsg) -> None:
         """Queue a request, or answer at once that it cannot be served."""
@@ -227,8 +247,6 @@ class Scheduler:
         seed = self._seeds.randint(0, MAX_SEED)  # drawn for every request, so that all ranks agree
         try:
             max_length = check_request(prompt, params, self._limits)
-            if params.grammar is not None:
-                self.grammars.open(msg.uid, params.grammar)
         except RequestError as error:
             self.outputs.add_refusal(msg.uid, len(prompt), error)
             return
@@ -236,9 +254,24 @@ class Scheduler:
             seed = params.seed
         req = Req(msg.uid, prompt, params, max_length, seed)
         self._live[req.uid] = req
-        self.prefill.add(req)
-        if self.events.request_queued:
-            self.events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
+        if params.grammar is None or self.grammars.knows(params.grammar):
+            self._open([req])
+        else:
+            self.pending_grammars.add(req)
+
+    def _open(self, reqs: Sequence[Req]) -> None:
+        """Queue requests that need not wait for their grammar, or answer that it is refused."""
+        for req in reqs:
+            try:
+                if req.params.grammar is not None:
+                    self.grammars.open(req.uid, req.params.grammar)
+            except RequestError as error:
+                del self._live[req.uid]
+                self.outputs.add_refusal(req.uid, req.num_prompt, error)
+                continue
+            self.prefill.add(req)
+            if self.events.request_queued:
+                self.events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
 
     def _plan(self) -> BatchPlan | None:
         """Plan slices of running requests, and of prompts within the token budget; None if none."""
@@ -367,6 +400,8 @@ class Scheduler:
         self.grammars.close(req.uid)
         if req in self.decode:
             self.decode.remove(req)
+        elif req in self.pending_grammars:
+            self.pending_grammars.remove(req)
         else:
             self.prefill.remove(req)
         if self.events.request_finished:

@@ -33,7 +33,7 @@ def scheduler_worker(
     config = config.resolve(detect_hardware())
     inbox, outbox = _queues(config, rank, addresses)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
-    scheduler = Scheduler(config, engine, inbox, outbox)
+    scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
     engine.close()
@@ -48,7 +48,8 @@ def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[I
         return FollowerInbox(
             PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))
         ), DiscardOutbox()
-    inbox = ZmqInbox(PullQueue(addresses.backend, decoder(BackendMsg)))
+    queue: PullQueue[BackendMsg] = PullQueue(addresses.backend, decoder(BackendMsg))
+    inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
     outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))
     return leader_inbox(inbox, config.tp, addresses), outbox
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 
@@ -48,3 +49,9 @@ def nvcc() -> str:
 def silence_transformers() -> None:
     """Set TRANSFORMERS_NO_ADVISORY_WARNINGS, else tokenizers advise to install torch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def env_with_sys_path() -> dict[str, str]:
+    """The environment for a Python process that finds modules where this one does."""
+    folders = os.pathsep.join(folder for folder in sys.path if folder)
+    return {**os.environ, "PYTHONPATH": folders}

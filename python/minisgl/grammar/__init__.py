@@ -1,0 +1,21 @@
+"""Grammars: compiled by llguidance, and tried before in a process that can be killed.
+
+    compiler.py        `GrammarCompiler`: from a grammar to a matcher
+    trials.py          `GrammarTrials`: owns the trial process, asks it about one grammar at a time
+    trial_process.py   the trial process: a fork of it compiles each grammar under limits
+
+Knows nothing of requests, and does not import torch. Read `trials.py` first.
+"""
+
+from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor, refusal
+from minisgl.grammar.trials import GrammarTrials, Trial, TrialLimits, Verdict
+
+__all__ = [
+    "GrammarCompiler",
+    "GrammarTrials",
+    "Trial",
+    "TrialLimits",
+    "Verdict",
+    "deep_stack_executor",
+    "refusal",
+]

@@ -1,0 +1,101 @@
+"""From a grammar to a matcher of llguidance."""
+
+# Dimensions: W words of 32 bits.
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import llguidance.numpy
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import JSON_OPTIONS
+
+# Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
+STACK_BYTES = 2**28
+# Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of
+# short texts. Near the end of a text of limited length it looks at every token that is in no set.
+_SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
+_LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # about a second for a regular expression
+# What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
+# or advice to programmers.
+_EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
+
+
+class GrammarCompiler:
+    """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
+
+    Args:
+        folder: the model's, for its tokenizer, which is read when it is first needed.
+        vocab_size: of the logits.
+        eos_ids: allowed where a match may end.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        file = self._folder / "tokenizer.json"
+        options = (self._vocab_size, self._eos_ids or None, _SLICES)
+        if file.exists():
+            return LLTokenizer(str(file), *options)
+        from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return from_tokenizer(tokenizer, *options)
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Compile a grammar, and make its first mask, because it is compiled as far as it is used.
+
+        It needs a deep stack, since llguidance follows references by recursion.
+
+        Raises:
+            InvalidRequest: the grammar has a mistake, no match, or something that is not supported.
+        """
+        try:
+            matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            raise refusal(str(error)) from None
+        first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
+        llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)
+        if reason := matcher.get_error():
+            raise refusal("nothing matches it" if reason.startswith("NoExtension") else reason)
+        return matcher
+
+
+def deep_stack_executor(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
+    """Make an executor whose threads have a stack that is deep enough for every grammar."""
+    executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    all_run = threading.Barrier(num_threads + 1)
+    stack_size = threading.stack_size(STACK_BYTES)
+    for _ in range(num_threads):
+        executor.submit(all_run.wait)  # which starts a thread
+    all_run.wait()
+    threading.stack_size(stack_size)
+    return executor
+
+
+def refusal(reason: str) -> InvalidRequest:
+    """The error of a request whose grammar cannot be followed."""
+    text = " ".join(_EXCERPT.split(reason)[0].split())
+    return InvalidRequest(f"the grammar is refused: {text[:400]}", param="grammar")
+
+
+def _source(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it."""
+    if grammar.kind == "json_schema":
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    return str(LLMatcher.grammar_from_lark(grammar.text))

@@ -1,0 +1,152 @@
+"""The trial process: compiles grammars under limits, each in a fork of its own.
+
+    link ─ TrialRequest ─▶  wait for a report, a cancel or the time limit  ─ Verdict ─▶ link
+                                │
+                            fork: compile ─▶ report
+
+The fork has the tokenizer from the start and costs milliseconds. The kernel ends it when it has
+used its CPU time, and it ends itself when it gets no more memory. Run it as
+`python -m minisgl.grammar.trial_process PARENT_PID LINK CANCELS`, with numbers of open sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+import msgspec
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
+from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
+from minisgl.utils.arch import die_with_parent
+
+_NICENESS = 5  # a trial yields to the engine
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MIN_BYTES = 2**18  # a page count sees no less
+_SMALL = Grammar("regex", "")
+
+
+def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
+    """Body of the process: give a verdict on each grammar, until the link is closed."""
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    os.nice(_NICENESS)
+    setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
+    compiler = GrammarCompiler(Path(setup.folder), setup.vocab_size, setup.eos_ids)
+    _ = compiler.tokenizer
+    with suppress(EOFError, OSError):
+        while True:
+            request = msgspec.json.decode(link.recv_bytes(), type=TrialRequest)
+            verdict = _try(compiler, request, setup.limits, cancels)
+            link.send_bytes(msgspec.json.encode(verdict))
+
+
+def _try(
+    compiler: GrammarCompiler, request: TrialRequest, limits: TrialLimits, cancels: Connection
+) -> Verdict:
+    """Compile a grammar in a fork of this process."""
+    reader, writer = Pipe(duplex=False)
+    own_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _run_fork(compiler, request.grammar, limits, writer, own_pid)
+    writer.close()
+    has_report = _wait(reader, cancels, request.number, limits.wall_s)
+    if not has_report:
+        os.kill(pid, signal.SIGKILL)
+    verdict: Verdict | None = None
+    with suppress(EOFError):
+        verdict = msgspec.json.decode(reader.recv_bytes(), type=Verdict)
+    reader.close()
+    _, status = os.waitpid(pid, 0)
+    return verdict or _verdict_on(status, limits)
+
+
+def _wait(reader: Connection, cancels: Connection, number: int, timeout_s: float) -> bool:
+    """Wait for the report of a trial; False if it is cancelled or the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ready = wait([reader, cancels], timeout=deadline - time.monotonic())
+        if reader in ready:
+            return True
+        # Cancels of earlier trials may come late.
+        if cancels in ready and msgspec.json.decode(cancels.recv_bytes(), type=int) == number:
+            return False
+    return False
+
+
+def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
+    """Why a fork has ended without a report, by its exit status."""
+    if not os.WIFSIGNALED(status):
+        return Verdict.refused("its trial failed")
+    ended_by = os.WTERMSIG(status)
+    if ended_by in (signal.SIGPROF, signal.SIGKILL):
+        return Verdict.refused(f"it takes more than {limits.cpu_s:g} s to compile")
+    return Verdict.refused(f"it takes more than {limits.num_bytes >> 20} MiB to compile")
+
+
+def _run_fork(
+    compiler: GrammarCompiler,
+    grammar: Grammar,
+    limits: TrialLimits,
+    writer: Connection,
+    parent_pid: int,
+) -> None:
+    """Body of the fork; it does not return, and an error leaves no report."""
+    try:
+        die_with_parent(parent_pid)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust says there that memory is short
+        verdict = _compile_under_limits(compiler, grammar, limits)
+        writer.send_bytes(msgspec.json.encode(verdict))
+        os._exit(0)
+    except MemoryError:
+        os.abort()
+    finally:
+        os._exit(1)
+
+
+def _compile_under_limits(
+    compiler: GrammarCompiler, grammar: Grammar, limits: TrialLimits
+) -> Verdict:
+    executor = deep_stack_executor("trial")
+    executor.submit(compiler.compile, _SMALL).result()  # takes the memory that the first one takes
+    num_bytes_before = _memory_bytes()
+    _set_limits(limits)
+    try:
+        matcher = executor.submit(compiler.compile, grammar).result()
+    except InvalidRequest as error:
+        return Verdict(str(error))
+    num_bytes = max(_MIN_BYTES, _memory_bytes() - num_bytes_before)
+    del matcher  # only now: it counts
+    return Verdict(num_bytes=num_bytes)
+
+
+def _set_limits(limits: TrialLimits) -> None:
+    """Bound this process's CPU time, of all its threads, and its memory from now on."""
+    address_space = _num_pages(0) * _PAGE_BYTES + limits.num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+
+
+def _memory_bytes() -> int:
+    """Resident memory of this process."""
+    return _num_pages(1) * _PAGE_BYTES
+
+
+def _num_pages(column: int) -> int:
+    """A number of /proc/self/statm: 0 the address space, 1 what is resident."""
+    return int(Path("/proc/self/statm").read_text().split()[column])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Connection(int(sys.argv[2])), Connection(int(sys.argv[3])))

@@ -1,0 +1,181 @@
+"""Grammars are tried in a process of their own before anything else compiles them.
+
+A text of two kilobytes can take llguidance minutes and gigabytes, and nothing can stop it. The
+trial process can be killed. It starts with the first grammar and is kept. A thread here asks it
+about one grammar after the other and waits for its verdicts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from minisgl.core import Grammar
+from minisgl.grammar.compiler import refusal
+from minisgl.utils.env import env_with_sys_path
+
+_EXIT_TIMEOUT_S = 5.0
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a trial has found out.
+
+    Attributes:
+        error: why the grammar is refused; None if it is accepted.
+        num_bytes: memory that it takes when it is compiled.
+    """
+
+    error: str | None = None
+    num_bytes: int = 0
+
+    @classmethod
+    def refused(cls, reason: str) -> Verdict:
+        return cls(str(refusal(reason)))
+
+
+class TrialLimits(msgspec.Struct, frozen=True):
+    """What a grammar may take until it is compiled.
+
+    Attributes:
+        cpu_s: time on a processor.
+        wall_s: time, where others use the processors.
+        num_bytes: memory, in addition to the tokenizer's.
+    """
+
+    cpu_s: float = 1.0
+    wall_s: float = 30.0
+    num_bytes: int = 2**29
+
+
+_DEFAULT_LIMITS = TrialLimits()
+
+
+class TrialSetup(msgspec.Struct, frozen=True):
+    """First message to the trial process: the model that grammars are compiled for, and limits."""
+
+    folder: str
+    vocab_size: int
+    eos_ids: list[int]
+    limits: TrialLimits
+
+
+class TrialRequest(msgspec.Struct, frozen=True):
+    """Later messages to the trial process: a grammar, and the number of its trial."""
+
+    number: int
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial that has not begun, is running, or has ended."""
+
+    number: int
+    future: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """The trial process.
+
+    Attributes:
+        link: grammars to it, verdicts from it.
+        cancels: numbers of trials that nobody waits for, to it.
+    """
+
+    process: subprocess.Popen[bytes]
+    link: Connection
+    cancels: Connection
+
+
+class GrammarTrials:
+    """Tries grammars one after the other; see `GrammarCompiler` for the arguments."""
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_ids: list[int],
+        limits: TrialLimits = _DEFAULT_LIMITS,
+    ) -> None:
+        self._setup = TrialSetup(str(folder), vocab_size, eos_ids, limits)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trials")
+        self._process: _Process | None = None
+        self._num_trials = 0
+
+    def start(self, grammar: Grammar, report: Callable[[Verdict], None]) -> Trial:
+        """Try a grammar; `report` is called on another thread, unless the trial is cancelled."""
+        number = self._num_trials
+        self._num_trials += 1
+        future = self._executor.submit(self._try, TrialRequest(number, grammar), report)
+        return Trial(number, future)
+
+    def cancel(self, trial: Trial) -> None:
+        """End a trial that nobody waits for any more. Its verdict, if it comes, is worthless."""
+        process = self._process
+        if not trial.future.cancel() and not trial.future.done() and process is not None:
+            with suppress(OSError):
+                process.cancels.send_bytes(msgspec.json.encode(trial.number))
+
+    def close(self) -> None:
+        """End the trial process. Trials that have not ended report nothing useful."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.process.kill()
+            self._process.process.wait(_EXIT_TIMEOUT_S)
+
+    def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
+        """Runs on the thread."""
+        try:
+            if self._process is None:
+                self._process = _start(self._setup)
+            link = self._process.link
+            link.send_bytes(msgspec.json.encode(request))
+            verdict = msgspec.json.decode(link.recv_bytes(), type=Verdict)
+        except (EOFError, OSError):  # somebody has killed the process
+            self._drop_process()
+            verdict = Verdict.refused("its trial was broken off")
+        report(verdict)
+
+    def _drop_process(self) -> None:
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.process.kill()
+            process.process.wait(_EXIT_TIMEOUT_S)
+            process.link.close()
+            process.cancels.close()
+
+
+def _start(setup: TrialSetup) -> _Process:
+    """Start the trial process, with a plain exec: `multiprocessing` would run the main module."""
+    link, its_link = _connections()
+    cancels, its_cancels = _connections()
+    ends = (its_link.fileno(), its_cancels.fileno())
+    arguments = [str(os.getpid()), *map(str, ends)]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "minisgl.grammar.trial_process", *arguments],
+        env=env_with_sys_path(),
+        stdin=subprocess.DEVNULL,
+        pass_fds=ends,
+    )
+    its_link.close()
+    its_cancels.close()
+    link.send_bytes(msgspec.json.encode(setup))
+    return _Process(process, link, cancels)
+
+
+def _connections() -> tuple[Connection, Connection]:
+    """Both ends of a socket that sends whole messages."""
+    ours, theirs = socket.socketpair()
+    return Connection(ours.detach()), Connection(theirs.detach())

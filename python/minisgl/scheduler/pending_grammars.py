@@ -1,0 +1,166 @@
+"""Requests that wait until their grammar is tried and compiled.
+
+    new grammar ─ trial, rank 0 ─▶ GrammarVerdictMsg ─ compile, all ranks ─▶ GrammarCompiledMsg
+
+Both run beside the steps. Rank 0 posts each message as soon as it can. It comes to all ranks with
+the other messages of a step, so that they open requests in one order. Equal grammars share a trial.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from llguidance import LLMatcher
+
+from minisgl.core import Grammar, Req
+from minisgl.errors import InvalidRequest
+from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial, Verdict, deep_stack_executor
+from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
+from minisgl.scheduler.grammar import KnownGrammars
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A grammar that is tried or compiled.
+
+    Attributes:
+        reqs: the requests that wait for it, by uid, in order of their arrival.
+        trial: on rank 0.
+        num_bytes: memory that it takes, from its verdict on.
+        compiled: from its verdict on, each a matcher.
+        num_left: of these, how many are not compiled yet.
+    """
+
+    grammar: Grammar
+    reqs: dict[int, Req]
+    trial: Trial | None
+    num_bytes: int = 0
+    compiled: list[Future[LLMatcher]] = field(default_factory=list)
+    num_left: int = 0
+
+
+class PendingGrammars:
+    """Grammars that are tried or compiled, and the requests that wait for them.
+
+    Args:
+        known: gets what was tried.
+        trials: on rank 0; None elsewhere.
+        post: sends a message to all ranks, from any thread.
+        num_matchers: how many matchers are made of a grammar, side by side.
+    """
+
+    def __init__(
+        self,
+        known: KnownGrammars,
+        compiler: GrammarCompiler,
+        trials: GrammarTrials | None,
+        post: Callable[[BackendMsg], None],
+        num_matchers: int = 1,
+    ) -> None:
+        self._known = known
+        self._compiler = compiler
+        self._trials = trials
+        self._post = post
+        self._num_matchers = num_matchers
+        self._executor = deep_stack_executor("grammars", num_matchers)
+        self._lock = threading.Lock()  # of `num_left`
+        self._pending: dict[int, _Pending] = {}
+        self._number_of: dict[Grammar, int] = {}
+        self._uids: set[int] = set()
+        self._num_started = 0
+
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return len(self._uids)
+
+    def __contains__(self, req: Req) -> bool:
+        return req.uid in self._uids
+
+    def add(self, req: Req) -> None:
+        """Let a request wait for its grammar."""
+        grammar = req.params.grammar
+        assert grammar is not None
+        self._uids.add(req.uid)
+        if grammar not in self._number_of:
+            self._start(grammar)
+        self._pending[self._number_of[grammar]].reqs[req.uid] = req
+
+    def _start(self, grammar: Grammar) -> None:
+        number = self._num_started
+        self._num_started += 1
+        self._number_of[grammar] = number
+        trial = None
+        if self._trials is not None:
+            trial = self._trials.start(grammar, partial(self._report, number))
+        self._pending[number] = _Pending(grammar, {}, trial)
+
+    def _report(self, number: int, verdict: Verdict) -> None:
+        """Runs on the thread of the trials."""
+        self._post(GrammarVerdictMsg(number, verdict.error, verdict.num_bytes))
+
+    def remove(self, req: Req) -> None:
+        """Forget a request that has ended, and its trial if nobody else waits for that."""
+        assert req.params.grammar is not None
+        self._uids.remove(req.uid)
+        number = self._number_of[req.params.grammar]
+        pending = self._pending[number]
+        del pending.reqs[req.uid]
+        if not pending.reqs and not pending.compiled:
+            self._take(number)
+            if self._trials is not None and pending.trial is not None:
+                self._trials.cancel(pending.trial)
+
+    def take_verdict(self, msg: GrammarVerdictMsg) -> list[Req]:
+        """Begin to compile what is accepted. Returns the requests whose grammar is refused."""
+        pending = self._pending.get(msg.number)
+        if pending is None:  # all its requests were aborted
+            return []
+        if msg.error is None:
+            pending.num_bytes = msg.num_bytes
+            pending.num_left = self._num_matchers
+            pending.compiled = [
+                self._executor.submit(self._compile, msg.number, pending)
+                for _ in range(self._num_matchers)
+            ]
+            return []
+        self._known.add_refused(pending.grammar, msg.error)
+        return self._take(msg.number)
+
+    def _compile(self, number: int, pending: _Pending) -> LLMatcher:
+        """Runs on threads of its own, without Python's lock."""
+        try:
+            return self._compiler.compile(pending.grammar)
+        finally:
+            with self._lock:
+                pending.num_left -= 1
+                is_last = pending.num_left == 0
+            if is_last and self._trials is not None:
+                self._post(GrammarCompiledMsg(number))
+
+    def take_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
+        """Return the requests whose grammar is known now. A slower rank waits for its compiler."""
+        pending = self._pending[msg.number]
+        try:
+            matchers = [future.result() for future in pending.compiled]
+        except InvalidRequest as error:
+            self._known.add_refused(pending.grammar, str(error))
+        else:
+            self._known.add(pending.grammar, matchers, pending.num_bytes)
+        return self._take(msg.number)
+
+    def _take(self, number: int) -> list[Req]:
+        """Remove a grammar and its requests."""
+        pending = self._pending.pop(number)
+        del self._number_of[pending.grammar]
+        self._uids.difference_update(pending.reqs)
+        return list(pending.reqs.values())
+
+    def close(self) -> None:
+        """End the trials. No message is posted afterwards that matters."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()

@@ -1,0 +1,104 @@
+"""Trials of grammars: what attacks cost, what is accepted, and what becomes of the process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl.core import Grammar
+from minisgl.grammar import GrammarTrials, TrialLimits, Verdict
+from tests.checkpoints import EOS_ID, VOCAB_SIZE
+
+TIMEOUT_S = 60.0
+
+
+def patterns(count: int) -> str:
+    """A schema of two kilobytes, for which llguidance needs minutes and gigabytes."""
+    each = [{"type": "string", "pattern": f"^(.*[a-f]){{{k}}}.*$"} for k in range(1, count)]
+    return json.dumps({"allOf": each})
+
+
+YES = Grammar("regex", "yes")
+BOMB = Grammar("json_schema", patterns(40))
+
+
+class Trials(GrammarTrials):
+    """Waits for verdicts."""
+
+    def ask(self, grammar: Grammar) -> Verdict:
+        verdicts: list[Verdict] = []
+        self.start(grammar, verdicts.append).future.result(TIMEOUT_S)
+        [verdict] = verdicts
+        return verdict
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen2")
+
+
+@pytest.fixture(scope="module")
+def trials(folder: Path) -> Iterator[Trials]:
+    trials = Trials(folder, VOCAB_SIZE, [EOS_ID])
+    yield trials
+    trials.close()
+
+
+def refusal(reason: str) -> str:
+    return f"the grammar is refused: {reason}"
+
+
+def test_a_grammar_that_takes_long_is_refused_and_the_next_is_tried(trials: Trials) -> None:
+    assert trials.ask(BOMB).error == refusal("it takes more than 1 s to compile")
+    assert trials.ask(YES).error is None
+
+
+def test_a_grammar_that_takes_much_memory_is_refused(folder: Path) -> None:
+    limits = TrialLimits(cpu_s=60.0, wall_s=60.0, num_bytes=2**26)
+    trials = Trials(folder, VOCAB_SIZE, [EOS_ID], limits)
+    try:
+        assert trials.ask(BOMB).error == refusal("it takes more than 64 MiB to compile")
+        assert trials.ask(YES).error is None
+    finally:
+        trials.close()
+
+
+def test_a_mistake_is_named_and_a_large_grammar_counts_more_bytes(trials: Trials) -> None:
+    mistake = trials.ask(Grammar("regex", "[0-9")).error
+    assert mistake is not None
+    assert "unclosed character class" in mistake
+
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(7000))
+    large = trials.ask(Grammar("lark", f'start: r0\n{rules}r7000: "yes"'))
+    small = trials.ask(YES)
+    assert (large.error, small.error) == (None, None)
+    assert large.num_bytes > 4 * small.num_bytes
+
+
+def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(folder: Path) -> None:
+    """With limits that no test waits for."""
+    endless = TrialLimits(cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40)
+    trials = Trials(folder, VOCAB_SIZE, [EOS_ID], endless)
+    verdicts: list[Verdict] = []
+    try:
+        assert trials.ask(YES).error is None  # the process runs
+        running = trials.start(BOMB, verdicts.append)
+        waiting = trials.start(BOMB, verdicts.append)
+        trials.cancel(waiting)
+        trials.cancel(running)
+        assert trials.ask(YES).error is None
+        assert waiting.future.cancelled()
+        assert len(verdicts) <= 1
+    finally:
+        trials.close()
+
+
+def test_a_process_that_somebody_kills_is_replaced(trials: Trials) -> None:
+    assert trials.ask(YES).error is None
+    assert trials._process is not None
+    trials._process.process.kill()
+    assert trials.ask(YES).error == refusal("its trial was broken off")
+    assert trials.ask(YES).error is None
