@@ -83,7 +83,7 @@ class Crowd:
             if self.requests and self._random.random() < 0.3:
                 self.abort()
             self.step()
-        while not self._scheduler.is_idle:
+        while self._scheduler._live or not self._scheduler.is_idle:
             self.step()
 
 
@@ -96,6 +96,9 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
     with make(
         checkpoint(ARCH), max_running_requests=6, num_pages=60, max_prefill_length=13, **options
     ) as llm:
+        for kind, params in enumerate(KINDS):  # after it no request waits for its grammar
+            if kind != REFUSED:
+                llm.generate(PROMPT, params, use_tqdm=False)
         crowd = Crowd(llm, seed=5)
         crowd.run(150)
         scheduler = llm._scheduler
