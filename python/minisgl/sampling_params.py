@@ -17,6 +17,7 @@ MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_GRAMMAR = 2**17  # characters
 MAX_SALT = 256  # characters
+MAX_STOPS = 32
 JSON_OPTIONS = {  # of llguidance: bounded white space, or a model may write nothing else
     "whitespace_pattern": r"[ \t\r\n]{0,16}",
     "coerce_one_of": True,
@@ -159,8 +160,8 @@ class SamplingParams:
             f"in [-{MAX_COUNT}, {MAX_COUNT}]",
         )
         for name, count, bound in (
-            ("stop", len(self.stop), 32),
-            ("stop_token_ids", len(self.stop_token_ids), 32),
+            ("stop", len(self.stop), MAX_STOPS),
+            ("stop_token_ids", len(self.stop_token_ids), MAX_STOPS),
         ):
             _require(f"the number of {name}", count, count <= bound, f"at most {bound}", name)
         for text in self.stop:

@@ -9,14 +9,18 @@ from typing import Any
 from minisgl.message import Prompt, TextLogprobs
 from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
 from minisgl.server.openai.common import FinishReason, ResponseModel, Usage, reply_logprobs
-from minisgl.server.openai.generation_request import GenerationRequest, parse_prompts
-from minisgl.server.openai.validation import TokenId, ValidText
+from minisgl.server.openai.generation_request import (
+    GenerationRequest,
+    PromptIds,
+    parse_prompts,
+)
+from minisgl.server.openai.validation import ValidText
 
 
 class GenerateRequest(GenerationRequest):
     """A text gets the model's special tokens, ids are taken as they are."""
 
-    prompt: ValidText | list[TokenId]
+    prompt: ValidText | PromptIds
     max_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
 from minisgl.server.openai.common import ResponseModel
+from minisgl.server.openai.generation_request import PromptIds
 from minisgl.server.openai.messages import Message
-from minisgl.server.openai.validation import RequestModel, TokenId, ValidText
+from minisgl.server.openai.validation import FITS_CONTEXT, RequestModel, ValidText
 
 
 class TokenizeRequest(RequestModel):
@@ -18,7 +19,7 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: ValidText | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FITS_CONTEXT] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -43,7 +44,7 @@ class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: PromptIds
 
 
 class Detokenized(ResponseModel):

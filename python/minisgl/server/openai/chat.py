@@ -22,6 +22,8 @@ from minisgl.server.openai.generation_request import (
 from minisgl.server.openai.messages import Message, TextPart
 from minisgl.server.openai.tools import MAX_TOOLS, Function, NamedTool, Tool
 from minisgl.server.openai.validation import (
+    FITS_CONTEXT,
+    AtMost,
     NeutralOnly,
     NumTopLogprobs,
     RequestModel,
@@ -44,7 +46,7 @@ _OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None
 
 class Prediction(RequestModel):
     type: Literal["content"]
-    content: ValidText | list[TextPart]
+    content: ValidText | Annotated[list[TextPart], FITS_CONTEXT]
 
 
 class ChatRequest(ConversationRequest, ChoicesRequest):
@@ -53,11 +55,11 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     prompt_field: ClassVar[str] = "messages"
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FITS_CONTEXT]
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: NumTopLogprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import TextLogprobs, UserReply
 
+MAX_ERROR_TEXT = 512  # characters
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
@@ -61,10 +62,18 @@ class ChatLogprob(TopLogprob):
         return logprob
 
 
+def shorten(text: str) -> str:
+    """The beginning and the end of a text: an error repeats only an excerpt of a request."""
+    if len(text) <= MAX_ERROR_TEXT:
+        return text
+    return f"{text[: MAX_ERROR_TEXT // 2]} … {text[-MAX_ERROR_TEXT // 2 :]}"
+
+
+# Without a docstring, which would be part of the OpenAPI document.
 class ErrorBody(ResponseModel):
-    message: str
+    message: Annotated[str, AfterValidator(shorten)]
     type: str
-    param: str | None = None
+    param: Annotated[str, AfterValidator(shorten)] | None = None
     code: str | None = None
 
 

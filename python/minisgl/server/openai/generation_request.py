@@ -18,9 +18,14 @@ from pydantic import Field
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, TokenIds, pack_ids
+from minisgl.sampling_params import MAX_STOPS
 from minisgl.server.openai.structured_output import ResponseFormat, StructuredOutputFields
 from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.openai.validation import (
+    FEW_PAIRS,
+    FITS_CONTEXT,
+    FITS_SERVER,
+    AtMost,
     RequestModel,
     Schema,
     StreamingOnly,
@@ -31,7 +36,13 @@ from minisgl.server.parsing import Dialect
 
 MAX_ANSWERS = 128
 
-Prompts: TypeAlias = ValidText | list[ValidText] | list[TokenId] | list[list[TokenId]]
+PromptIds: TypeAlias = Annotated[list[TokenId], FITS_CONTEXT]
+Prompts: TypeAlias = (
+    ValidText
+    | Annotated[list[ValidText], FITS_SERVER]
+    | PromptIds
+    | Annotated[list[PromptIds], FITS_SERVER]
+)
 
 
 class GenerationRequest(StructuredOutputFields):
@@ -51,13 +62,13 @@ class GenerationRequest(StructuredOutputFields):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: ValidText | list[ValidText] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: ValidText | Annotated[list[ValidText], AtMost(MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], AtMost(MAX_STOPS)] | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], FEW_PAIRS] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: ValidText | None = None
@@ -65,7 +76,7 @@ class GenerationRequest(StructuredOutputFields):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     user: ValidText | None = None
-    metadata: dict[ValidText, ValidText] | None = None
+    metadata: Annotated[dict[ValidText, ValidText], FEW_PAIRS] | None = None
     store: bool | None = None
     service_tier: ValidText | None = None
     safety_identifier: ValidText | None = None

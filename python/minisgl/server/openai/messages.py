@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from minisgl.message import ChatMessage
 from minisgl.server.openai.tools import ToolCall
-from minisgl.server.openai.validation import RequestModel, ValidText
+from minisgl.server.openai.validation import FITS_CONTEXT, RequestModel, ValidText
 
 
 class TextPart(RequestModel):
@@ -25,10 +25,10 @@ class Message(RequestModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: ValidText | list[TextPart] | None = None
+    content: ValidText | Annotated[list[TextPart], FITS_CONTEXT] | None = None
     name: ValidText | None = None
     reasoning_content: ValidText | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1), FITS_CONTEXT] | None = None
     tool_call_id: ValidText | None = None
 
     @model_validator(mode="before")

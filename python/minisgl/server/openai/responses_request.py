@@ -9,7 +9,7 @@ https://platform.openai.com/docs/api-reference/responses. Next to read: `respons
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -18,8 +18,10 @@ from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.openai.generation_request import ConversationRequest
 from minisgl.server.openai.structured_output import PlainFormat, TextFormat
-from minisgl.server.openai.tools import CalledFunction, Function, ToolCall, ToolName
+from minisgl.server.openai.tools import MAX_TOOLS, CalledFunction, Function, ToolCall, ToolName
 from minisgl.server.openai.validation import (
+    FITS_CONTEXT,
+    AtMost,
     NeutralOnly,
     NumTopLogprobs,
     RequestModel,
@@ -27,6 +29,9 @@ from minisgl.server.openai.validation import (
     TokenLimit,
     ValidText,
 )
+
+MAX_INCLUDED = 16
+_Included: TypeAlias = Literal["message.output_text.logprobs"]
 
 
 def _assistant_turn(messages: list[ChatMessage], *absent: str) -> ChatMessage:
@@ -60,7 +65,9 @@ def _text_to_parts(text: Any) -> Any:
 
 
 Text = Annotated[
-    list[Part], BeforeValidator(_text_to_parts, json_schema_input_type=str | list[Part])
+    list[Part],
+    FITS_CONTEXT,
+    BeforeValidator(_text_to_parts, json_schema_input_type=str | list[Part]),
 ]
 
 
@@ -99,7 +106,7 @@ class ReasoningItem(_Item):
     """
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart]
+    content: Annotated[list[ReasoningPart], FITS_CONTEXT]
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
     encrypted_content: None = None
 
@@ -151,6 +158,7 @@ Item = Annotated[
 Input = Annotated[
     list[Item],
     Field(min_length=1),
+    FITS_CONTEXT,
     BeforeValidator(
         _text_to_items,
         json_schema_input_type=str | Annotated[list[Item], Field(min_length=1)],
@@ -207,9 +215,9 @@ class ResponsesRequest(ConversationRequest):
     instructions: ValidText | None = None
     max_output_tokens: TokenLimit | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[_Included], AtMost(MAX_INCLUDED)] | None = None
     top_logprobs: NumTopLogprobs | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: StreamingOnly[ResponsesStreamOptions] | None = None

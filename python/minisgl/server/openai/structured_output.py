@@ -9,16 +9,27 @@ from pydantic import BeforeValidator, Field
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.server.openai.validation import RequestModel, Schema, ShortText, ValidText
+from minisgl.sampling_params import MAX_GRAMMAR
+from minisgl.server.openai.validation import (
+    AtMost,
+    RequestModel,
+    Schema,
+    ShortText,
+    ValidText,
+)
+
+MAX_SCHEMA_TEXT = 6 * MAX_GRAMMAR  # an escaped character takes six
 
 
 def _decode_schema(schema: Any) -> Any:
     """
     Raises:
-        ValueError: it is a text and not JSON.
+        ValueError: it is a text and not JSON, or too long.
     """
     if not isinstance(schema, str):
         return schema
+    if len(schema) > MAX_SCHEMA_TEXT:
+        raise ValueError(f"it has {len(schema)} characters, which is more than {MAX_SCHEMA_TEXT}")
     try:
         return json.loads(schema)
     except (ValueError, RecursionError) as error:
@@ -28,7 +39,7 @@ def _decode_schema(schema: Any) -> Any:
 SchemaOrText = Annotated[
     Schema, BeforeValidator(_decode_schema, json_schema_input_type=str | dict[str, Any])
 ]
-Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024)]
+Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024), AtMost(1024)]
 
 
 class PlainFormat(RequestModel):

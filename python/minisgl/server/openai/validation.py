@@ -1,16 +1,20 @@
 """Types of which the fields of requests are made, and the path of a field that fails.
 
 Requests are strict. Texts can be encoded as UTF-8, values have a bounded depth and can be sent to
-other processes. Knows no endpoint.
+other processes. Whether a request is valid is decided in time linear in its size, and the number of
+its errors is bounded: lists are counted before their items are looked at, and the first bad item
+ends the validation of its list. Knows no endpoint.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from minisgl.sampling_params import MAX_COUNT
@@ -19,12 +23,74 @@ T = TypeVar("T")
 MAX_ID = 2**31 - 1
 MAX_DEPTH = 64
 MAX_SHORT = 8192  # characters
+MAX_NODES = 2**15  # of a schema or another value of any form
+MAX_PAIRS = 1024  # of an object that maps names to values
 
 
 class RequestModel(BaseModel):
     """Part of a request: types are not converted, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, fields: Any) -> Any:
+        """Each unknown field is an error. Of a million of them, one is enough."""
+        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
+            return fields
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {name: fields[name] for name in names if name in fields}
+        unknown = next(name for name in fields if name not in names)
+        kept[unknown] = None
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBounds:
+    """What the served model and its server can take: the context of a validation.
+
+    Attributes:
+        max_tokens: the length of the model's context. A request has no longer list of token ids,
+            and no more messages or parts of messages.
+        max_prompts: the number of requests that may be open.
+    """
+
+    max_tokens: int = MAX_ID
+    max_prompts: int = MAX_ID
+
+    @staticmethod
+    def of(info: ValidationInfo) -> RequestBounds:
+        """The bounds of a validation. Without a context there are none."""
+        return info.context if isinstance(info.context, RequestBounds) else RequestBounds()
+
+
+class AtMost:
+    """Marks a list or an object whose items are counted before any of them is validated.
+
+    The first bad item of a list ends its validation.
+
+    Args:
+        bound: the largest number of items, or a function that takes it from the bounds.
+    """
+
+    def __init__(self, bound: int | Callable[[RequestBounds], int]) -> None:
+        self._bound = bound
+
+    def _check(self, items: Any, info: ValidationInfo) -> Any:
+        if not isinstance(items, list | dict):
+            return items
+        bound = self._bound if isinstance(self._bound, int) else self._bound(RequestBounds.of(info))
+        if len(items) > bound:
+            message = "it has {count} items; at most {bound} may be sent"
+            counts = {"count": len(items), "bound": bound}
+            raise PydanticCustomError("too_long", message, counts)
+        return items
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        schema = handler(source)
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        return core_schema.with_info_before_validator_function(self._check, schema)
 
 
 def _check_text(text: str) -> str:
@@ -65,11 +131,15 @@ def check_packable(value: T) -> T:
 def check_depth(value: T) -> T:
     """
     Raises:
-        ValueError: lists and objects are nested more than 64 deep, or a text in them has a null
-            character.
+        ValueError: lists and objects are nested more than 64 deep or have more than 32,768 values,
+            or a text in them has a null character.
     """
     level: list[Any] = [value]
+    num_nodes = 0
     for _ in range(MAX_DEPTH + 1):
+        num_nodes += sum(len(node) for node in level if isinstance(node, dict | list))
+        if num_nodes > MAX_NODES:
+            raise ValueError(f"it has more than {MAX_NODES} values")
         texts = [node for node in level if isinstance(node, str)]
         if any("\0" in text for text in texts):
             raise ValueError("a text in it has a null character")
@@ -118,6 +188,9 @@ ValidText = Annotated[str, AfterValidator(_check_text)]
 ShortText = Annotated[ValidText, AfterValidator(_check_length)]
 Shallow = Annotated[T, AfterValidator(check_depth), AfterValidator(check_packable)]
 Schema = Shallow[dict[str, Any]]
+FITS_CONTEXT = AtMost(lambda bounds: bounds.max_tokens)  # each item takes a token at least
+FITS_SERVER = AtMost(lambda bounds: bounds.max_prompts)
+FEW_PAIRS = AtMost(MAX_PAIRS)
 StreamingOnly = Annotated[T, AfterValidator(_check_streaming)]
 TokenLimit = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -139,4 +212,5 @@ def field_path(error: dict[str, Any], body: Any) -> list[str]:
 def _has(body: Any, key: Any) -> bool:
     if isinstance(body, dict):
         return key in body
-    return isinstance(body, list) and key in range(len(body))
+    # A text, which names a branch of a union, is no index. `in range` would compare it with all.
+    return isinstance(body, list) and isinstance(key, int) and key < len(body)

@@ -1,0 +1,151 @@
+"""The cost of validation: few errors and few looks at the values, whatever a body has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pytest
+from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
+
+from minisgl.server.native.generate import GenerateRequest
+from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
+from minisgl.server.openai.chat import ChatRequest
+from minisgl.server.openai.common import MAX_ERROR_TEXT, ErrorBody
+from minisgl.server.openai.completions import CompletionRequest
+from minisgl.server.openai.embeddings import EmbeddingRequest
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.validation import (
+    FITS_CONTEXT,
+    AtMost,
+    RequestBounds,
+    RequestModel,
+    field_path,
+)
+
+MANY = 20_000
+MOST_ERRORS = 200  # a few for each field
+BOUNDS = RequestBounds(max_tokens=100, max_prompts=8)
+TURN = {"role": "user", "content": "hi"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [TURN]}
+
+
+def errors_of(model: type[BaseModel], body: dict[str, Any], bounds: RequestBounds) -> list[Any]:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body, context=bounds)
+    return caught.value.errors()
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"model": "m", "prompt": [-1] * MANY}),
+        (CompletionRequest, {"model": "m", "prompt": [[-1]] * MANY}),
+        (CompletionRequest, {"model": "m", "prompt": [None] * MANY}),
+        (CompletionRequest, {"model": "m", "prompt": "a", "stop": [None] * MANY}),
+        (CompletionRequest, {"model": "m", "prompt": "a", **{f"x{i}": 0 for i in range(MANY)}}),
+        (EmbeddingRequest, {"model": "m", "input": [-1] * MANY}),
+        (GenerateRequest, {"prompt": [-1] * MANY}),
+        (DetokenizeRequest, {"tokens": [-1] * MANY}),
+        (TokenizeRequest, {"messages": [None] * MANY}),
+        (ChatRequest, {"model": "m", "messages": [None] * MANY}),
+        (ChatRequest, {"model": "m", "messages": [{"role": "user", "content": [None] * MANY}]}),
+        (ChatRequest, {"model": "m", "messages": [{f"x{i}": 0 for i in range(MANY)}]}),
+        (ChatRequest, {**CHAT, "tools": [None] * MANY}),
+        (ChatRequest, {**CHAT, "guided_choice": [None] * MANY}),
+        (ChatRequest, {**CHAT, "metadata": {f"x{i}": 0 for i in range(MANY)}}),
+        (ChatRequest, {**CHAT, "logit_bias": {f"x{i}": "" for i in range(MANY)}}),
+        (ChatRequest, {**CHAT, "guided_json": {"enum": [0] * 2 * MANY}}),
+        (ResponsesRequest, {"model": "m", "input": [None] * MANY}),
+        (ResponsesRequest, {"model": "m", "input": "a", "include": [None] * MANY}),
+        (ResponsesRequest, {"model": "m", "input": "a", "tools": [None] * MANY}),
+        (ResponsesRequest, {"model": "m", "input": [{"role": "user", "content": [None] * MANY}]}),
+    ],
+    ids=str,
+)
+def test_a_value_of_many_errors_has_few(model: type[BaseModel], body: dict[str, Any]) -> None:
+    for bounds in (RequestBounds(), BOUNDS):
+        errors = errors_of(model, body, bounds)
+        assert len(errors) <= MOST_ERRORS
+
+
+def test_a_list_is_counted_before_its_items_are_looked_at() -> None:
+    seen: list[int] = []
+    few = Annotated[list[Annotated[int, AfterValidator(seen.append)]], AtMost(3)]
+    with pytest.raises(ValidationError, match=r"4 items; at most 3"):
+        TypeAdapter(few).validate_python([1, 2, 3, 4])
+    assert seen == []
+
+
+def test_the_first_bad_item_ends_a_list() -> None:
+    seen: list[Any] = []
+
+    def check(item: int) -> int:
+        seen.append(item)
+        raise ValueError("bad")
+
+    numbers = Annotated[list[Annotated[int, AfterValidator(check)]], AtMost(MANY)]
+    with pytest.raises(ValidationError):
+        TypeAdapter(numbers).validate_python(list(range(MANY)))
+    assert seen == [0]
+
+
+@pytest.mark.parametrize(("count", "fits"), [(100, True), (101, False)])
+def test_a_list_of_a_request_has_the_bound_of_the_model(count: int, fits: bool) -> None:
+    adapter = TypeAdapter(Annotated[list[int], FITS_CONTEXT])
+    if fits:
+        assert len(adapter.validate_python([5] * count, context=BOUNDS)) == count
+        return
+    with pytest.raises(ValidationError, match="101 items; at most 100"):
+        adapter.validate_python([5] * count, context=BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("prompt", [5] * 101, 100),
+        ("prompt", ["a"] * 9, 8),
+        ("prompt", [[5]] * 9, 8),
+        ("prompt", [[5] * 101], 100),
+        ("stop", ["a"] * 33, 32),
+        ("stop_token_ids", [5] * 33, 32),
+        ("logit_bias", {str(i): 0 for i in range(1025)}, 1024),
+    ],
+)
+def test_an_error_names_the_bound(field: str, value: Any, bound: int) -> None:
+    errors = errors_of(CompletionRequest, {"model": "m", "prompt": "a", field: value}, BOUNDS)
+    messages = [error["msg"] for error in errors]
+    assert any(f"at most {bound} may be sent" in message for message in messages)
+
+
+def test_of_unknown_fields_the_first_is_named() -> None:
+    class Small(RequestModel):
+        a: int = 0
+
+    unknown = {f"x{i}": 0 for i in range(MANY)}
+    (error,) = errors_of(Small, {"a": 1, **unknown}, BOUNDS)
+    assert (error["type"], error["loc"]) == ("extra_forbidden", ("x0",))
+
+
+def test_the_path_of_a_field_compares_no_name_with_the_indexes_of_a_list() -> None:
+    comparisons: list[object] = []
+
+    class Branch(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            comparisons.append(other)
+            return False
+
+    error = {"type": "int_type", "loc": ("body", "prompt", Branch("list[int]"), 7)}
+    assert field_path(error, {"prompt": [0] * MANY}) == ["prompt", "7"]
+    assert len(comparisons) <= 1
+
+
+def test_an_error_repeats_an_excerpt_only() -> None:
+    long = "a" * MANY + "the end"
+    error = ErrorBody(message=long, type="x", param=long)
+    for text in (error.message, error.param):
+        assert text is not None
+        assert len(text) < MAX_ERROR_TEXT + 10
+        assert text.endswith("the end")
