@@ -9,7 +9,8 @@
     │   ├─ InvalidApiKey      401
     │   ├─ UnknownModel       404
     │   ├─ ResponseNotFound   404: no response is kept
-    │   └─ QueueFull          429
+    │   ├─ QueueFull          429
+    │   └─ TooManyBodies      429
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
     └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
@@ -33,6 +34,7 @@ __all__ = [
     "QueueFull",
     "RequestError",
     "ResponseNotFound",
+    "TooManyBodies",
     "UnknownModel",
 ]
 
@@ -122,6 +124,18 @@ class QueueFull(RequestError):
 
     def __init__(self, num_open: int, limit: int) -> None:
         super().__init__(f"{num_open} requests are open and the limit is {limit}; try again later")
+
+
+class TooManyBodies(RequestError):
+    """The bodies of other requests take all the memory that there is for them."""
+
+    status = 429
+    code = "too_many_bodies"
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        super().__init__(
+            f"{num_bytes} bytes of bodies have come and the limit is {limit}; try again later"
+        )
 
 
 class CapacityError(MiniSGLError):

@@ -270,6 +270,7 @@ async def running_app(
             yield app
         finally:
             await app.cancel_calls()
+            created.state.body_reader.close()
 
 
 def run_with_app(scenario: Callable[[App], Coroutine[Any, Any, None]], **options: Any) -> None:

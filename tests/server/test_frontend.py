@@ -31,7 +31,7 @@ def test_a_prompt_reaches_the_worker_and_its_replies_come_back_in_order() -> Non
         async with running_frontend() as (frontend, worker):
             generation = frontend.submit(["hello"], PARAMS)
             msg = await worker.receive()
-            assert msg == TokenizeMsg(msg.uid, "hello", PARAMS)
+            assert msg == TokenizeMsg(msg.uid, "hello", PARAMS, first_uid=msg.uid)
             worker.send(UserReply(msg.uid, "a"))
             worker.send(
                 UserReply(msg.uid, "b"), UserReply(msg.uid, "c", finish="length", num_output=3)
@@ -272,6 +272,7 @@ def test_a_question_takes_a_place_and_one_that_is_given_up_leaves_it() -> None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             assert frontend.num_open == 0
+            assert await worker.receive() == AbortMsg(uid)
             worker.send_message(CodecReply(uid, text="late"))
             again = asyncio.create_task(frontend.decode([2]))
             worker.send_message(CodecReply((await worker.receive()).uid, text="in time"))

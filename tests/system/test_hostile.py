@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,11 +13,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.system.harness import MODEL, TIMEOUT_S, Program, small_server, wait_until
+from tests.system.harness import MAX_OPEN, MODEL, TIMEOUT_S, Program, small_server, wait_until
 
 pytestmark = pytest.mark.slow
 NUM_DESCRIPTORS = 256
 NUM_SILENT = 300
+SECOND = 1.0
+MIB = 2**20
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TURN = b'{"role": "user", "content": "hi"}'
 
 
 def _limit_descriptors() -> None:
@@ -64,3 +71,95 @@ def _is_served(program: Program) -> bool:
     body = {"model": MODEL, "prompt": "the dog", "max_tokens": 1}
     response = httpx.post(f"{program.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     return response.status_code == 200
+
+
+def _body(field: bytes, value: bytes) -> bytes:
+    return b'{"model": "%s", "%s": %s}' % (MODEL.encode(), field, value)
+
+
+def _chat(field: bytes, value: bytes) -> bytes:
+    return b'{"model": "%s", "messages": [%s], "%s": %s}' % (MODEL.encode(), TURN, field, value)
+
+
+def _list(item: bytes, num_bytes: int) -> bytes:
+    return b"[" + (item + b",") * (num_bytes // (len(item) + 1)) + item + b"]"
+
+
+ALMOST = 32 * MIB - 1024
+COSTLY: dict[str, tuple[str, bytes, str]] = {
+    "bad ids": (TEXT, _body(b"prompt", _list(b"-1", MIB)), "at most 16384"),
+    "many ids": (TEXT, _body(b"prompt", _list(b"5", ALMOST)), "at most 16384"),
+    "many prompts": (TEXT, _body(b"prompt", _list(b"[5]", ALMOST)), f"at most {MAX_OPEN}"),
+    "ids to detokenize": ("/detokenize", _body(b"tokens", _list(b"5", ALMOST)), "at most 16384"),
+    "many inputs": (
+        "/v1/embeddings",
+        _body(b"input", _list(b'"a"', ALMOST)),
+        f"at most {MAX_OPEN}",
+    ),
+    "a long text": (TEXT, _body(b"prompt", b'"' + b"a" * ALMOST + b'"'), "the limit is 16384"),
+    "a long text to tokenize": (
+        "/tokenize",
+        _body(b"prompt", b'"' + b"a " * (2 * MIB) + b'"'),
+        "the limit is 16384",
+    ),
+    "only brackets": (CHAT, b"[" * ALMOST, "recursion limit"),
+    "deep objects": (CHAT, b'{"a":' * (ALMOST // 5), "recursion limit"),
+    "deep objects in a field": (
+        CHAT,
+        _chat(b"guided_json", b'{"a":' * 100 + b"1" + b"}" * 100),
+        "more than 64 deep",
+    ),
+    "many stops": (CHAT, _chat(b"stop", _list(b'"a"', 4 * 10**6)), "at most 32"),
+    "many tools": (CHAT, _chat(b"tools", _list(b"{}", 3 * 10**6)), "at most 128"),
+    "many messages": (CHAT, _body(b"messages", _list(TURN, ALMOST)), "at most 16384"),
+    "empty objects": (CHAT, _body(b"messages", _list(b"{}", ALMOST)), "at most 16384"),
+    "a long name": (CHAT, _chat(b"x" * ALMOST, b"1"), "not permitted"),
+    "a long value": (CHAT, _chat(b"user", b'"' + b"x" * ALMOST + b'"'), "at most 262144 bytes"),
+    "a long number": (CHAT, _chat(b"seed", b"9" * ALMOST), "out of range"),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(folder: Path) -> Iterator[Program]:
+    """A server that takes bodies of 32 MiB."""
+    with Program(*small_server(folder, "--max-body-mb", "32")) as program:
+        yield program.wait_ready()
+
+
+class Neighbour:
+    """A client that asks for /health all the time, and remembers how long it waited."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.waits_s: list[float] = []
+
+    def _ask(self) -> None:
+        with httpx.Client(timeout=TIMEOUT_S) as client:
+            while not self._stop.is_set():
+                started = time.perf_counter()
+                assert client.get(f"{self._url}/health").status_code == 200
+                self.waits_s.append(time.perf_counter() - started)
+                self._stop.wait(0.005)
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def test_costly_bodies_are_refused_by_their_bound_and_neighbours_do_not_wait(wide: Program) -> None:
+    headers = {"content-type": "application/json"}
+    with Neighbour(wide.url) as neighbour, httpx.Client(timeout=TIMEOUT_S) as client:
+        for name, (route, body, bound) in COSTLY.items():
+            answer = client.post(wide.url + route, content=body, headers=headers)
+            assert 400 <= answer.status_code < 500, name
+            message = answer.json()["error"]["message"]
+            assert bound in message, name
+            assert len(message) < 1000, name
+    assert max(neighbour.waits_s) < SECOND
+    assert wide.is_idle()

@@ -363,3 +363,38 @@ def test_the_longest_token_is_what_counts(
     longest = max(map(len, one._tokenizer.get_vocab()))
     assert one.max_token_bytes == longest == len("<|im_start|>")
     assert changed(tmp_path, to_nfc).max_token_bytes == 4 * longest
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_of_a_text_that_cannot_fit_few_characters_are_tokenized(
+    name: str, tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tokenizer(name)
+    tokenize = one._tokenizer
+    num_characters = 0
+
+    def count(text: str, **options: Any) -> Any:
+        nonlocal num_characters
+        num_characters += len(text)
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(one, "_tokenizer", Counting(tokenize, count))
+    with pytest.raises(RequestError, match="the limit is 100") as refusal:
+        one.encode("x y " * 2**18, max_tokens=100)
+    assert refusal.value.code == "context_length_exceeded"
+    assert num_characters < 2**16
+    assert one.encode("x y", max_tokens=100).size > 1
+
+
+class Counting:
+    """A tokenizer whose calls go to a function."""
+
+    def __init__(self, tokenizer: Any, call: Callable[..., Any]) -> None:
+        self._tokenizer = tokenizer
+        self._call = call
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self._call(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -40,13 +40,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Inbox:
-    """A queue with all its messages; the worker must not read beyond them."""
+    """A queue whose messages come one after the other, or those of a list at a time.
 
-    def __init__(self, *msgs: TokenizerMsg) -> None:
-        self._msgs: Iterator[TokenizerMsg] = iter(msgs)
+    The worker must not read beyond them.
+    """
 
-    def get(self) -> TokenizerMsg:
-        return next(self._msgs)
+    def __init__(self, *msgs: TokenizerMsg | list[TokenizerMsg]) -> None:
+        self._msgs: Iterator[TokenizerMsg | list[TokenizerMsg]] = iter(msgs)
+
+    def drain(self, *, block: bool = False) -> list[TokenizerMsg]:
+        """While the worker has something to do, nothing more comes."""
+        if not block:
+            return []
+        msgs = next(self._msgs)
+        return msgs if isinstance(msgs, list) else [msgs]
 
 
 class Outbox:
@@ -63,7 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_fallback(tmp_path_factory.mktemp("tokenizer"))
 
 
-def run(folder: Path, *msgs: TokenizerMsg, max_seq_len: int = 1000) -> tuple[list[Any], list[Any]]:
+def run(
+    folder: Path, *msgs: TokenizerMsg | list[TokenizerMsg], max_seq_len: int = 1000
+) -> tuple[list[Any], list[Any]]:
     """What the backend and the frontend get."""
     backend = Outbox()
     frontend = Outbox()
@@ -123,6 +132,49 @@ def test_an_abort_follows_its_request(folder: Path) -> None:
     to_backend, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
     assert [type(msg) for msg in to_backend] == [UserMsg, AbortBackendMsg]
     assert to_backend[1].uid == 1
+
+
+def test_an_abort_drops_what_waits_before_the_backend_sees_it(folder: Path) -> None:
+    waiting: list[TokenizerMsg] = [
+        TokenizeMsg(1, "a", GREEDY),
+        TokenizeMsg(2, "a", GREEDY),
+        EncodeMsg(3, "a"),
+        AbortMsg(2),
+        AbortMsg(3),
+    ]
+    to_backend, to_frontend = run(folder, waiting, ShutdownMsg())
+    assert [(type(msg), msg.uid) for msg in to_backend] == [(UserMsg, 1)]
+    assert to_frontend == []
+
+
+def test_short_prompts_and_outputs_do_not_wait_for_long_ones(folder: Path) -> None:
+    long = "a" * 900
+    waiting: list[TokenizerMsg] = [
+        EncodeMsg(1, long),
+        TokenizeMsg(2, Conversation([{"role": "user", "content": long}]), GREEDY),
+        TokenizeMsg(3, long, GREEDY),
+        TokenizeMsg(4, "a", GREEDY),
+        BatchTokenizerMsg([DetokenizeMsg(9, [260])]),
+    ]
+    to_backend, to_frontend = run(folder, waiting, ShutdownMsg())
+    assert [msg.uid for msg in to_backend] == [4, 3]
+    assert [type(msg) for msg in to_frontend] == [BatchFrontendMsg, CodecReply, UserReply]
+
+
+def test_a_request_of_many_prompts_takes_turns_with_another(folder: Path) -> None:
+    many: list[TokenizerMsg] = [TokenizeMsg(uid, "ab", GREEDY, first_uid=1) for uid in range(1, 6)]
+    to_backend, _ = run(folder, [*many, TokenizeMsg(6, "ab", GREEDY)], ShutdownMsg())
+    assert [msg.uid for msg in to_backend] == [1, 6, 2, 3, 4, 5]
+
+
+def test_questions_have_the_bound_of_prompts(folder: Path) -> None:
+    limit = 10
+    texts = ["x" * 40_000, "x" * 15]
+    questions = [EncodeMsg(uid, text) for uid, text in enumerate(texts)]
+    _, (refused, answered) = run(folder, *questions, ShutdownMsg(), max_seq_len=limit)
+    assert refused.error.code == "context_length_exceeded"
+    assert "the limit is 10" in refused.error.message
+    assert answered.error is None
 
 
 def test_replies_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:

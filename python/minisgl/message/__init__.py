@@ -47,6 +47,9 @@ from minisgl.message.tokenizer import (
     TokenIds,
     TokenizeMsg,
     TokenizerMsg,
+    encode_prompt,
+    encoded_prompt,
+    open_prompt,
 )
 
 __all__ = [
@@ -82,6 +85,9 @@ __all__ = [
     "UserReply",
     "decoder",
     "encode",
+    "encode_prompt",
+    "encoded_prompt",
+    "open_prompt",
     "pack_ids",
     "unpack_ids",
 ]

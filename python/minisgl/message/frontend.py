@@ -27,6 +27,12 @@ class ReplyError(BaseMsg, frozen=True):
     def of(cls, error: RequestError) -> ReplyError:
         return cls(error.status, error.code, str(error), error.param)
 
+    def rebuild(self) -> RequestError:
+        """The error again, to be raised."""
+        error = RequestError(self.message, param=self.param, code=self.code)
+        error.status = self.status
+        return error
+
 
 class TextLogprobs(BaseMsg, frozen=True):
     """The text and log probability of a token, and those of the likeliest tokens at its place.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
@@ -35,6 +35,25 @@ class Conversation(BaseMsg, frozen=True):
 
 
 Prompt: TypeAlias = str | Conversation | TokenIds
+_decode_prompt = msgspec.msgpack.Decoder(Prompt).decode
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    """A prompt as it is part of a message."""
+    return msgspec.msgpack.encode(prompt)
+
+
+def encoded_prompt(raw: bytes) -> Prompt:
+    """A prompt from `encode_prompt`, which messages carry as it is. `open_prompt` looks inside."""
+    return cast("Prompt", msgspec.Raw(raw))
+
+
+def open_prompt(prompt: Prompt) -> Prompt:
+    """A prompt whose kind can be seen."""
+    if isinstance(prompt, msgspec.Raw):
+        opened: Prompt = _decode_prompt(prompt)
+        return opened
+    return prompt
 
 
 class BaseTokenizerMsg(BaseMsg, frozen=True):
@@ -42,11 +61,15 @@ class BaseTokenizerMsg(BaseMsg, frozen=True):
 
 
 class TokenizeMsg(BaseTokenizerMsg, frozen=True):
-    """API server → tokenizer: a new request."""
+    """API server → tokenizer: a new request.
+
+    first_uid: of the API request that it is part of; prompts of one API request take turns as one.
+    """
 
     uid: int
     prompt: Prompt
     sampling: SamplingParams
+    first_uid: int | None = None
 
 
 class EncodeMsg(BaseTokenizerMsg, frozen=True):
@@ -56,7 +79,7 @@ class EncodeMsg(BaseTokenizerMsg, frozen=True):
     """
 
     uid: int
-    prompt: str | Conversation
+    prompt: Prompt
     add_special_tokens: bool | None = None
 
 

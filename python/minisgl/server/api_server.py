@@ -16,10 +16,12 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.body import BodyReader
 from minisgl.server.http.errors import add_error_handlers
 from minisgl.server.http.middleware import ApiKey, BodyLimit, RequestCount
 from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp
 from minisgl.server.http.routes import open_router, router
+from minisgl.server.openai.validation import RequestBounds
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
@@ -38,6 +40,8 @@ def create_app(
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
+    Whoever makes it closes `state.body_reader` at the end.
+
     Args:
         api_keys: a request has to bring one of them; if there are none, no key is needed.
         cors_origins: origins whose pages may call the server from a browser; "*" is all.
@@ -47,6 +51,8 @@ def create_app(
     app = DocumentedApp(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
     app.state.model = model
+    bounds = RequestBounds(model.max_seq_len, frontend.max_open)
+    app.state.body_reader = BodyReader(bounds, max_body_bytes)
     salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
     _add_middleware(app, frontend, api_keys, cors_origins, salts_prefixes)

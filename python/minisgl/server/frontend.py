@@ -10,26 +10,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from minisgl.core import SamplingParams
+from minisgl.core import IntArray, SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
 from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
     CodecReply,
-    Conversation,
     DecodeMsg,
     EncodeMsg,
     FrontendMsg,
     Prompt,
-    ReplyError,
     ShutdownMsg,
     TokenIds,
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
+    open_prompt,
     pack_ids,
     unpack_ids,
 )
@@ -76,7 +75,7 @@ class Generation:
         if reply.is_final:
             del self._index_of[reply.uid]
         if reply.error is not None:
-            self.error = _request_error(reply.error)
+            self.error = reply.error.rebuild()
             raise self.error
         return index, reply
 
@@ -114,6 +113,11 @@ class Frontend:
         self.metrics = Metrics()
 
     @property
+    def max_open(self) -> int:
+        """The number of requests that may be open."""
+        return self._max_open
+
+    @property
     def failure(self) -> EngineFailed | None:
         """Why no request is accepted any more, or None."""
         return self._failure
@@ -147,7 +151,7 @@ class Frontend:
         for uid, (prompt, uid_sampling) in zip(
             uids, itertools.product(prompts, samplings), strict=True
         ):
-            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, uid_sampling))
+            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, uid_sampling, uids[0]))
             self._open[uid] = (generation, Stopwatch(self.metrics))
         return generation
 
@@ -157,20 +161,19 @@ class Frontend:
         if self.num_open + num_requests > self._max_open:
             raise QueueFull(self.num_open, self._max_open)
 
-    async def encode(
-        self, prompt: str | Conversation, *, add_special_tokens: bool | None = None
-    ) -> list[int]:
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> list[int]:
         """The tokens of a text or a conversation; see `EncodeMsg`.
 
         Raises:
-            RequestError: the template refuses the conversation, or too many requests are open.
+            RequestError: the template refuses the conversation, the text cannot fit the context, or
+                too many requests are open.
             EngineFailed: the engine is gone.
         """
         reply = await self._query_tokenizer(lambda uid: EncodeMsg(uid, prompt, add_special_tokens))
         ids: list[int] = unpack_ids(reply.ids).tolist()
         return ids
 
-    async def decode(self, ids: list[int]) -> str:
+    async def decode(self, ids: Sequence[int] | IntArray) -> str:
         """The text of tokens, special ones included.
 
         Raises:
@@ -183,9 +186,9 @@ class Frontend:
     async def prompt_texts(self, prompts: list[Prompt]) -> list[str]:
         """The texts of prompts that are texts or ids. Raises as `decode` does."""
         texts = []
-        for prompt in prompts:
+        for prompt in map(open_prompt, prompts):
             if isinstance(prompt, TokenIds):
-                texts.append(await self.decode(unpack_ids(prompt.raw).tolist()))
+                texts.append(await self.decode(unpack_ids(prompt.raw)))
             else:
                 texts.append(str(prompt))
         return texts
@@ -195,7 +198,7 @@ class Frontend:
     ) -> CodecReply:
         """Send a message to a tokenizer and wait for its reply.
 
-        Nothing remains if the caller is cancelled.
+        If the caller is cancelled, the tokenizer drops a question that still waits there.
         """
         self._check_capacity(1)
         uid = next(self._uids)
@@ -203,10 +206,13 @@ class Frontend:
         self._codec_replies[uid] = asyncio.get_running_loop().create_future()
         try:
             reply = await self._codec_replies[uid]
+        except asyncio.CancelledError:
+            self._tokenizer_of(uid).put(AbortMsg(uid))
+            raise
         finally:
             self._codec_replies.pop(uid, None)
         if reply.error is not None:
-            raise _request_error(reply.error)
+            raise reply.error.rebuild()
         return reply
 
     def abort(self, uid: int) -> None:
@@ -269,9 +275,3 @@ def _seed_after(seed: int | None, i: int) -> int | None:
     if seed is None:
         return None
     return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
-
-
-def _request_error(error: ReplyError) -> RequestError:
-    rebuilt = RequestError(error.message, param=error.param, code=error.code)
-    rebuilt.status = error.status
-    return rebuilt

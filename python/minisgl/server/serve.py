@@ -113,6 +113,7 @@ async def _serve(
     for task in pending - {http_task}:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
+    app.state.body_reader.close()
     frontend.shut_down()
     if failure:
         raise EngineFailed(failure)

@@ -3,6 +3,9 @@
 Both run this loop; what a process does depends on who writes to its queue. With `--num-tokenizer 0`
 the detokenizer's queue gets the API server's messages too. All messages of a request take one way,
 so that an abort cannot overtake its request.
+
+Prompts and questions wait in a fair queue: a long one, or a request of many, does not keep short
+ones waiting. The outputs of a step do not wait for any of them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 from minisgl.errors import RequestError
 from minisgl.message import (
@@ -18,13 +22,16 @@ from minisgl.message import (
     BackendMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    ChatMessage,
     CodecReply,
+    Conversation,
     DecodeMsg,
     EncodeMsg,
     ExitMsg,
     FrontendMsg,
     ReplyError,
     ShutdownMsg,
+    TokenIds,
     TokenizeMsg,
     TokenizerMsg,
     UserMsg,
@@ -36,14 +43,20 @@ from minisgl.message import (
 )
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.env import silence_transformers
+from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, StartupReport, TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
 
+Job: TypeAlias = TokenizeMsg | EncodeMsg | DecodeMsg
+_BASE_COST = 64  # of any job, in characters
+_BYTES_PER_CHARACTER = 32  # bytes of ids that take as long as a character of text
+
+
 class TokenizeWorker:
-    """Handles one message after the other, until a ShutdownMsg.
+    """Handles messages until a ShutdownMsg, and then what came before it.
 
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
@@ -64,27 +77,54 @@ class TokenizeWorker:
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
         self._frontend = frontend
+        self._jobs: dict[int, Job] = {}  # those that wait, by uid
+        self._turns: FairQueue[int] = FairQueue()  # their uids, and those of dropped ones
 
     @property
     def info(self) -> TokenizerInfo:
         return TokenizerInfo(self._tokenizer.chat_template, self._tokenizer.added_tokens)
 
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
-        while not isinstance(msg := inbox.get(), ShutdownMsg):
-            self._handle(msg)
-        if msg.stops_scheduler:
+        shutdown: ShutdownMsg | None = None
+        while shutdown is None:
+            for msg in inbox.drain(block=not self._turns):
+                if isinstance(msg, ShutdownMsg):
+                    shutdown = msg
+                    break
+                self._receive(msg)
+            self._do_next()
+        while self._turns:
+            self._do_next()
+        if shutdown.stops_scheduler:
             self._backend.put(ExitMsg())
 
-    def _handle(self, msg: TokenizerMsg) -> None:
+    def _receive(self, msg: Job | AbortMsg | BatchTokenizerMsg) -> None:
         match msg:
-            case TokenizeMsg():
-                self._tokenize(msg)
-            case EncodeMsg() | DecodeMsg():
-                self._frontend.put(self._codec_reply(msg))
             case AbortMsg(uid):
-                self._backend.put(AbortBackendMsg(uid))
+                self._abort(uid)
             case BatchTokenizerMsg():
                 self._detokenize(msg)
+            case _:
+                self._jobs[msg.uid] = msg
+                self._turns.put(msg.uid, _cost(msg), _flow(msg))
+
+    def _abort(self, uid: int) -> None:
+        """Drop a job that waits. What was sent on is aborted where it is now."""
+        if self._jobs.pop(uid, None) is None:
+            self._backend.put(AbortBackendMsg(uid))
+
+    def _do_next(self) -> None:
+        """Do the job whose turn it is, if there is one."""
+        if not self._turns:
+            return
+        job = self._jobs.pop(self._turns.take(), None)
+        match job:
+            case TokenizeMsg():
+                self._tokenize(job)
+            case EncodeMsg() | DecodeMsg():
+                self._frontend.put(self._codec_reply(job))
+            case None:  # it was aborted
+                pass
 
     def _tokenize(self, msg: TokenizeMsg) -> None:
         try:
@@ -112,10 +152,39 @@ class TokenizeWorker:
         try:
             if isinstance(msg, DecodeMsg):
                 return CodecReply(msg.uid, text=self._tokenizer.text_of(unpack_ids(msg.ids)))
-            ids = self._tokenizer.encode(msg.prompt, add_special_tokens=msg.add_special_tokens)
+            ids = self._tokenizer.encode(
+                msg.prompt,
+                add_special_tokens=msg.add_special_tokens,
+                max_tokens=self._max_seq_len,
+            )
             return CodecReply(msg.uid, ids=pack_ids(ids))
         except RequestError as error:
             return CodecReply(msg.uid, error=ReplyError.of(error))
+
+
+def _flow(job: Job) -> int:
+    """Jobs of one API request share a flow."""
+    if isinstance(job, TokenizeMsg) and job.first_uid is not None:
+        return job.first_uid
+    return job.uid
+
+
+def _cost(job: Job) -> int:
+    """About how long a job takes, in characters to tokenize."""
+    if isinstance(job, DecodeMsg):
+        return _BASE_COST + len(job.ids)
+    match job.prompt:
+        case str(text):
+            return _BASE_COST + len(text)
+        case TokenIds(raw):
+            return _BASE_COST + len(raw) // _BYTES_PER_CHARACTER
+        case Conversation(messages):
+            return _BASE_COST + sum(map(_length, messages))
+
+
+def _length(message: ChatMessage) -> int:
+    texts = [value for value in message.values() if isinstance(value, str)]
+    return _BASE_COST + sum(map(len, texts))
 
 
 def tokenize_worker(

@@ -36,6 +36,9 @@ _RESERVED = {  # parameters of apply_chat_template that are not variables of the
     "tools",
     "truncation",
 }
+_USUAL_CHARACTERS = 8  # of a token, at most; a longer text is looked at piece by piece
+_PIECE = 2**14  # characters
+_PIECE_SLACK = 256  # tokens
 _WHITESPACE_SAMPLE = "  \t\r\n a1!é语\u3000  "  # some pre-tokenizers drop a part of it
 _NORMALIZER_SHRINKS = {  # how many times shorter a normalizer can make the UTF-8 of a text
     "NoneType": 1,
@@ -81,8 +84,8 @@ class Tokenizer:
         Args:
             add_special_tokens: the model's, around the text. None adds them to a text but not to a
                 conversation, whose template writes them.
-            max_tokens: a text that must have more tokens is refused before it is tokenized. Other
-                prompts may have more.
+            max_tokens: a text that must have more tokens is refused before it is tokenized, or
+                while a piece of it is. Other prompts may have more.
 
         Raises:
             InvalidRequest: the template refuses the conversation, or there is no template.
@@ -107,6 +110,25 @@ class Tokenizer:
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens and self.max_token_bytes:
             _check_min_tokens(len(text.encode()), max_tokens, self.max_token_bytes)
+        if max_tokens is not None and len(text) > _USUAL_CHARACTERS * max_tokens + _PIECE:
+            self._check_pieces(text, max_tokens)
+
+    def _check_pieces(self, text: str, max_tokens: int) -> None:
+        """Raise RequestError if the pieces of a text have twice as many tokens as it may have.
+
+        A cut adds a few tokens and never so many. Tokenizing a text as a whole takes hundreds of
+        bytes of memory a token, and more time than others should wait for.
+        """
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            num_tokens += len(self._tokenizer(piece, add_special_tokens=False)["input_ids"])
+            if num_tokens > 2 * max_tokens + _PIECE_SLACK:
+                raise RequestError(
+                    f"the prompt has {len(text)} characters, the first {start + len(piece)} of "
+                    f"which are about {num_tokens} tokens; the limit is {max_tokens}",
+                    code=PromptTooLong.code,
+                )
 
     def _render_marked(self, marked: Conversation, marks: Marks) -> str:
         try:

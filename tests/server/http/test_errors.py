@@ -186,6 +186,8 @@ def test_another_model_is_a_404(route: str) -> None:
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"stop": 3}, "stop"),
         ({"stop": ["a", 3]}, "stop.1"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop_token_ids": [1] * 33}, "stop_token_ids"),
         ({"guided_json": {"a": float("nan")}}, "guided_json"),
         ({"guided_json": "\ud800"}, "guided_json"),
         ({"guided_json": {"a": json.loads("[" * 64 + "1" + "]" * 64)}}, "guided_json"),

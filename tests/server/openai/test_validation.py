@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import pytest
 from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 
+from minisgl.errors import InvalidRequest
+from minisgl.server.http.body_parser import parse_body
 from minisgl.server.native.generate import GenerateRequest
 from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl.server.openai.chat import ChatRequest
@@ -117,6 +120,24 @@ def test_an_error_names_the_bound(field: str, value: Any, bound: int) -> None:
     assert any(f"at most {bound} may be sent" in message for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([5] * 101, "prompt: it has 101 items; at most 100 may be sent"),
+        (["a"] * 9, "prompt: it has 9 items; at most 8 may be sent"),
+        ([[5]] * 9, "prompt: it has 9 items; at most 8 may be sent"),
+        ([[5], [5] * 101], "prompt.1: it has 101 items; at most 100 may be sent"),
+        ([5, -1], "prompt.1: Input should be greater than or equal to 0"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_of_the_forms_of_a_prompt_the_one_that_was_sent_is_named(prompt: Any, reason: str) -> None:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    with pytest.raises(InvalidRequest) as refusal:
+        parse_body(body, CompletionRequest, BOUNDS)
+    assert str(refusal.value) == reason
+
+
 def test_of_unknown_fields_the_first_is_named() -> None:
     class Small(RequestModel):
         a: int = 0
@@ -137,7 +158,7 @@ def test_the_path_of_a_field_compares_no_name_with_the_indexes_of_a_list() -> No
             comparisons.append(other)
             return False
 
-    error = {"type": "int_type", "loc": ("body", "prompt", Branch("list[int]"), 7)}
+    error = {"type": "int_type", "loc": ("prompt", Branch("list[int]"), 7)}
     assert field_path(error, {"prompt": [0] * MANY}) == ["prompt", "7"]
     assert len(comparisons) <= 1
 

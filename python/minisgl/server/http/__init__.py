@@ -1,6 +1,7 @@
 """HTTP around the endpoints.
 
     routes.py       from a request to an answer, a function a route
+    body.py         from a body to a valid request, at a bounded cost
     streaming.py    server-sent events, and clients that go away
     listener.py     uvicorn's server, with the connections below
     connections.py  deadlines and the limit of connections

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,7 +14,6 @@ from starlette.requests import ClientDisconnect
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_response
-from minisgl.server.openai.validation import field_path
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +24,6 @@ _RETRY_AFTER_S = 1
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _on_minisgl_error)
     app.add_exception_handler(EngineFailed, _on_minisgl_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
@@ -58,30 +54,6 @@ async def _on_minisgl_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineFailed)
     status = 503 if isinstance(error, EngineFailed) else error.status
     return _respond(request, status, error_response(error))
-
-
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    path, fault = _deepest_fault(error)
-    param = ".".join(path) or None
-    reason = str(fault["msg"]).removeprefix("Value error, ")
-    body = ErrorBody(
-        message=f"{param}: {reason}" if param else reason,
-        type="invalid_request_error",
-        param=param,
-        code=str(fault["type"]),
-    )
-    return _respond(request, 400, ErrorResponse(error=body))
-
-
-def _deepest_fault(error: RequestValidationError) -> tuple[list[str], Any]:
-    """The fault to report, and its path.
-
-    There is a fault for each branch of a union. The best one is deepest; then one whose type is
-    right.
-    """
-    paths = [(field_path(fault, error.body), fault) for fault in error.errors()]
-    return max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Annotated, Any, TypeAlias
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,6 +18,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
 from minisgl.message import Prompt
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.errors import errors_name_fields
 from minisgl.server.http.openapi import ERRORS, RESPONSE_OBJECT, STREAMS
 from minisgl.server.http.streaming import EventStream, run_while_connected
@@ -46,7 +48,7 @@ from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
 open_router = APIRouter()  # its routes need no key
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 def _get_frontend(request: Request) -> Frontend:
@@ -167,14 +169,18 @@ async def stored_response(name: str) -> None:
     raise ResponseNotFound(name)
 
 
-@router.post("/tokenize", responses=ERRORS)
+@router.post("/tokenize", response_model=Tokenized, responses=ERRORS)
 async def tokenize(
     body: TokenizeRequest, request: Request, frontend: FrontendDep, model: ModelDep
-) -> Tokenized:
+) -> Response:
     model.check_name(body.model)
-    encoding = frontend.encode(body.content(), add_special_tokens=body.add_special_tokens)
-    tokens = await run_while_connected(request, encoding)
-    return Tokenized(tokens=tokens, count=len(tokens), max_model_len=model.max_seq_len)
+    (prompt,) = body.prompts()
+    with errors_name_fields(lambda param: param or body.given_field):
+        encoding = frontend.encode(prompt, add_special_tokens=body.add_special_tokens)
+        tokens = await run_while_connected(request, encoding)
+    # Written here: FastAPI would check each token of a long list, and the loop would wait.
+    answer = {"tokens": tokens, "count": len(tokens), "max_model_len": model.max_seq_len}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 @router.post("/detokenize", responses=ERRORS)
@@ -183,7 +189,7 @@ async def detokenize(
 ) -> Detokenized:
     model.check_name(body.model)
     with errors_name_fields(lambda param: param or "tokens"):
-        text = await run_while_connected(request, frontend.decode(body.tokens))
+        (text,) = await run_while_connected(request, frontend.prompt_texts(body.prompts()))
     return Detokenized(prompt=text)
 
 

@@ -25,7 +25,7 @@ class GenerateRequest(GenerationRequest):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
-    def prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> list[Prompt]:
         return parse_prompts(self.prompt)
 
     @property

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from minisgl.errors import InvalidRequest
-from minisgl.message import Conversation
+from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
 from minisgl.server.openai.common import ResponseModel
 from minisgl.server.openai.generation_request import PromptIds
 from minisgl.server.openai.messages import Message
-from minisgl.server.openai.validation import FITS_CONTEXT, RequestModel, ValidText
+from minisgl.server.openai.prompts import PromptRequest
+from minisgl.server.openai.validation import FITS_CONTEXT, ValidText
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(PromptRequest):
     """POST /tokenize: a text or a conversation."""
+
+    other_prompt_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
     model: str | None = None
     prompt: ValidText | None = None
@@ -28,10 +31,15 @@ class TokenizeRequest(RequestModel):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         return self
 
-    def content(self) -> str | Conversation:
+    @property
+    def given_field(self) -> str:
+        """The field that has the text or the conversation."""
+        return "prompt" if self.messages is None else "messages"
+
+    def read_prompts(self) -> list[Prompt]:
         if self.prompt is not None:
-            return self.prompt
-        return Conversation([message.for_template() for message in self.messages or ()])
+            return [self.prompt]
+        return [Conversation([message.for_template() for message in self.messages or ()])]
 
 
 class Tokenized(ResponseModel):
@@ -40,11 +48,17 @@ class Tokenized(ResponseModel):
     max_model_len: int
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(PromptRequest):
     """POST /detokenize."""
+
+    prompt_field: ClassVar[str] = "tokens"
+    placeholder: ClassVar[Any] = [0]
 
     model: str | None = None
     tokens: PromptIds
+
+    def read_prompts(self) -> list[Prompt]:
+        return [TokenIds(pack_ids(self.tokens))]
 
 
 class Detokenized(ResponseModel):

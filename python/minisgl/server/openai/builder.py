@@ -66,15 +66,13 @@ class AnswerBuilder(ABC):
         self._outputs = [ParsedOutput() for _ in indexes]
         self._logprobs: list[list[TextLogprobs]] = [[] for _ in indexes]
         self._last_replies: dict[int, UserReply] = {}
+        self._prompts_with_reply: set[int] = set()
         self._early_replies: list[ParsedReply] = []
 
     async def wait_for_first_replies(self, generation: Generation) -> None:
         """Wait until every prompt has a reply. From then on no answer is refused."""
-        while self._num_prompts_with_reply() < self._num_prompts:
+        while len(self._prompts_with_reply) < self._num_prompts:
             self._early_replies.append(await self._read_reply(generation))
-
-    def _num_prompts_with_reply(self) -> int:
-        return len({index // self._num_answers for index in self._last_replies})
 
     async def read_to_end(self, generation: Generation) -> None:
         while not generation.has_ended:
@@ -87,6 +85,7 @@ class AnswerBuilder(ABC):
             self._outputs[index].add(delta)
         self._logprobs[index] += reply_logprobs(reply)
         self._last_replies[index] = reply
+        self._prompts_with_reply.add(index // self._num_answers)
         return ParsedReply(index, deltas, reply)
 
     async def stream_events(self, generation: Generation) -> AsyncIterator[str]:

@@ -19,7 +19,7 @@ from minisgl.server.openai.generation_request import (
     ConversationRequest,
     check_positive,
 )
-from minisgl.server.openai.messages import Message, TextPart
+from minisgl.server.openai.messages import PLACEHOLDER_TURNS, Message, TextPart
 from minisgl.server.openai.tools import MAX_TOOLS, Function, NamedTool, Tool
 from minisgl.server.openai.validation import (
     FITS_CONTEXT,
@@ -53,6 +53,7 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     """POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
+    placeholder: ClassVar[Any] = PLACEHOLDER_TURNS
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1), FITS_CONTEXT]
@@ -74,7 +75,7 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     moderation: Annotated[Any, NeutralOnly()] = None
     prompt_cache_options: Annotated[Any, NeutralOnly({})] = None
 
-    def prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> list[Prompt]:
         messages = [message.for_template() for message in self.messages]
         variables = self.chat_template_kwargs or {}
         tools = self.tool_use.for_template()

@@ -32,7 +32,7 @@ class CompletionRequest(ChoicesRequest):
     echo: bool | None = None
     suffix: Annotated[Any, NeutralOnly("")] = None
 
-    def prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> list[Prompt]:
         return parse_prompts(self.prompt)
 
     @property

@@ -7,7 +7,7 @@ Reference: https://platform.openai.com/docs/api-reference/embeddings
 from __future__ import annotations
 
 import base64
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -16,13 +16,16 @@ from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
 from minisgl.server.openai.common import ResponseModel
 from minisgl.server.openai.generation_request import Prompts, parse_prompts
-from minisgl.server.openai.validation import RequestModel, ValidText
+from minisgl.server.openai.prompts import PromptRequest
+from minisgl.server.openai.validation import ValidText
 
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0, embeds=True)
 
 
-class EmbeddingRequest(RequestModel):
+class EmbeddingRequest(PromptRequest):
     """POST /v1/embeddings."""
+
+    prompt_field: ClassVar[str] = "input"
 
     model: str
     input: Prompts
@@ -30,7 +33,7 @@ class EmbeddingRequest(RequestModel):
     dimensions: int | None = None
     user: ValidText | None = None
 
-    def prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> list[Prompt]:
         return parse_prompts(self.input, "input")
 
     def check_dimensions(self, width: int) -> None:

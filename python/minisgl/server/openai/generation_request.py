@@ -11,7 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
@@ -19,13 +19,13 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, TokenIds, pack_ids
 from minisgl.sampling_params import MAX_STOPS
+from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.structured_output import ResponseFormat, StructuredOutputFields
 from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.openai.validation import (
     FEW_PAIRS,
-    FITS_CONTEXT,
-    FITS_SERVER,
     AtMost,
+    RequestBounds,
     RequestModel,
     Schema,
     StreamingOnly,
@@ -36,25 +36,29 @@ from minisgl.server.parsing import Dialect
 
 MAX_ANSWERS = 128
 
-PromptIds: TypeAlias = Annotated[list[TokenId], FITS_CONTEXT]
+
+def _max_tokens(bounds: RequestBounds) -> int:
+    return bounds.max_tokens
+
+
+def _max_prompts(bounds: RequestBounds) -> int:
+    return bounds.max_prompts
+
+
+PromptIds: TypeAlias = Annotated[list[TokenId], AtMost(_max_tokens, int)]
 Prompts: TypeAlias = (
     ValidText
-    | Annotated[list[ValidText], FITS_SERVER]
+    | Annotated[list[ValidText], AtMost(_max_prompts, str)]
     | PromptIds
-    | Annotated[list[PromptIds], FITS_SERVER]
+    | Annotated[list[PromptIds], AtMost(_max_prompts, list)]
 )
 
 
-class GenerationRequest(StructuredOutputFields):
+class GenerationRequest(PromptRequest, StructuredOutputFields):
     """A request that generates text. The last seven fields never change an answer.
 
     A field that `SamplingParams` has under the same name goes there as it is.
-
-    Attributes:
-        prompt_field: the field that has the prompt.
     """
-
-    prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None
     temperature: float | None = None
@@ -102,13 +106,6 @@ class GenerationRequest(StructuredOutputFields):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens come with each token; None means no logprobs."""
-
-    @abstractmethod
-    def prompts(self) -> list[Prompt]:
-        """
-        Raises:
-            InvalidRequest: there is no prompt, or an empty one.
-        """
 
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The parameters of the request; `defaults` are the model's, for fields that are left out.

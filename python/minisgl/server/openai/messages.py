@@ -10,6 +10,8 @@ from minisgl.message import ChatMessage
 from minisgl.server.openai.tools import ToolCall
 from minisgl.server.openai.validation import FITS_CONTEXT, RequestModel, ValidText
 
+PLACEHOLDER_TURNS = [{"role": "user", "content": "-"}]
+
 
 class TextPart(RequestModel):
     type: Literal["text"]

@@ -234,7 +234,7 @@ class ResponsesRequest(ConversationRequest):
     prompt_cache_options: Annotated[Any, NeutralOnly({})] = None
     truncation: Annotated[Any, NeutralOnly("disabled")] = None
 
-    def prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> list[Prompt]:
         variables = self.chat_template_kwargs or {}
         return [Conversation(self.messages(), {}, variables, self.tool_use.for_template())]
 

@@ -9,7 +9,7 @@ ends the validation of its list. Knows no endpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +23,7 @@ T = TypeVar("T")
 MAX_ID = 2**31 - 1
 MAX_DEPTH = 64
 MAX_SHORT = 8192  # characters
+TOO_LONG = "too_long"  # type of the error
 MAX_NODES = 2**15  # of a schema or another value of any form
 MAX_PAIRS = 1024  # of an object that maps names to values
 
@@ -71,19 +72,26 @@ class AtMost:
 
     Args:
         bound: the largest number of items, or a function that takes it from the bounds.
+        item_type: of the items of a list in a union. A list that begins with another is not
+            counted: its first item ends its validation.
     """
 
-    def __init__(self, bound: int | Callable[[RequestBounds], int]) -> None:
+    def __init__(
+        self, bound: int | Callable[[RequestBounds], int], item_type: type = object
+    ) -> None:
         self._bound = bound
+        self._item_type = item_type
 
     def _check(self, items: Any, info: ValidationInfo) -> Any:
         if not isinstance(items, list | dict):
+            return items
+        if isinstance(items, list) and not isinstance(next(iter(items), None), self._item_type):
             return items
         bound = self._bound if isinstance(self._bound, int) else self._bound(RequestBounds.of(info))
         if len(items) > bound:
             message = "it has {count} items; at most {bound} may be sent"
             counts = {"count": len(items), "bound": bound}
-            raise PydanticCustomError("too_long", message, counts)
+            raise PydanticCustomError(TOO_LONG, message, counts)
         return items
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
@@ -189,17 +197,16 @@ ShortText = Annotated[ValidText, AfterValidator(_check_length)]
 Shallow = Annotated[T, AfterValidator(check_depth), AfterValidator(check_packable)]
 Schema = Shallow[dict[str, Any]]
 FITS_CONTEXT = AtMost(lambda bounds: bounds.max_tokens)  # each item takes a token at least
-FITS_SERVER = AtMost(lambda bounds: bounds.max_prompts)
 FEW_PAIRS = AtMost(MAX_PAIRS)
 StreamingOnly = Annotated[T, AfterValidator(_check_streaming)]
 TokenLimit = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
-def field_path(error: dict[str, Any], body: Any) -> list[str]:
+def field_path(error: Mapping[str, Any], body: Any) -> list[str]:
     """The fields and indexes of an error of pydantic, without its names for branches of unions."""
     path = []
-    *parents, last = error["loc"][1:] or [None]
+    *parents, last = error["loc"] or [None]
     for key in [*parents, last]:
         if _has(body, key):
             path.append(str(key))

@@ -1,0 +1,124 @@
+"""The bodies of requests: read from the connection, then parsed at a bounded cost.
+
+A small body is parsed in the event loop. A larger one is parsed by another process
+(`body_worker.py`), so that it takes no time of the loop. The bytes of all bodies that are held at a
+time are bounded. FastAPI gets the request that was made here. Next to read: `body_parser.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from minisgl.errors import InvalidRequest, TooManyBodies
+from minisgl.server.http.body_parser import (
+    MAX_PARAMETERS,
+    is_small,
+    parse_body,
+    unpack_request,
+)
+from minisgl.server.http.body_worker import BodyWorker
+from minisgl.server.http.streaming import run_while_connected
+from minisgl.server.openai.prompts import PromptRequest
+from minisgl.server.openai.validation import RequestBounds
+
+R = TypeVar("R", bound=PromptRequest)
+_MAX_HELD = 16  # bodies of the largest size
+
+
+class BodyReader:
+    """Reads the bodies of one application.
+
+    Args:
+        max_body_bytes: of one body; `BodyLimit` refuses larger ones.
+    """
+
+    def __init__(self, bounds: RequestBounds, max_body_bytes: int) -> None:
+        self._bounds = bounds
+        self._worker = BodyWorker(bounds, max_body_bytes)
+        self._max_held_bytes = _MAX_HELD * max_body_bytes
+        self._num_held_bytes = 0
+
+    async def read(self, request: Request, model: type[R]) -> R:
+        """
+        Raises:
+            InvalidRequest: the body is no such request.
+            TooManyBodies: other bodies take all the memory that there is for them.
+            ClientDisconnect: the client went away.
+        """
+        _check_content_type(request)
+        chunks: list[bytes] = []
+        try:
+            num_bytes = await self._receive(request, chunks)
+            if num_bytes <= MAX_PARAMETERS:
+                raw = b"".join(chunks)
+                if is_small(raw):
+                    return parse_body(raw, model, self._bounds)
+            packing = self._worker.pack(chunks, model)
+            packed = await run_while_connected(request, packing)
+        finally:
+            self._num_held_bytes -= sum(map(len, chunks))
+        return unpack_request(packed, model, self._bounds)
+
+    async def _receive(self, request: Request, chunks: list[bytes]) -> int:
+        num_bytes = 0
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+            self._num_held_bytes += len(chunk)
+            if self._num_held_bytes > self._max_held_bytes:
+                raise TooManyBodies(self._num_held_bytes, self._max_held_bytes)
+        return num_bytes
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        self._worker.close()
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is read by the application's `BodyReader`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+        if self.body_field is None:
+            return answer
+        model: Any = self.body_field.field_info.annotation
+
+        async def read_and_answer(request: Request) -> Response:
+            reader: BodyReader = request.app.state.body_reader
+            body = await reader.read(request, model)
+            return await answer(_ReadRequest(request, body))
+
+        return read_and_answer
+
+
+class _ReadRequest(Request):
+    """A request whose body is read. In the place of its JSON there is the valid request.
+
+    FastAPI takes it as it is, because it is of the type that the route declares.
+    """
+
+    def __init__(self, request: Request, body: PromptRequest) -> None:
+        headers = [(b"content-type", b"application/json"), *request.scope["headers"]]
+        super().__init__({**request.scope, "headers": headers}, request.receive)
+        self._valid_body = body
+
+    async def body(self) -> bytes:
+        return b"{}"
+
+    async def json(self) -> PromptRequest:
+        return self._valid_body
+
+
+def _check_content_type(request: Request) -> None:
+    content_type = request.headers.get("content-type", "")
+    media_type = content_type.partition(";")[0].strip().lower()
+    is_json = media_type.startswith("application/") and media_type.endswith(("/json", "+json"))
+    if not is_json:
+        raise InvalidRequest(
+            f"the body must be JSON, with Content-Type: application/json, got {content_type!r}"
+        )

@@ -1,0 +1,111 @@
+"""From the bytes of a body to a valid request, in time linear in them. Knows no process."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from minisgl.errors import InvalidRequest
+from minisgl.server.openai.prompts import PackedRequest, PromptRequest
+from minisgl.server.openai.validation import TOO_LONG, RequestBounds, field_path
+
+R = TypeVar("R", bound=PromptRequest)
+MAX_PARAMETERS = 2**18  # bytes of a request without its prompts, and of a small body
+MAX_PARAMETER_VALUES = 2**14
+MAX_SMALL_VALUES = 2**12  # of a body that is parsed in the event loop: it takes milliseconds
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def is_small(raw: bytes) -> bool:
+    """Whether a body is parsed and validated in a few milliseconds."""
+    return len(raw) <= MAX_PARAMETERS and _num_values(raw) <= MAX_SMALL_VALUES
+
+
+def _num_values(raw: bytes) -> int:
+    """How many values JSON has at most, but for the first. Commas in texts count, too."""
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+
+
+def parse_body(raw: bytes, model: type[R], bounds: RequestBounds) -> R:
+    """
+    Raises:
+        InvalidRequest: the bytes are not JSON, or no such request.
+    """
+    return _validate(_decode(raw), model, bounds)
+
+
+def pack_body(raw: bytes, model: type[PromptRequest], bounds: RequestBounds) -> PackedRequest:
+    """Parse a body and take its prompts out.
+
+    Raises:
+        InvalidRequest: as `parse_body` does, or its parameters are too large.
+    """
+    body = _decode(raw)
+    request = _validate(body, model, bounds)
+    packed = request.pack(body)
+    num_values = _num_values(packed.parameters)
+    if len(packed.parameters) > MAX_PARAMETERS or num_values > MAX_PARAMETER_VALUES:
+        raise InvalidRequest(
+            f"without its {model.prompt_field} the body has {len(packed.parameters)} bytes and "
+            f"about {num_values} values; at most {MAX_PARAMETERS} bytes and "
+            f"{MAX_PARAMETER_VALUES} values may be sent"
+        )
+    return packed
+
+
+def unpack_request(packed: PackedRequest, model: type[R], bounds: RequestBounds) -> R:
+    """The request that was packed."""
+    return model.unpack(from_json(packed.parameters), packed.prompts, bounds)
+
+
+def _decode(raw: bytes) -> Any:
+    try:
+        return _decode_json(raw)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}", code="json_invalid") from None
+
+
+def _decode_json(raw: bytes) -> Any:
+    """Decode JSON with the parser of pydantic, which is fast and refuses to nest 200 deep.
+
+    It does not read half a surrogate pair. Python's parser does, and validation names the field.
+    """
+    try:
+        return from_json(raw)
+    except ValueError:
+        if not _HALF_PAIR.search(raw):
+            raise
+        return json.loads(raw)
+
+
+def _validate(body: Any, model: type[R], bounds: RequestBounds) -> R:
+    try:
+        return model.model_validate(body, context=bounds)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deep", code="json_invalid") from None
+    except ValidationError as error:
+        raise _named_by_field(error, body) from None
+
+
+def _named_by_field(error: ValidationError, body: Any) -> InvalidRequest:
+    """The fault to report.
+
+    There is a fault for each branch of a union. The best one is of a list that is too long; then
+    the deepest; then one whose type is right.
+    """
+    faults: list[Any] = [*error.errors(include_url=False, include_input=False)]
+    paths = [(field_path(fault, body), fault) for fault in faults]
+    path, fault = max(paths, key=_fitness)
+    param = ".".join(path) or None
+    reason = fault["msg"].removeprefix("Value error, ")
+    message = f"{param}: {reason}" if param else reason
+    return InvalidRequest(message, param=param, code=fault["type"])
+
+
+def _fitness(pair: tuple[list[str], Any]) -> tuple[bool, int, bool]:
+    path, fault = pair
+    return fault["type"] == TOO_LONG, len(path), not fault["type"].endswith("_type")

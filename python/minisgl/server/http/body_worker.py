@@ -1,0 +1,228 @@
+"""A process that parses large bodies, so that the event loop does not.
+
+It starts with the first large body, and again after it was killed. It does one body after the
+other, at bounded memory and in bounded time. Whoever waits for it takes turns by the sizes of their
+bodies. Bodies and results cross a pipe as bytes; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import pkgutil
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import msgspec
+
+from minisgl.errors import InvalidRequest, RequestError
+from minisgl.message import ReplyError
+from minisgl.server.http.body_parser import pack_body
+from minisgl.server.openai.prompts import PackedRequest, PromptRequest
+from minisgl.server.openai.validation import RequestBounds
+from minisgl.utils.arch import die_with_parent
+from minisgl.utils.fair_queue import FairQueue
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 30.0
+_MEMORY_BASE = 2**30
+_MEMORY_FACTOR = 64  # bytes of memory that a byte of a body may take
+_KEPT_MEMORY = 2**29  # a process that took more does not wait for the next body
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """What the process has to do; the chunks of the body follow, a frame each.
+
+    Attributes:
+        model: "module:class" of the request.
+    """
+
+    model: str
+    num_chunks: int
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """What came of it; the prompts follow, a frame each.
+
+    Attributes:
+        peak_memory: bytes that the process took at most since its start.
+    """
+
+    peak_memory: int
+    parameters: bytes = b""
+    num_prompts: int = 0
+    error: ReplyError | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A body, and who waits for its result."""
+
+    job: _Job
+    chunks: list[bytes]
+    packed: asyncio.Future[PackedRequest]
+
+
+class BodyWorker:
+    """The process, and the bodies that wait for it."""
+
+    def __init__(self, bounds: RequestBounds, max_body_bytes: int) -> None:
+        self._process = _Process(bounds, _MEMORY_BASE + _MEMORY_FACTOR * max_body_bytes)
+        self._thread = ThreadPoolExecutor(1, "body-worker")  # waits for the process
+        self._waiting: FairQueue[_Waiting] = FairQueue()
+        self._is_busy = False
+
+    async def pack(self, chunks: list[bytes], model: type[PromptRequest]) -> PackedRequest:
+        """Parse a body; see `pack_body`. A caller that is cancelled loses its turn.
+
+        Raises:
+            RequestError: the body is no such request, or takes too much time or memory.
+        """
+        job = _Job(f"{model.__module__}:{model.__qualname__}", len(chunks))
+        packed: asyncio.Future[PackedRequest] = asyncio.get_running_loop().create_future()
+        self._waiting.put(_Waiting(job, chunks, packed), sum(map(len, chunks)), flow=packed)
+        self._start_next()
+        return await packed
+
+    def _start_next(self) -> None:
+        while len(self._waiting) and not self._is_busy:
+            turn = self._waiting.take()
+            if turn.packed.cancelled():
+                continue
+            self._is_busy = True
+            work = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._process.pack, turn.job, turn.chunks
+            )
+            work.add_done_callback(partial(self._finish, turn.packed))
+
+    def _finish(
+        self, packed: asyncio.Future[PackedRequest], done: asyncio.Future[PackedRequest]
+    ) -> None:
+        self._is_busy = False
+        error = done.exception()
+        if packed.cancelled():
+            pass
+        elif error is None:
+            packed.set_result(done.result())
+        else:
+            packed.set_exception(error)
+        self._start_next()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class _Process:
+    """The process as seen from the thread that waits for it."""
+
+    def __init__(self, bounds: RequestBounds, memory_limit: int) -> None:
+        self._bounds = bounds
+        self._memory_limit = memory_limit
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+
+    def pack(self, job: _Job, chunks: list[bytes]) -> PackedRequest:
+        try:
+            return self._pack(job, chunks)
+        except (EOFError, OSError, TimeoutError):
+            self._end()
+            raise InvalidRequest(
+                f"reading the body takes more than {self._memory_limit >> 20} MiB of memory "
+                f"or {_TIMEOUT_S:.0f} s",
+                code="body_too_costly",
+            ) from None
+
+    def _pack(self, job: _Job, chunks: list[bytes]) -> PackedRequest:
+        pipe = self._connect()
+        pipe.send_bytes(msgspec.msgpack.encode(job))
+        for chunk in chunks:
+            pipe.send_bytes(chunk)
+        if not pipe.poll(_TIMEOUT_S):
+            raise TimeoutError
+        result = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Result)
+        prompts = [pipe.recv_bytes() for _ in range(result.num_prompts)]
+        if result.peak_memory > _KEPT_MEMORY:
+            self._end()
+        if result.error is not None:
+            raise result.error.rebuild()
+        return PackedRequest(result.parameters, prompts)
+
+    def _connect(self) -> Connection:
+        """The pipe to the process, which is started if there is none."""
+        if self._process is not None and not self._process.is_alive():
+            self._end()
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None
+        return self._pipe
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipe, other_end = context.Pipe()
+        process = context.Process(
+            target=_run,
+            args=(other_end, os.getpid(), self._bounds, self._memory_limit),
+            name="body-worker",
+            daemon=True,
+        )
+        process.start()
+        other_end.close()
+        self._pipe = pipe
+        self._process = process
+
+    def kill(self) -> None:
+        """From another thread: what the process does ends with an error."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _end(self) -> None:
+        if self._process is None or self._pipe is None:
+            return
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._process = None
+        self._pipe = None
+
+
+def _run(pipe: Connection, parent_pid: int, bounds: RequestBounds, memory_limit: int) -> None:
+    """Body of the process."""
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+    gc.disable()  # what JSON becomes has no cycles
+    with contextlib.suppress(EOFError):
+        while True:
+            _serve_one(pipe, bounds)
+
+
+def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
+    job = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Job)
+    raw = b"".join([pipe.recv_bytes() for _ in range(job.num_chunks)])
+    try:
+        packed = pack_body(raw, pkgutil.resolve_name(job.model), bounds)
+    except MemoryError:
+        os._exit(1)  # the other end of the pipe says why
+    except RequestError as error:
+        refusal = _Result(_peak_memory(), error=ReplyError.of(error))
+        pipe.send_bytes(msgspec.msgpack.encode(refusal))
+        return
+    result = _Result(_peak_memory(), packed.parameters, len(packed.prompts))
+    pipe.send_bytes(msgspec.msgpack.encode(result))
+    for prompt in packed.prompts:
+        pipe.send_bytes(prompt)
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,80 @@
+"""Requests with prompts, and how a large request is divided in two.
+
+A large request is read in another process. There its prompts become bytes that no one looks into
+before the tokenizer does. What remains, its parameters, is small and is read again where the
+request is answered. Knows no endpoint and no process.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from typing import Any, ClassVar, Self
+
+import msgspec
+from pydantic import PrivateAttr
+
+from minisgl.message import Prompt, encode_prompt, encoded_prompt
+from minisgl.server.openai.validation import RequestBounds, RequestModel
+
+
+class PackedRequest(msgspec.Struct, frozen=True):
+    """A request in two parts.
+
+    Attributes:
+        parameters: its other fields, in JSON.
+        prompts: each of its prompts, as `encode_prompt` writes it.
+    """
+
+    parameters: bytes
+    prompts: list[bytes]
+
+
+class PromptRequest(RequestModel):
+    """A request with prompts.
+
+    Attributes:
+        prompt_field: the field that has the prompt.
+        other_prompt_fields: fields that may have it instead.
+        placeholder: a valid value of `prompt_field`, where the prompts were taken out.
+    """
+
+    prompt_field: ClassVar[str] = "prompt"
+    other_prompt_fields: ClassVar[tuple[str, ...]] = ()
+    placeholder: ClassVar[Any] = "-"
+    _packed_prompts: list[Prompt] | None = PrivateAttr(None)
+
+    @abstractmethod
+    def read_prompts(self) -> list[Prompt]:
+        """The prompts, from the fields.
+
+        Raises:
+            InvalidRequest: there is no prompt, or an empty one.
+        """
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, whether they were taken out of the request or not. Raises as above."""
+        if self._packed_prompts is not None:
+            return self._packed_prompts
+        return self.read_prompts()
+
+    def pack(self, body: dict[str, Any]) -> PackedRequest:
+        """
+        Args:
+            body: from which the request was validated.
+
+        Raises:
+            InvalidRequest: there is no prompt, or an empty one.
+        """
+        prompt_fields = {self.prompt_field, *self.other_prompt_fields}
+        fields = {name: value for name, value in body.items() if name not in prompt_fields}
+        parameters = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        return PackedRequest(parameters, [encode_prompt(prompt) for prompt in self.read_prompts()])
+
+    @classmethod
+    def unpack(cls, parameters: Any, prompts: list[bytes], bounds: RequestBounds) -> Self:
+        """The request again, from its decoded parameters and its prompts."""
+        fields = {**parameters, cls.prompt_field: cls.placeholder}
+        request = cls.model_validate(fields, context=bounds)
+        request._packed_prompts = [encoded_prompt(raw) for raw in prompts]
+        return request

@@ -1,0 +1,223 @@
+"""Bodies of requests: parsed here or in another process, with one result, at a bounded cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import Request
+
+from minisgl.errors import InvalidRequest, RequestError
+from minisgl.message import Conversation, TokenIds, open_prompt, pack_ids
+from minisgl.server.http import body_worker
+from minisgl.server.http.body import _check_content_type
+from minisgl.server.http.body_parser import (
+    MAX_PARAMETERS,
+    is_small,
+    pack_body,
+    parse_body,
+    unpack_request,
+)
+from minisgl.server.http.body_worker import BodyWorker
+from minisgl.server.native.generate import GenerateRequest
+from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
+from minisgl.server.openai.chat import ChatRequest
+from minisgl.server.openai.completions import CompletionRequest
+from minisgl.server.openai.embeddings import EmbeddingRequest
+from minisgl.server.openai.prompts import PromptRequest
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.validation import RequestBounds
+from tests.server.harness import (
+    BODIES,
+    CHAT,
+    TEXT,
+    App,
+    assert_is_error,
+    run,
+    run_with_app,
+    token_replies,
+)
+
+MANY = 100_000
+BOUNDS = RequestBounds(MANY, 8)
+TURN = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"title": "é"}}}
+REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
+    (CompletionRequest, {"model": "m", "prompt": "hé", "temperature": 0.5}),
+    (CompletionRequest, {"model": "m", "prompt": ["a", "b"], "stop": ["x"]}),
+    (CompletionRequest, {"model": "m", "prompt": [[1, 2], [3]], "logit_bias": {"5": 1}}),
+    (GenerateRequest, {"prompt": [1, 2, 2**31 - 1]}),
+    (EmbeddingRequest, {"model": "m", "input": [1, 2]}),
+    (ChatRequest, {"model": "m", "messages": [TURN, TURN], "tools": [TOOL], "seed": -5}),
+    (ResponsesRequest, {"model": "m", "input": "hi", "instructions": "be kind"}),
+    (TokenizeRequest, {"messages": [TURN]}),
+    (TokenizeRequest, {"prompt": "", "add_special_tokens": False}),
+    (DetokenizeRequest, {"tokens": []}),
+]
+
+
+@pytest.fixture
+def worker() -> Iterator[BodyWorker]:
+    started = BodyWorker(BOUNDS, 2**25)
+    yield started
+    started.close()
+
+
+def bytes_of(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize(("model", "body"), REQUESTS, ids=str)
+def test_a_packed_request_is_the_request(model: type[PromptRequest], body: dict[str, Any]) -> None:
+    parsed = parse_body(bytes_of(body), model, BOUNDS)
+    packed = unpack_request(pack_body(bytes_of(body), model, BOUNDS), model, BOUNDS)
+    assert [open_prompt(prompt) for prompt in packed.prompts()] == parsed.prompts()
+    prompt_fields = {model.prompt_field, *model.other_prompt_fields}
+    assert packed.model_dump(exclude=prompt_fields) == parsed.model_dump(exclude=prompt_fields)
+
+
+@pytest.mark.parametrize("padding", [0, MAX_PARAMETERS])
+def test_a_large_body_is_answered_as_a_small_one(padding: int) -> None:
+    fields = {"model": "m", "prompt": [5] * 60, "max_tokens": 3}
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
+        call = app.post(TEXT, raw=bytes_of(fields) + b" " * padding)
+        await call.done
+        assert call.status == 200, call.body
+        assert json.loads(call.body)["choices"][0]["text"] == "ok"
+        refused = app.post(TEXT, raw=bytes_of({**fields, "suffix": "b"}) + b" " * padding)
+        await refused.done
+        assert_is_error(refused, 400, param="suffix", code="unsupported_parameter")
+
+    run_with_app(scenario, max_body=2**20)
+
+
+def test_the_process_packs_what_it_gets_and_names_what_is_wrong(worker: BodyWorker) -> None:
+    async def scenario() -> None:
+        ids = bytes_of({"model": "m", "prompt": [7] * MANY})
+        packed = await worker.pack([ids[:1000], ids[1000:]], CompletionRequest)
+        request = unpack_request(packed, CompletionRequest, BOUNDS)
+        assert [open_prompt(prompt) for prompt in request.prompts()] == [
+            TokenIds(pack_ids([7] * MANY))
+        ]
+
+        turns = bytes_of({"model": "m", "messages": [TURN] * 1000})
+        packed = await worker.pack([turns], ChatRequest)
+        (chat,) = unpack_request(packed, ChatRequest, BOUNDS).prompts()
+        assert open_prompt(chat) == Conversation([TURN] * 1000)
+
+        with pytest.raises(RequestError, match="greater than or equal to 0") as refusal:
+            await worker.pack([bytes_of({"model": "m", "prompt": [7, -1]})], CompletionRequest)
+        assert (refusal.value.status, refusal.value.param) == (400, "prompt.1")
+
+    run(scenario())
+
+
+def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = bytes_of({"model": "m", "prompt": "a"})
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(body_worker, "_TIMEOUT_S", 0.0)
+            with pytest.raises(RequestError, match="MiB of memory or 0 s") as refusal:
+                await worker.pack([body], CompletionRequest)
+            assert (refusal.value.status, refusal.value.code) == (400, "body_too_costly")
+        await worker.pack([body], CompletionRequest)
+
+    run(scenario())
+
+
+def test_a_client_that_goes_away_gives_its_turn_to_the_next(worker: BodyWorker) -> None:
+    body = bytes_of({"model": "m", "prompt": "a"})
+
+    async def scenario() -> None:
+        waiting = [asyncio.create_task(worker.pack([body], CompletionRequest)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[1].cancel()
+        await waiting[2]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("raw", "small"),
+    [
+        (b"[" + b"1," * 100 + b"1]", True),
+        (b"[" + b"1," * 5000 + b"1]", False),
+        (b"[" * 5000, False),
+        (b'"' + b"a" * (MAX_PARAMETERS - 2) + b'"', True),
+        (b'"' + b"a" * MAX_PARAMETERS + b'"', False),
+    ],
+    ids=lambda value: str(len(value)) if isinstance(value, bytes) else str(value),
+)
+def test_what_is_small_has_few_bytes_and_few_values(raw: bytes, small: bool) -> None:
+    assert is_small(raw) == small
+
+
+def test_parameters_are_bounded() -> None:
+    for fields in ({"user": "a" * MAX_PARAMETERS}, {"guided_json": {"enum": [0] * 20_000}}):
+        body = bytes_of({"model": "m", "prompt": "a", **fields})
+        with pytest.raises(InvalidRequest, match=f"at most {MAX_PARAMETERS} bytes"):
+            pack_body(body, CompletionRequest, BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "JSON"),
+        (b"[" * 10**6, "JSON"),
+        (b'{"a":' * 10**5, "JSON"),
+        (b"[" * 10**6 + b'"\\ud800"', "JSON"),
+        (b"\xff\xfe", "JSON"),
+        (b"9" * 10**6, "JSON"),
+    ],
+    ids=lambda value: str(value)[:10],
+)
+def test_what_is_no_json_is_an_error(raw: bytes, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        parse_body(raw, ChatRequest, BOUNDS)
+
+
+def test_bodies_of_many_requests_are_bounded_together() -> None:
+    async def scenario(app: App) -> None:
+        reader = app.app.state.body_reader
+        reader._num_held_bytes = reader._max_held_bytes
+        call = app.post(CHAT)
+        await call.done
+        assert_is_error(call, 429, code="too_many_bodies")
+        reader._num_held_bytes = 0
+        body = json.dumps(BODIES[CHAT]).encode()
+        refused = app.call("POST", CHAT, body[:-1])
+        await refused.done
+        assert_is_error(refused, 400, code="json_invalid")
+        assert reader._num_held_bytes == 0
+
+    run_with_app(scenario)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "is_json"),
+    [
+        ("application/json", True),
+        ("application/JSON; charset=utf-8", True),
+        ("application/problem+json", True),
+        ("text/plain", False),
+        ("application/x-www-form-urlencoded", False),
+        ("", False),
+    ],
+)
+def test_a_body_of_another_type_is_refused_by_its_type(content_type: str, is_json: bool) -> None:
+    headers = [(b"content-type", content_type.encode())]
+    request = Request({"type": "http", "headers": headers})
+    if is_json:
+        _check_content_type(request)
+        return
+    with pytest.raises(InvalidRequest, match=f"got '{content_type}'"):
+        _check_content_type(request)
