@@ -50,10 +50,10 @@ class BodyReader:
             TooManyBodies: other bodies take all the memory that there is for them.
             ClientDisconnect: the client went away.
         """
-        _check_content_type(request)
         chunks: list[bytes] = []
         try:
             num_bytes = await self._receive(request, chunks)
+            _check_content_type(request)
             if num_bytes <= MAX_PARAMETERS:
                 raw = b"".join(chunks)
                 if is_small(raw):
