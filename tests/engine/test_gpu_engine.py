@@ -331,11 +331,17 @@ def test_captured_steps_are_those_that_are_computed(
     ) as llm:
         log = watch(llm._scheduler._executor, monkeypatch)
         for kind, asked in SAMPLING_KINDS.items():
-            log.clear()
             each = [
                 {"max_tokens": 60 + i, "seed": i, "ignore_eos": True, **asked[i % len(asked)]}
                 for i in range(21)
             ]
+            # Grammars are compiled before, so that all requests are admitted in one step.
+            grammars = [fields["grammar"] for fields in each if "grammar" in fields]
+            for grammar in grammars:
+                params = SamplingParams(max_tokens=1, grammar=grammar)
+                llm.generate(prompts[:1], params, use_tqdm=False)
+            log.clear()
+
             outs = llm.generate(
                 prompts, [SamplingParams(**fields) for fields in each], use_tqdm=False
             )
