@@ -40,7 +40,7 @@ class FakeMatchers(GrammarMatchers):
     def num_open(self) -> int:
         return len(self._scripts)
 
-    def guide(self, slices: Sequence[ReqSlice]) -> bool:
+    def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
         return any(req_slice.req.uid in self._scripts for req_slice in slices)
 
     def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:

@@ -159,9 +159,11 @@ class GrammarMatchers:
         """Drop the matcher of an ended request, if it has one."""
         self._matchers.pop(uid, None)
 
-    def guide(self, slices: Sequence[ReqSlice]) -> bool:
+    def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
         """Whether a grammar restricts what the slices sample."""
-        return bool(self._matchers) and any(chunk.req.uid in self._matchers for chunk in slices)
+        return bool(self._matchers) and any(
+            req_slice.req.uid in self._matchers for req_slice in slices
+        )
 
     def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
         """Start making the masks for sampling slices whose requests have a grammar.
@@ -169,14 +171,14 @@ class GrammarMatchers:
         All tokens before must have been accepted. If llguidance reaches a limit, a mask allows the
         end of the sequence alone, and that token ends the request on all ranks.
         """
-        guided = [chunk for chunk in slices if chunk.req.params.grammar is not None]
+        guided = [req_slice for req_slice in slices if req_slice.req.params.grammar is not None]
         masks_XW = self._masks_XW[: len(guided)]
         matchers: list[tuple[LLMatcher, int]] = []
-        for x, chunk in enumerate(guided):
-            if chunk.end < chunk.req.num_known:
-                _allow_only(masks_XW[x], int(chunk.req.tokens[chunk.end]))
+        for x, req_slice in enumerate(guided):
+            if req_slice.end < req_slice.req.num_known:
+                _allow_only(masks_XW[x], int(req_slice.req.tokens[req_slice.end]))
             else:
-                matchers.append((self._matchers[chunk.req.uid], x))
+                matchers.append((self._matchers[req_slice.req.uid], x))
 
         if self._executor is None:
             for matcher, x in matchers:

@@ -187,7 +187,7 @@ class Scheduler:
         if previous:
             self._sample(previous)
         step = self._launch(plan, prepared) if plan and prepared else None
-        if step and self.grammars.guide(step.sampling_slices):
+        if step and self.grammars.restricts_any(step.sampling_slices):
             self._start_masks(step, previous)
         elif step:
             self._sample(step)
