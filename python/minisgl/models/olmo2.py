@@ -48,7 +48,7 @@ class Olmo2Attention(BaseOP):
 class Olmo2Layer(DecoderLayer):
     """Attention, norm, MLP, norm: a sublayer is normed after it is computed, not before.
 
-    No norm reads the residual stream, so x is the whole stream, and residual stays None.
+    No norm of a layer reads the residual stream, so x is the whole stream, and residual stays None.
     """
 
     def __init__(
