@@ -122,6 +122,11 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_sizes()
+        self._check_tokens()
+
+    def _check_numbers(self) -> None:
         _require(
             "max_tokens",
             self.max_tokens,
@@ -159,6 +164,8 @@ class SamplingParams:
             abs(self.priority) <= MAX_COUNT,
             f"in [-{MAX_COUNT}, {MAX_COUNT}]",
         )
+
+    def _check_sizes(self) -> None:
         for name, count, bound in (
             ("stop", len(self.stop), MAX_STOPS),
             ("stop_token_ids", len(self.stop_token_ids), MAX_STOPS),
@@ -197,6 +204,8 @@ class SamplingParams:
                 f"in [1, {MAX_SALT}]",
                 "cache_salt",
             )
+
+    def _check_tokens(self) -> None:
         for name, tokens in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", self.logit_bias),
