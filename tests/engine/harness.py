@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, LaunchedStep
+from minisgl.grammar import GrammarCompiler
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
@@ -119,6 +120,10 @@ class Host:
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox()
         self._engine = engine
+        limits = engine.limits
+        self._compiler = GrammarCompiler(
+            Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids)
+        )
         self.scheduler = Scheduler(config, engine, self.inbox, self.outbox)
         self._num_asked = 0
 
@@ -127,6 +132,7 @@ class Host:
     ) -> list[Answer]:
         """Send all prompts at once, and step until all are answered; check integrity each step."""
         each = params if isinstance(params, list) else [params] * len(prompts)
+        self._compile_grammars(each)
         uids = range(self._num_asked, self._num_asked + len(prompts))
         self._num_asked += len(prompts)
         self._engine.logits.clear()
@@ -139,3 +145,10 @@ class Host:
             self.scheduler.check_integrity()
         answers = collect(self.outbox.msgs, self._engine)
         return [answers[uid] for uid in uids]
+
+    def _compile_grammars(self, each: list[SamplingParams]) -> None:
+        """Make grammars known, as trials would: all requests are then admitted at once."""
+        known = self.scheduler.grammars.known
+        for grammar in {params.grammar for params in each if params.grammar}:
+            if grammar not in known:
+                known.add(grammar, [self._compiler.compile(grammar)], num_bytes=0)

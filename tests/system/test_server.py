@@ -68,9 +68,9 @@ def test_a_chat_completion_is_what_transformers_says(server: Program) -> None:
 def test_only_the_scheduler_has_torch(server: Program) -> None:
     with server.client() as client:
         client.chat.completions.create(messages=turn("the dog"), **GREEDY)
-    scheduler, *others = server.workers()
+    scheduler, *others = server.workers()  # and one that reads large bodies, once one has come
     assert has_torch(scheduler.pid)
-    assert len(others) == 2
+    assert len(others) >= 2
     assert not any(map(has_torch, [server.process.pid, *(worker.pid for worker in others)]))
     assert "PyTorch" not in server.stderr
 
