@@ -71,14 +71,31 @@ class InvalidRequest(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """Prompt plus requested tokens exceed what the engine can hold."""
+    """Prompt plus requested tokens exceed what the engine can hold.
+
+    The words are OpenAI's: clients recognise the error by them, or by its code.
+
+    Args:
+        limit: the length of the context, in tokens.
+        cause: what exceeds it, as a clause.
+    """
 
     code = "context_length_exceeded"
+    words = (
+        "This model's maximum context length is {limit} tokens. However, {cause}. "
+        "Please reduce the length of the messages or completion."
+    )
 
-    def __init__(self, num_prompt: int, max_tokens: int, limit: int) -> None:
-        super().__init__(
-            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}: "
-            f"together {num_prompt + max_tokens}, the limit is {limit}"
+    def __init__(self, limit: int, cause: str) -> None:
+        super().__init__(self.words.format(limit=limit, cause=cause))
+
+    @classmethod
+    def of_tokens(cls, num_prompt: int, max_tokens: int, limit: int) -> PromptTooLong:
+        """The error of a prompt whose tokens were counted."""
+        return cls(
+            limit,
+            f"you requested {num_prompt + max_tokens} tokens "
+            f"({num_prompt} in the messages, {max_tokens} in the completion)",
         )
 
 

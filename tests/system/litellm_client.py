@@ -50,6 +50,11 @@ def main(url: str, model: str) -> None:
         error = 0
     except litellm.BadRequestError as refusal:
         error = refusal.status_code
+    try:
+        ask(messages=[{"role": "user", "content": "the dog " * 40_000}])
+        overflow = ""
+    except litellm.ContextWindowExceededError as refusal:
+        overflow = refusal.message
     seen = {
         "whole": whole.choices[0].message.content,
         "streamed": streamed,
@@ -57,6 +62,7 @@ def main(url: str, model: str) -> None:
         "city": json.loads(called.choices[0].message.tool_calls[0].function.arguments)["city"],
         "object": json.loads(formed.choices[0].message.content),
         "error": error,
+        "overflow": overflow,
     }
     print(json.dumps(seen))
 

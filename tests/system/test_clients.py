@@ -104,6 +104,7 @@ def test_litellm(server: Program) -> None:
     assert seen["city"] in ("Ulm", "Bonn")
     assert seen["object"]["kind"] in ("fox", "dog")
     assert seen["error"] == 400
+    assert "maximum context length is 16384 tokens" in seen["overflow"]
 
 
 def test_schemathesis_finds_no_server_error(folder: Path) -> None:

@@ -86,21 +86,22 @@ def _list(item: bytes, num_bytes: int) -> bytes:
 
 
 ALMOST = 32 * MIB - 1024
+TOO_LONG = "maximum context length is 16384 tokens"
 COSTLY: dict[str, tuple[str, bytes, str]] = {
-    "bad ids": (TEXT, _body(b"prompt", _list(b"-1", MIB)), "at most 16384"),
-    "many ids": (TEXT, _body(b"prompt", _list(b"5", ALMOST)), "at most 16384"),
+    "bad ids": (TEXT, _body(b"prompt", _list(b"-1", MIB)), TOO_LONG),
+    "many ids": (TEXT, _body(b"prompt", _list(b"5", ALMOST)), TOO_LONG),
     "many prompts": (TEXT, _body(b"prompt", _list(b"[5]", ALMOST)), f"at most {MAX_OPEN}"),
-    "ids to detokenize": ("/detokenize", _body(b"tokens", _list(b"5", ALMOST)), "at most 16384"),
+    "ids to detokenize": ("/detokenize", _body(b"tokens", _list(b"5", ALMOST)), TOO_LONG),
     "many inputs": (
         "/v1/embeddings",
         _body(b"input", _list(b'"a"', ALMOST)),
         f"at most {MAX_OPEN}",
     ),
-    "a long text": (TEXT, _body(b"prompt", b'"' + b"a" * ALMOST + b'"'), "the limit is 16384"),
+    "a long text": (TEXT, _body(b"prompt", b'"' + b"a" * ALMOST + b'"'), TOO_LONG),
     "a long text to tokenize": (
         "/tokenize",
         _body(b"prompt", b'"' + b"a " * (2 * MIB) + b'"'),
-        "the limit is 16384",
+        TOO_LONG,
     ),
     "only brackets": (CHAT, b"[" * ALMOST, "recursion limit"),
     "deep objects": (CHAT, b'{"a":' * (ALMOST // 5), "recursion limit"),
@@ -111,8 +112,8 @@ COSTLY: dict[str, tuple[str, bytes, str]] = {
     ),
     "many stops": (CHAT, _chat(b"stop", _list(b'"a"', 4 * 10**6)), "at most 32"),
     "many tools": (CHAT, _chat(b"tools", _list(b"{}", 3 * 10**6)), "at most 128"),
-    "many messages": (CHAT, _body(b"messages", _list(TURN, ALMOST)), "at most 16384"),
-    "empty objects": (CHAT, _body(b"messages", _list(b"{}", ALMOST)), "at most 16384"),
+    "many messages": (CHAT, _body(b"messages", _list(TURN, ALMOST)), TOO_LONG),
+    "empty objects": (CHAT, _body(b"messages", _list(b"{}", ALMOST)), TOO_LONG),
     "a long name": (CHAT, _chat(b"x" * ALMOST, b"1"), "not permitted"),
     "a long value": (CHAT, _chat(b"user", b'"' + b"x" * ALMOST + b'"'), "at most 262144 bytes"),
     "a long number": (CHAT, _chat(b"seed", b"9" * ALMOST), "out of range"),

@@ -296,7 +296,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     one = tokenizer("byte level")
     monkeypatch.setattr(one, "_tokenizer", Untokenizing(one._tokenizer))
-    with pytest.raises(RequestError, match=r"100000 bytes .* the limit is 10") as refusal:
+    with pytest.raises(RequestError, match=r"length is 10 tokens\..* 100000 bytes") as refusal:
         one.encode("x" * 100_000, max_tokens=10)
     assert refusal.value.code == "context_length_exceeded"
 
@@ -379,7 +379,7 @@ def test_of_a_text_that_cannot_fit_few_characters_are_tokenized(
         return tokenize(text, **options)
 
     monkeypatch.setattr(one, "_tokenizer", Counting(tokenize, count))
-    with pytest.raises(RequestError, match="the limit is 100") as refusal:
+    with pytest.raises(RequestError, match=r"maximum context length is 100 tokens\.") as refusal:
         one.encode("x y " * 2**18, max_tokens=100)
     assert refusal.value.code == "context_length_exceeded"
     assert num_characters < 2**16

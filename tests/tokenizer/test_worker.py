@@ -173,7 +173,7 @@ def test_questions_have_the_bound_of_prompts(folder: Path) -> None:
     questions = [EncodeMsg(uid, text) for uid, text in enumerate(texts)]
     _, (refused, answered) = run(folder, *questions, ShutdownMsg(), max_seq_len=limit)
     assert refused.error.code == "context_length_exceeded"
-    assert "the limit is 10" in refused.error.message
+    assert "maximum context length is 10 tokens." in refused.error.message
     assert answered.error is None
 
 

@@ -24,7 +24,7 @@ def check_request(prompt: IntArray, params: SamplingParams, limits: EngineLimits
     limit = limits.max_seq_len
     min_answer = params.max_tokens or 1
     if len(prompt) + min_answer > limit:
-        raise PromptTooLong(len(prompt), min_answer, limit)
+        raise PromptTooLong.of_tokens(len(prompt), min_answer, limit)
     return limit if params.max_tokens is None else len(prompt) + params.max_tokens
 
 

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from minisgl.checkpoint.files import check_tokenizer_files, is_panic
 from minisgl.core import IntArray
-from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong, RequestError
+from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
@@ -89,7 +89,7 @@ class Tokenizer:
 
         Raises:
             InvalidRequest: the template refuses the conversation, or there is no template.
-            RequestError: the text must have more than `max_tokens` tokens.
+            PromptTooLong: the text must have more than `max_tokens` tokens.
         """
         if isinstance(prompt, TokenIds):
             return unpack_ids(prompt.raw)
@@ -114,7 +114,7 @@ class Tokenizer:
             self._check_pieces(text, max_tokens)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Raise RequestError if the pieces of a text have twice as many tokens as it may have.
+        """Raise PromptTooLong if the pieces of a text have twice as many tokens as it may have.
 
         A cut adds a few tokens and never so many. Tokenizing a text as a whole takes hundreds of
         bytes of memory a token, and more time than others should wait for.
@@ -124,10 +124,10 @@ class Tokenizer:
             piece = text[start : start + _PIECE]
             num_tokens += len(self._tokenizer(piece, add_special_tokens=False)["input_ids"])
             if num_tokens > 2 * max_tokens + _PIECE_SLACK:
-                raise RequestError(
-                    f"the prompt has {len(text)} characters, the first {start + len(piece)} of "
-                    f"which are about {num_tokens} tokens; the limit is {max_tokens}",
-                    code=PromptTooLong.code,
+                raise PromptTooLong(
+                    max_tokens,
+                    f"you sent {len(text)} characters, the first {start + len(piece)} of which "
+                    f"are about {num_tokens} tokens",
                 )
 
     def _render_marked(self, marked: Conversation, marks: Marks) -> str:
@@ -273,11 +273,9 @@ def _keeps_every_byte(backend: Any) -> bool:
 
 
 def _check_min_tokens(num_bytes: int, max_tokens: int, max_token_bytes: int) -> None:
-    """Raise RequestError if a text of so many bytes must have more than `max_tokens` tokens."""
+    """Raise PromptTooLong if a text of so many bytes must have more than `max_tokens` tokens."""
     least = -(-num_bytes // max_token_bytes)
     if least > max_tokens:
-        raise RequestError(
-            f"the prompt is {num_bytes} bytes of text, at least {least} tokens; "
-            f"the limit is {max_tokens}",
-            code=PromptTooLong.code,
+        raise PromptTooLong(
+            max_tokens, f"you sent {num_bytes} bytes of text, which are at least {least} tokens"
         )

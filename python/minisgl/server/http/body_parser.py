@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.openai.prompts import PackedRequest, PromptRequest
-from minisgl.server.openai.validation import TOO_LONG, RequestBounds, field_path
+from minisgl.server.openai.validation import COUNT_ERRORS, RequestBounds, field_path
 
 R = TypeVar("R", bound=PromptRequest)
 MAX_PARAMETERS = 2**18  # bytes of a request without its prompts, and of a small body
@@ -108,4 +108,4 @@ def _named_by_field(error: ValidationError, body: Any) -> InvalidRequest:
 
 def _fitness(pair: tuple[list[str], Any]) -> tuple[bool, int, bool]:
     path, fault = pair
-    return fault["type"] == TOO_LONG, len(path), not fault["type"].endswith("_type")
+    return fault["type"] in COUNT_ERRORS, len(path), not fault["type"].endswith("_type")

@@ -25,6 +25,7 @@ from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.openai.validation import (
     FEW_PAIRS,
     AtMost,
+    FitsContext,
     RequestBounds,
     RequestModel,
     Schema,
@@ -37,15 +38,11 @@ from minisgl.server.parsing import Dialect
 MAX_ANSWERS = 128
 
 
-def _max_tokens(bounds: RequestBounds) -> int:
-    return bounds.max_tokens
-
-
 def _max_prompts(bounds: RequestBounds) -> int:
     return bounds.max_prompts
 
 
-PromptIds: TypeAlias = Annotated[list[TokenId], AtMost(_max_tokens, int)]
+PromptIds: TypeAlias = Annotated[list[TokenId], FitsContext(int)]
 Prompts: TypeAlias = (
     ValidText
     | Annotated[list[ValidText], AtMost(_max_prompts, str)]

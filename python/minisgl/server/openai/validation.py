@@ -17,13 +17,15 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from minisgl.errors import PromptTooLong
 from minisgl.sampling_params import MAX_COUNT
 
 T = TypeVar("T")
 MAX_ID = 2**31 - 1
 MAX_DEPTH = 64
 MAX_SHORT = 8192  # characters
-TOO_LONG = "too_long"  # type of the error
+TOO_LONG = "too_long"
+COUNT_ERRORS = (TOO_LONG, PromptTooLong.code)  # the types of errors about too many items
 MAX_NODES = 2**15  # of a schema or another value of any form
 MAX_PAIRS = 1024  # of an object that maps names to values
 
@@ -89,16 +91,30 @@ class AtMost:
             return items
         bound = self._bound if isinstance(self._bound, int) else self._bound(RequestBounds.of(info))
         if len(items) > bound:
-            message = "it has {count} items; at most {bound} may be sent"
-            counts = {"count": len(items), "bound": bound}
-            raise PydanticCustomError(TOO_LONG, message, counts)
+            raise self._error(len(items), bound)
         return items
+
+    def _error(self, count: int, bound: int) -> PydanticCustomError:
+        message = "it has {count} items; at most {bound} may be sent"
+        return PydanticCustomError(TOO_LONG, message, {"count": count, "bound": bound})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         schema = handler(source)
         if schema["type"] == "list":
             schema["fail_fast"] = True
         return core_schema.with_info_before_validator_function(self._check, schema)
+
+
+class FitsContext(AtMost):
+    """Marks a list whose items take a token of the context at least, each of them."""
+
+    def __init__(self, item_type: type = object) -> None:
+        super().__init__(lambda bounds: bounds.max_tokens, item_type)
+
+    def _error(self, count: int, bound: int) -> PydanticCustomError:
+        cause = f"you sent {count} items of at least one token each"
+        message = PromptTooLong.words.format(limit=bound, cause=cause)
+        return PydanticCustomError("context_length_exceeded", message)
 
 
 def _check_text(text: str) -> str:
@@ -196,7 +212,7 @@ ValidText = Annotated[str, AfterValidator(_check_text)]
 ShortText = Annotated[ValidText, AfterValidator(_check_length)]
 Shallow = Annotated[T, AfterValidator(check_depth), AfterValidator(check_packable)]
 Schema = Shallow[dict[str, Any]]
-FITS_CONTEXT = AtMost(lambda bounds: bounds.max_tokens)  # each item takes a token at least
+FITS_CONTEXT = FitsContext()
 FEW_PAIRS = AtMost(MAX_PAIRS)
 StreamingOnly = Annotated[T, AfterValidator(_check_streaming)]
 TokenLimit = Annotated[int, Field(ge=1, le=MAX_COUNT)]
