@@ -26,12 +26,16 @@ TOOL = {
 
 def main(url: str, model: str) -> None:
     def ask(**options: Any) -> Any:
-        defaults = {"max_tokens": 30, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        defaults = {
+            "messages": [{"role": "user", "content": "the dog"}],
+            "max_tokens": 30,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
+        }
         return litellm.completion(
             model=f"openai/{model}",
             api_base=url,
             api_key="none",
-            messages=[{"role": "user", "content": "the dog"}],
             **{**defaults, **options},
         )
 

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.access_log import REQUEST_ID_HEADER, AccessLog
 from minisgl.server.http.body import BodyReader
-from minisgl.server.http.errors import add_error_handlers
-from minisgl.server.http.middleware import ApiKey, BodyLimit, RequestCount
+from minisgl.server.http.errors import add_error_handlers, methods_of_path
+from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet
 from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp
 from minisgl.server.http.routes import open_router, router
 from minisgl.server.openai.validation import RequestBounds
@@ -26,6 +28,12 @@ from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
 __all__ = ["ServedModel", "create_app"]
+
+
+class _Application(DocumentedApp):
+    def build_middleware_stack(self) -> ASGIApp:
+        """The access log sees every answer, also that to a bug, which FastAPI gives outermost."""
+        return AccessLog(super().build_middleware_stack(), self.state.frontend.metrics)
 
 
 def create_app(
@@ -48,12 +56,14 @@ def create_app(
         body_timeout_s: how long a body may take to come.
         shares_prefixes: whether a request may use prefixes that another key's request has computed.
     """
-    app = DocumentedApp(title="Mini-SGLang", version=__version__, redoc_url=None)
+    app = _Application(title="Mini-SGLang", version=__version__, redoc_url=None)
     app.state.frontend = frontend
     app.state.model = model
     bounds = RequestBounds(model.max_seq_len, frontend.max_open)
     app.state.body_reader = BodyReader(bounds, max_body_bytes)
     salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
+    app.state.methods_of_path = methods_of_path([*open_router.routes, *router.routes])
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
     _add_middleware(app, frontend, api_keys, cors_origins, salts_prefixes)
     add_error_handlers(app)
@@ -83,6 +93,5 @@ def _add_middleware(
             allow_origins=cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", REQUEST_ID_HEADER],
         )
-    app.add_middleware(RequestCount, metrics=frontend.metrics)

@@ -1,6 +1,7 @@
 """Logging: every module has `logging.getLogger(__name__)`; a process sets its name once.
 
-INFO is the life of a process, DEBUG the life of a request. Neither tokens nor prompts are logged.
+INFO is the life of a process, with a line for each HTTP request; DEBUG is the life of a request.
+Neither tokens nor prompts are logged.
 """
 
 from __future__ import annotations

@@ -306,6 +306,7 @@ def test_above_the_limit_only_health_is_answered() -> None:
             client.send(request + MODELS)
             status, headers, body = await client.response()
             assert (status, headers["connection"]) == (expected, "close")
+            assert headers["x-request-id"].startswith("req_")
             if expected == 503:
                 assert headers["retry-after"] == "1"
                 assert json.loads(body)["error"]["code"] == "too_many_connections"

@@ -125,6 +125,28 @@ def test_a_wrong_route_or_method_is_an_error_that_names_it(
     run_with_app(scenario)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("POST", "/health", "GET, HEAD"),
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("PUT", f"{RESPONSES}/resp_1", "DELETE, GET, HEAD"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("HEAD", TEXT, "POST"),
+    ],
+)
+def test_a_405_says_what_is_allowed(method: str, path: str, allowed: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.call(method, path)
+        await call.done
+        error = assert_is_error(call, 405)
+        assert call.headers["allow"] == allowed
+        assert f"allowed: {allowed}" in error["message"]
+
+    run_with_app(scenario)
+
+
 @all_routes
 def test_too_many_requests_are_a_429_and_the_open_ones_go_on(route: str) -> None:
     async def scenario(app: App) -> None:

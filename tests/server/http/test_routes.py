@@ -67,6 +67,20 @@ def test_health_is_200_until_the_engine_fails() -> None:
     run_with_app(scenario)
 
 
+def test_head_has_the_status_of_get() -> None:
+    async def scenario(app: App) -> None:
+        for path, status in (("/health", 200), ("/v1/models", 200), ("/v1/models/other", 404)):
+            call = app.call("HEAD", path)
+            await call.done
+            assert call.status == status
+        app.frontend.fail("the engine is gone")
+        call = app.call("HEAD", "/health")
+        await call.done
+        assert call.status == 503
+
+    run_with_app(scenario)
+
+
 def test_the_version_is_the_packages() -> None:
     async def scenario(app: App) -> None:
         call = app.call("GET", "/version")

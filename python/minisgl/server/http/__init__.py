@@ -6,7 +6,8 @@
     listener.py     uvicorn's server, with the connections below
     connections.py  deadlines and the limit of connections
     errors.py       from an error to a response
-    middleware.py   what sees a request before the routes: keys, limits, counts
+    middleware.py   what sees a request before the routes: keys, HEAD, limits
+    access_log.py   a line in the log and an id for each request
     tenants.py      cached prefixes are found by the key that computed them
     metrics.py      the numbers at /metrics
     openapi.py      the OpenAPI document

@@ -26,6 +26,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.http.access_log import AccessLog, note_error
+from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.middleware import OPEN_PATHS
 from minisgl.server.openai.common import ErrorBody, ErrorResponse
 
@@ -57,8 +59,9 @@ class ConnectionLimits:
 class ConnectionTable:
     """The open connections: served ones up to the limit, and reserved ones above it."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, metrics: Metrics) -> None:
         self.limits = limits
+        self.metrics = metrics
         self._served: set[Connection] = set()
         self._reserved: dict[Connection, None] = {}  # the oldest first
 
@@ -225,18 +228,20 @@ class Connection(H11Protocol):
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             await send(message)
 
-        app = self._served_app if refusal is None else refusal
+        app = self._served_app
+        if refusal is not None:
+            app = AccessLog(refusal, self._table.metrics)
         await app(scope, receive, send_closing)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _refusal(self, scope: Scope) -> _Refusal | None:
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             message = "a request has Content-Length or Transfer-Encoding, not both"
-            return _error_response(400, message, "invalid_request_error", "invalid_request")
+            return _Refusal(400, message, "invalid_request_error", "invalid_request")
         if self._is_reserved and scope["path"] not in OPEN_PATHS:
             limit = self._table.limits.max_connections
             message = f"{limit} connections are open, which is the limit; try again later"
-            return _error_response(503, message, "server_error", "too_many_connections")
+            return _Refusal(503, message, "server_error", "too_many_connections")
         return None
 
 
@@ -256,7 +261,15 @@ class _CycleTransport:
         self._connection.close_after_answer()
 
 
-def _error_response(status: int, message: str, kind: str, code: str) -> JSONResponse:
-    body = ErrorResponse(error=ErrorBody(message=message, type=kind, code=code))
-    headers = {"Retry-After": "1"} if status == 503 else None
-    return JSONResponse(body.model_dump(), status, headers)
+class _Refusal:
+    """An application that answers with an error."""
+
+    def __init__(self, status: int, message: str, kind: str, code: str) -> None:
+        body = ErrorResponse(error=ErrorBody(message=message, type=kind, code=code))
+        headers = {"Retry-After": "1"} if status == 503 else None
+        self._code = code
+        self._response = JSONResponse(body.model_dump(), status, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._code)
+        await self._response(scope, receive, send)

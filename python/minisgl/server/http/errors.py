@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Route
 
 from minisgl.errors import EngineFailed, RequestError
+from minisgl.server.http.access_log import note_error, route_of
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_response
 
@@ -43,10 +45,30 @@ def errors_name_fields(field_of: Callable[[str | None], str | None]) -> Iterator
         raise
 
 
-def _respond(request: Request, status: int, content: ErrorResponse) -> Response:
+def methods_of_path(routes: Iterable[BaseRoute]) -> dict[str, str]:
+    """The methods of all routes of a path, as `Allow` has them. HEAD goes with GET."""
+    methods: dict[str, set[str]] = {}
+    for route in routes:
+        if isinstance(route, Route) and route.methods:
+            methods.setdefault(route.path, set()).update(route.methods)
+    for names in methods.values():
+        if "GET" in names:
+            names.add("HEAD")
+    return {path: ", ".join(sorted(names)) for path, names in methods.items()}
+
+
+def _respond(
+    request: Request,
+    status: int,
+    content: ErrorResponse,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
     metrics: Metrics = request.app.state.frontend.metrics
-    metrics.count_error(content.error.code or f"http_{status}")
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 429 else None
+    code = content.error.code or f"http_{status}"
+    metrics.count_error(code)
+    note_error(request.scope, code)
+    if status == 429:
+        headers = {"Retry-After": str(_RETRY_AFTER_S)}
     return JSONResponse(content.model_dump(), status, headers)
 
 
@@ -59,10 +81,16 @@ async def _on_minisgl_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
+    headers = dict(error.headers or {})
     if error.status_code in (404, 405):
         message = f"{error.detail} ({request.method} {request.url.path})"
+    if error.status_code == 405:
+        given = sorted(headers.get("Allow", "").split(", "))
+        allowed = request.app.state.methods_of_path.get(route_of(request.scope), ", ".join(given))
+        headers["Allow"] = allowed
+        message = f"{message}; allowed: {allowed}"
     body = ErrorBody(message=message, type="invalid_request_error")
-    return _respond(request, error.status_code, ErrorResponse(error=body))
+    return _respond(request, error.status_code, ErrorResponse(error=body), headers)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -27,9 +27,10 @@ def create_server(
 ) -> uvicorn.Server:
     """The server of an application; `serve([listener])` of it runs in the caller's loop."""
     limit_repeats("asyncio", "uvicorn.error", "minisgl.server.http.connections")
+    table = ConnectionTable(limits, app.state.frontend.metrics)
     config = uvicorn.Config(
         app,
-        http=partial(Connection, table=ConnectionTable(limits)),  # type: ignore[arg-type]
+        http=partial(Connection, table=table),  # type: ignore[arg-type]
         ws="none",  # a WebSocket would leave these connections and their limits
         log_config=None,
         access_log=False,

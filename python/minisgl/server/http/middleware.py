@@ -1,4 +1,4 @@
-"""ASGI middleware, which sees a request before its body is read: counts, keys, the body limit."""
+"""ASGI middleware, which sees a request before its body is read: keys, HEAD, the body limit."""
 
 from __future__ import annotations
 
@@ -13,39 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey
+from minisgl.server.http.access_log import note_error
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.tenants import KEY_SALT, key_salts
 from minisgl.server.openai.common import error_response
 
 OPEN_PATHS = {"/health"}  # their requests need no key
-
-
-class RequestCount:
-    """Counts every response by the path of its route; paths without a route count as "other"."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        def count(status: int) -> None:
-            self._metrics.count_request(getattr(scope.get("route"), "path", "other"), status)
-
-        async def count_and_send(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-                count(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, count_and_send)
-        except Exception:  # the handler that answers it runs outside of this middleware
-            if not has_started:
-                count(500)
-            raise
 
 
 class ApiKey:
@@ -77,6 +50,7 @@ class ApiKey:
             return
         error = InvalidApiKey()
         self._metrics.count_error(error.code)
+        note_error(scope, error.code)
         response = JSONResponse(
             error_response(error).model_dump(), error.status, headers={"WWW-Authenticate": "Bearer"}
         )
@@ -93,6 +67,18 @@ class ApiKey:
         if scheme.lower() == "bearer" and any(matches):
             return digest
         return None
+
+
+class HeadAsGet:
+    """Answers HEAD as GET. The connection leaves the body out (RFC 9110, section 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            scope["method"] = "GET"
+        await self._app(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

@@ -18,6 +18,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
 from minisgl.message import Prompt
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.access_log import note_usage
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.errors import errors_name_fields
 from minisgl.server.http.openapi import ERRORS, RESPONSE_OBJECT, STREAMS
@@ -133,7 +134,9 @@ async def embeddings(
         generation = frontend.submit(body.prompts(), sampling)
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
-    return build_embeddings(body, replies)
+    embedding_list = build_embeddings(body, replies)
+    note_usage(request.scope, embedding_list.usage.as_usage)
+    return embedding_list
 
 
 @router.post("/generate", response_model=Generated, responses=STREAMS)
@@ -208,6 +211,7 @@ async def _answer(
     """Submit the prompts, wait for the first replies, then stream the answer or collect it."""
     salted = salt_by_key(request, sampling)
     generation = frontend.submit(prompts, salted, body.num_answers)
+    note_usage(request.scope, builder.usage)
     try:
         await run_while_connected(request, builder.wait_for_first_replies(generation))
         if body.stream:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.frontend import Generation
+from minisgl.server.http.access_log import note_error
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.builder import AnswerBuilder
 
@@ -37,6 +38,7 @@ class EventStream(StreamingResponse):
             self._generation.close()
             if self._generation.error:
                 self._metrics.count_error(self._generation.error.code)
+                note_error(scope, self._generation.error.code)
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

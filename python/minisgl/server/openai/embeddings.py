@@ -14,7 +14,7 @@ import numpy as np
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
-from minisgl.server.openai.common import ResponseModel
+from minisgl.server.openai.common import ResponseModel, Usage
 from minisgl.server.openai.generation_request import Prompts, parse_prompts
 from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.validation import ValidText
@@ -55,6 +55,9 @@ class Embedding(ResponseModel):
 class EmbeddingUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
+
+    def as_usage(self) -> Usage:
+        return Usage(prompt_tokens=self.prompt_tokens, total_tokens=self.total_tokens)
 
 
 class EmbeddingList(ResponseModel):

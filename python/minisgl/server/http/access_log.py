@@ -1,0 +1,136 @@
+"""One line in the log for each request, and the id by which a client can ask about it.
+
+The line has the method, the route as it is declared, the status, the time, the tokens and the code
+of an error: no text of a request and no key. It is written when the answer has ended, however it
+ends. An answer's chunks pass through here and cost no more than a call each.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.server.http.metrics import Metrics
+from minisgl.server.openai.common import Usage
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_RECORD = "record"  # the name in a request's state
+_PROBES = ("/health", "/metrics")  # routes that are asked all the time
+
+
+@dataclass(slots=True)
+class _RequestRecord:
+    """What is known of one request.
+
+    Attributes:
+        status: None before the answer begins.
+        is_complete: whether all of the answer was sent.
+        usage: returns the tokens so far.
+    """
+
+    request_id: str
+    started_at: float = field(default_factory=time.perf_counter)
+    status: int | None = None
+    is_complete: bool = False
+    error_code: str | None = None
+    usage: Callable[[], Usage] | None = None
+
+
+class AccessLog:
+    """Counts and logs each request of an application, and gives its answer the request's id.
+
+    The id is that of the client, if it has up to 128 printable characters of ASCII without blanks.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = _RequestRecord(_request_id(scope))
+        scope.setdefault("state", {})[_RECORD] = record
+
+        async def observe_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                self._metrics.count_request(route_of(scope), message["status"])
+                id_header = (REQUEST_ID_HEADER.lower().encode(), record.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+            elif not message.get("more_body"):
+                record.is_complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observe_and_send)
+        except Exception:
+            record.error_code = record.error_code or "http_500"
+            raise
+        finally:
+            _write_line(scope, record)
+
+
+def note_error(scope: Scope, code: str) -> None:
+    """Let the line of a request have the code of its error."""
+    scope["state"][_RECORD].error_code = code
+
+
+def note_usage(scope: Scope, usage: Callable[[], Usage]) -> None:
+    """Let the line of a request have its tokens.
+
+    Args:
+        usage: is called once, when the answer has ended.
+    """
+    scope["state"][_RECORD].usage = usage
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def route_of(scope: Scope) -> str:
+    """The path of a request's route, as it is declared; "other" if there is none."""
+    return getattr(scope.get("route"), "path", "other")
+
+
+def _write_line(scope: Scope, record: _RequestRecord) -> None:
+    route = route_of(scope)
+    level = logging.DEBUG if route in _PROBES else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    logger.log(
+        level,
+        "%s %s %s %.1f ms%s request_id=%s",
+        scope["method"][:16],
+        route,
+        record.status or "-",
+        1000 * (time.perf_counter() - record.started_at),
+        "".join(f" {word}" for word in _details(record)),
+        record.request_id,
+    )
+
+
+def _details(record: _RequestRecord) -> list[str]:
+    details = []
+    if record.error_code:
+        details.append(f"error={record.error_code}")
+    elif not record.is_complete:
+        details.append("disconnected")
+    usage = record.usage() if record.usage else None
+    if usage and usage.total_tokens:
+        details.append(f"prompt_tokens={usage.prompt_tokens}")
+        details.append(f"completion_tokens={usage.completion_tokens}")
+    return details
