@@ -23,7 +23,14 @@ STACK_BYTES = 2**28
 # Sets of tokens that are allowed as a whole where all of them match: llguidance's own, and more of
 # short texts. Near the end of a text of limited length it looks at every token that is in no set.
 _SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
-_LIMITS = LLParserLimits(initial_lexer_fuel=50_000)  # about a second for a regular expression
+_LEXER_FUEL = 50_000  # about a second for a regular expression
+# Earley items of one mask. A Lark grammar may be ambiguous, and its items then cost far more each:
+# 50,000 are seconds. Schemas are hardly ambiguous, and one of many optional properties needs many.
+_LIMITS = {
+    "json_schema": LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=50_000),
+    "regex": LLParserLimits(initial_lexer_fuel=_LEXER_FUEL),
+    "lark": LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=3_000),
+}
 # What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
 # or advice to programmers.
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
@@ -63,8 +70,9 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: the grammar has a mistake, no match, or something that is not supported.
         """
+        limits = _LIMITS[grammar.kind]
         try:
-            matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=limits)
         except ValueError as error:
             raise refusal(str(error)) from None
         first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)

@@ -1,0 +1,68 @@
+"""What a mask may cost: ambiguous grammars are ended, large ordinary ones are followed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import llguidance.numpy
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+from minisgl.grammar import GrammarCompiler
+from tests.checkpoints import EOS_ID, VOCAB_SIZE
+
+AMBIGUOUS = Grammar("lark", 'start: s\ns: "a" | "b" | " " | s s | s s s | s s s s\n')
+QUERY = r"""start: "SELECT" columns "FROM" NAME ("WHERE" condition)?
+columns: "*" | column ("," column)*
+column: NAME | NAME "." NAME | NAME "(" columns ")"
+condition: value ("=" | "<") value | condition "AND" condition | "(" condition ")"
+value: column | NUMBER
+NAME: /[a-z]+/
+NUMBER: /[0-9]+/
+%ignore " "
+"""
+
+
+@pytest.fixture(scope="module")
+def compiler(checkpoint: Callable[[str], Path]) -> GrammarCompiler:
+    return GrammarCompiler(checkpoint("qwen2"), VOCAB_SIZE, [EOS_ID])
+
+
+def follow(compiler: GrammarCompiler, matcher: LLMatcher, text: str) -> str:
+    """Make the mask before each character of a text; return the error that ends this, or ""."""
+    mask_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, VOCAB_SIZE), dtype=np.int32)
+    for token in compiler.tokenizer.tokenize_str(text):
+        llguidance.numpy.fill_next_token_bitmask(matcher, mask_1W)
+        if matcher.is_error():
+            break
+        assert matcher.consume_token(token)
+    return matcher.get_error()
+
+
+def test_an_ambiguous_grammar_ends_before_its_masks_take_seconds(compiler: GrammarCompiler) -> None:
+    """Each mask of it takes more items than the one before; 50,000 are seconds."""
+    try:
+        error = follow(compiler, compiler.compile(AMBIGUOUS), "ab " * 100)
+    except InvalidRequest as refusal:
+        error = str(refusal)
+    assert "Too many items (limit 3000" in error
+
+
+def test_a_schema_of_many_optional_properties_is_followed(compiler: GrammarCompiler) -> None:
+    properties = {f"property_{i}": {"type": "string"} for i in range(200)}
+    schema = {"type": "object", "properties": properties}
+    matcher = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    assert follow(compiler, matcher, '{"property_7": "a", "property_150": "b"}') == ""
+    assert matcher.is_accepting()
+
+
+def test_an_ordinary_lark_grammar_is_followed(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(Grammar("lark", QUERY))
+    query = "SELECT a, max(b.c) FROM t WHERE (a = 1 AND b.c < 20) AND c = d AND e = 3"
+    assert follow(compiler, matcher, query) == ""
+    assert matcher.is_accepting()
