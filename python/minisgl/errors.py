@@ -9,6 +9,7 @@
     │   ├─ InvalidApiKey      401
     │   ├─ UnknownModel       404
     │   ├─ ResponseNotFound   404: no response is kept
+    │   ├─ SlowReader         408: an answer is not read
     │   ├─ QueueFull          429
     │   └─ TooManyBodies      429
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
@@ -34,6 +35,7 @@ __all__ = [
     "QueueFull",
     "RequestError",
     "ResponseNotFound",
+    "SlowReader",
     "TooManyBodies",
     "UnknownModel",
 ]
@@ -130,6 +132,18 @@ class ResponseNotFound(RequestError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"there is no response {name!r}: this server stores no responses", param="response_id"
+        )
+
+
+class SlowReader(RequestError):
+    """A stream's reader is so far behind that what waits for it takes too much memory."""
+
+    status = 408
+    code = "slow_reader"
+
+    def __init__(self, num_unread: int, limit: int) -> None:
+        super().__init__(
+            f"{num_unread} log probabilities of this answer wait to be read; the limit is {limit}"
         )
 
 

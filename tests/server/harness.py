@@ -143,6 +143,17 @@ def token_replies(*pieces: str, num_prompt: int = 3, num_cached: int = 0) -> Scr
     return script
 
 
+async def answer_in_pieces(worker: FakeWorker, call: HttpCall, *pieces: str, **counts: int) -> None:
+    """Answer a stream's prompt, each piece once the last was read, so that none are joined."""
+    for reply in token_replies(*pieces, **counts)(await worker.receive()):
+        worker.send(reply)
+        if not reply.text:
+            continue
+        event_text = json.dumps(reply.text, ensure_ascii=False)
+        await wait_until(lambda event_text=event_text: event_text in call.body.decode())
+    await call.done
+
+
 Asgi = Callable[..., Awaitable[None]]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
+from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError, SlowReader
 from minisgl.message import (
     AbortMsg,
     CodecReply,
@@ -15,12 +17,13 @@ from minisgl.message import (
     EncodeMsg,
     ReplyError,
     ShutdownMsg,
+    TextLogprobs,
     TokenizeMsg,
     UserReply,
     pack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.server.frontend import _seed_after
+from minisgl.server.frontend import _MAX_UNREAD, Generation, _seed_after
 from tests.server.harness import run, running_frontend, token_replies, wait_until
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
@@ -37,9 +40,46 @@ def test_a_prompt_reaches_the_worker_and_its_replies_come_back_in_order() -> Non
                 UserReply(msg.uid, "b"), UserReply(msg.uid, "c", finish="length", num_output=3)
             )
             replies = [reply async for _, reply in generation]
-            assert [reply.text for reply in replies] == ["a", "b", "c"]
+            assert "".join(reply.text for reply in replies) == "abc"
             assert replies[-1].num_output == 3
             assert generation.has_ended
+            assert frontend.num_open == 0
+
+    run(scenario())
+
+
+def test_a_reader_that_is_behind_gets_the_text_of_each_answer_as_one_reply() -> None:
+    """However many replies come, a generation holds a bounded number."""
+
+    async def scenario() -> None:
+        generation = Generation(cast(Any, None), [5, 6])
+        for number in range(1, 1001):
+            for uid in (5, 6):
+                generation.put(UserReply(uid, f"{uid},", num_prompt=3, num_output=number))
+            assert sum(map(len, generation._unread.values())) <= 2 * _MAX_UNREAD
+        generation.put(UserReply(5, "end", finish="length", num_prompt=3, num_output=1001))
+        first, second = [await generation.next() for _ in range(2)]
+        expected = UserReply(5, "5," * 1000 + "end", "length", num_prompt=3, num_output=1001)
+        assert first == (0, expected)
+        assert second == (1, UserReply(6, "6," * 1000, num_prompt=3, num_output=1000))
+
+    run(scenario())
+
+
+def test_log_probabilities_keep_to_their_text_and_a_reader_far_behind_loses_its_request() -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            generation = frontend.submit(["a"], replace(PARAMS, logprobs=20), n=2)
+            uids = [(await worker.receive()).uid for _ in range(2)]
+            token = TextLogprobs("x", -1.0, [("x", -1.0)] * 20)
+            replies = [UserReply(uids[0], f"{i}", logprobs=[token]) for i in range(2)]
+            worker.send(*replies)
+            assert [await generation.next() for _ in replies] == [(0, reply) for reply in replies]
+
+            worker.send(*[UserReply(uids[1], "y", logprobs=[token] * 100)] * 100)
+            assert [await worker.receive() for _ in uids] == [AbortMsg(uid) for uid in uids]
+            with pytest.raises(SlowReader, match="the limit is 131072"):
+                await generation.next()
             assert frontend.num_open == 0
 
     run(scenario())
@@ -173,7 +213,7 @@ def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None
             for error in await asyncio.gather(*tasks, half_read.next(), return_exceptions=True):
                 assert isinstance(error, EngineFailed)
                 assert str(error) == "the engine is gone"
-            assert all(generation.has_ended for generation in (*waiting, half_read))
+            assert not any(generation.has_ended for generation in (*waiting, half_read))
             assert frontend.num_open == 0
             assert frontend.failure is not None
             with pytest.raises(EngineFailed, match="the engine is gone"):
@@ -230,8 +270,10 @@ def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
             async def ask(number: int) -> None:
                 generation = frontend.submit(["x"], PARAMS)
                 try:
-                    for _ in range(number % 4):
-                        await generation.next()
+                    num_output = 0
+                    while num_output < number % 4:
+                        _, reply = await generation.next()
+                        num_output = reply.num_output
                 finally:
                     generation.close()
 

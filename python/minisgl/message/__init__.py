@@ -32,6 +32,7 @@ from minisgl.message.frontend import (
     ReplyError,
     TextLogprobs,
     UserReply,
+    join_replies,
 )
 from minisgl.message.tokenizer import (
     AbortMsg,
@@ -87,6 +88,7 @@ __all__ = [
     "encode",
     "encode_prompt",
     "encoded_prompt",
+    "join_replies",
     "open_prompt",
     "pack_ids",
     "unpack_ids",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -75,6 +76,18 @@ class UserReply(BaseFrontendMsg, frozen=True):
     @property
     def is_final(self) -> bool:
         return self.finish is not None or self.error is not None
+
+
+def join_replies(replies: Sequence[UserReply]) -> UserReply:
+    """One reply that says what consecutive replies to a uid say. They have no `logprobs`."""
+    if len(replies) == 1:
+        return replies[0]
+    return msgspec.structs.replace(
+        replies[-1],
+        text="".join(reply.text for reply in replies),
+        prompt_logprobs=replies[0].prompt_logprobs,
+        embedding=replies[0].embedding,
+    )
 
 
 class CodecReply(BaseFrontendMsg, frozen=True):

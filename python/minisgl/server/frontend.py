@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError
+from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError, SlowReader
 from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
@@ -28,6 +29,7 @@ from minisgl.message import (
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
+    join_replies,
     open_prompt,
     pack_ids,
     unpack_ids,
@@ -38,46 +40,109 @@ from minisgl.utils.mp import AsyncPullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 
+_MAX_UNREAD = 64  # replies to a uid; they are joined then
+_MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
+
 
 class Generation:
     """The replies to one API request. Each of its answers to each prompt has a uid.
 
-    Whoever holds it must `close` it. What has not ended by then is aborted.
+    A reader that is behind gets the text that has come for an answer as one reply. Replies with log
+    probabilities are not joined, because each belongs to its piece of text; there is a limit to how
+    many wait. Whoever holds a generation must `close` it. What has not ended by then is aborted.
+
+    Args:
+        num_answers: to each prompt.
+        joins_replies: whether none of them has log probabilities.
     """
 
-    def __init__(self, frontend: Frontend, uids: list[int]) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        uids: list[int],
+        num_answers: int = 1,
+        *,
+        joins_replies: bool = True,
+    ) -> None:
         self._frontend = frontend
+        self._joins_replies = joins_replies
+        self._num_answers = num_answers
         self._index_of = {uid: index for index, uid in enumerate(uids)}
-        self._replies: asyncio.Queue[UserReply | EngineFailed] = asyncio.Queue()
-        self.error: RequestError | EngineFailed | None = None  # what `next` raised
+        self._prompts_without_reply = set(range(len(uids) // num_answers))
+        self._unread: dict[int, deque[UserReply]] = {}  # by uid, the one that waits longest first
+        self._num_unread_logprobs = 0
+        self._has_come = asyncio.Event()
+        self.error: RequestError | EngineFailed | None = None  # comes after what is unread
 
     @property
     def has_ended(self) -> bool:
-        """Whether all final replies were read."""
-        return not self._index_of
+        """Whether all final replies were read; never after an error."""
+        return not self._index_of and self.error is None
 
-    def put(self, reply: UserReply | EngineFailed) -> None:
-        self._replies.put_nowait(reply)
+    def put(self, reply: UserReply) -> None:
+        """Add a reply. An error ends the whole request."""
+        if self.error is not None:
+            return
+        if reply.error is not None:
+            del self._index_of[reply.uid]
+            self.fail(reply.error.rebuild())
+            return
+        self._prompts_without_reply.discard(self._index_of[reply.uid] // self._num_answers)
+        unread = self._unread.setdefault(reply.uid, deque())
+        unread.append(reply)
+        if self._joins_replies and len(unread) >= _MAX_UNREAD:
+            self._unread[reply.uid] = deque([join_replies(unread)])
+        self._num_unread_logprobs += _num_logprobs(reply)
+        if self._num_unread_logprobs > _MAX_UNREAD_LOGPROBS:
+            self.close()
+            self.fail(SlowReader(self._num_unread_logprobs, _MAX_UNREAD_LOGPROBS))
+        self._has_come.set()
+
+    def fail(self, error: RequestError | EngineFailed) -> None:
+        """End the request: `next` raises this after what is unread."""
+        self.error = error
+        self._has_come.set()
+
+    async def wait_for_first_replies(self) -> None:
+        """Wait until every prompt has a reply. Raises as `next` does."""
+        while self._prompts_without_reply and self.error is None:
+            await self._wait_for_more()
+        if self.error is not None:
+            raise self.error
 
     async def next(self) -> tuple[int, UserReply]:
-        """Wait for the next reply. Its index counts prompt by prompt, each with all its answers.
+        """Wait for a reply to any of the prompts, and return its index with it.
+
+        The index counts prompt by prompt, each with all its answers.
 
         Raises:
-            RequestError: a prompt is refused.
+            RequestError: a prompt is refused, or its reader is far too slow.
             EngineFailed: the engine died.
         """
-        reply = await self._replies.get()
-        if isinstance(reply, EngineFailed):
-            self._index_of.clear()
-            self.error = reply
-            raise self.error
-        index = self._index_of[reply.uid]
+        while not self._unread:
+            if self.error is not None:
+                raise self.error
+            await self._wait_for_more()
+        uid = next(iter(self._unread))
+        reply = self._take(uid)
+        index = self._index_of[uid]
         if reply.is_final:
-            del self._index_of[reply.uid]
-        if reply.error is not None:
-            self.error = reply.error.rebuild()
-            raise self.error
+            del self._index_of[uid]
         return index, reply
+
+    def _take(self, uid: int) -> UserReply:
+        unread = self._unread.pop(uid)
+        if self._joins_replies:
+            return join_replies(unread)
+        reply = unread.popleft()
+        self._num_unread_logprobs -= _num_logprobs(reply)
+        if unread:
+            self._unread[uid] = unread  # behind the other answers
+        return reply
+
+    async def _wait_for_more(self) -> None:
+        self._has_come.clear()
+        await self._has_come.wait()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, UserReply]]:
         while not self.has_ended:
@@ -92,6 +157,7 @@ class Generation:
         for uid in self._index_of:
             self._frontend.abort(uid)
         self._index_of.clear()
+        self._unread.clear()
 
 
 class Frontend:
@@ -147,7 +213,7 @@ class Frontend:
         self._check_capacity(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
         uids = [next(self._uids) for _ in range(num_answers)]
-        generation = Generation(self, uids)
+        generation = Generation(self, uids, n, joins_replies=sampling.logprobs is None)
         for uid, (prompt, uid_sampling) in zip(
             uids, itertools.product(prompts, samplings), strict=True
         ):
@@ -253,7 +319,7 @@ class Frontend:
         """End every open request with an error, and refuse new ones."""
         self._failure = EngineFailed(reason)
         for generation in {generation for generation, _ in self._open.values()}:
-            generation.put(self._failure)
+            generation.fail(self._failure)
         self._open.clear()
         for future in self._codec_replies.values():
             if not future.done():
@@ -275,3 +341,8 @@ def _seed_after(seed: int | None, i: int) -> int | None:
     if seed is None:
         return None
     return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
+
+
+def _num_logprobs(reply: UserReply) -> int:
+    """How many log probabilities a reply has for new tokens and the likeliest in their place."""
+    return sum(1 + len(token.top) for token in reply.logprobs)

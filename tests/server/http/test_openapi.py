@@ -14,7 +14,17 @@ from minisgl.message import CodecReply, ReplyError, TextLogprobs, TokenizeMsg, U
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
-from tests.server.harness import CHAT, MODEL, RESPONSES, TEXT, App, HttpCall, Script, run_with_app
+from tests.server.harness import (
+    CHAT,
+    MODEL,
+    RESPONSES,
+    TEXT,
+    App,
+    HttpCall,
+    Script,
+    run_with_app,
+    wait_until,
+)
 from tests.server.openai.test_responses import events_of
 
 GENERATE = "/generate"
@@ -151,8 +161,11 @@ def test_responses_in_events_are_as_declared_too(error: ReplyError | None) -> No
     async def scenario(app: App) -> None:
         document = await document_of(app)
         last = {"finish": "stop"} if error is None else {"error": error}
-        app.worker.answer_with(lambda msg: [UserReply(msg.uid, "a"), UserReply(msg.uid, **last)])
         call = app.post(RESPONSES, stream=True)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, "a"))
+        await wait_until(lambda: bool(call.chunks))
+        app.worker.send(UserReply(uid, **last))
         await call.done
         found = [
             event["response"] for event in events_of(call.body.decode()) if "response" in event

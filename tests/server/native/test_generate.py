@@ -13,6 +13,7 @@ from minisgl.message import ReplyError, TextLogprobs, TokenIds, TokenizeMsg, Use
 from minisgl.server.native.generate import GenerateRequest
 from tests.server.harness import (
     App,
+    answer_in_pieces,
     assert_is_error,
     events_of,
     run_with_app,
@@ -47,9 +48,8 @@ def test_a_text_in_and_a_text_out() -> None:
 
 def test_a_stream_gives_each_piece_once_and_the_usage_last() -> None:
     async def scenario(app: App) -> None:
-        app.worker.answer_with(token_replies("Hel", "lo", num_prompt=5, num_cached=4))
         call = app.post(ROUTE, prompt="hi", stream=True)
-        await call.done
+        await answer_in_pieces(app.worker, call, "Hel", "lo", num_prompt=5, num_cached=4)
         assert events_of(call) == [
             {"text": "Hel", "finish_reason": None},
             {"text": "lo", "finish_reason": "stop", "usage": USAGE},

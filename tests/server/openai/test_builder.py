@@ -95,7 +95,10 @@ def test_a_grammar_that_fails_in_the_middle_of_an_answer_is_said_of_its_field(st
         call = app.post(TEXT, guided_regex="x+", stream=stream)
         uid = (await app.worker.receive()).uid
         error = ReplyError(400, "invalid_value", "it is too large", "grammar")
-        app.worker.send(UserReply(uid, "x"), UserReply(uid, error=error))
+        app.worker.send(UserReply(uid, "x"))
+        if stream:
+            await wait_until(lambda: bool(call.chunks))
+        app.worker.send(UserReply(uid, error=error))
         await call.done
         error_body = (events_of(call) if stream else [json.loads(call.body)])[-1]["error"]
         assert (error_body["message"], error_body["param"]) == ("it is too large", "guided_regex")

@@ -7,6 +7,7 @@ import json
 from tests.server.harness import (
     CHAT,
     App,
+    answer_in_pieces,
     run_with_app,
     token_replies,
 )
@@ -41,9 +42,8 @@ def test_a_whole_chat_answer_is_openais_object() -> None:
 
 def test_a_chat_stream_byte_by_byte() -> None:
     async def scenario(app: App) -> None:
-        app.worker.answer_with(token_replies("Hé", "", "\n\nline\r\u2028"))
         call = app.post(CHAT, stream=True)
-        await call.done
+        await answer_in_pieces(app.worker, call, "Hé", "", "\n\nline\r\u2028")
         assert call.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert call.headers["cache-control"] == "no-cache"
         first = json.loads(call.chunks[0].removeprefix(b"data: "))

@@ -16,10 +16,10 @@ from minisgl.message import (
 from tests.server.harness import (
     TEXT,
     App,
+    answer_in_pieces,
     assert_is_error,
     events_of,
     run_with_app,
-    token_replies,
 )
 
 PROMPT_LOGPROBS = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [("a", -0.25)])]
@@ -103,9 +103,8 @@ def test_an_echo_without_an_answer() -> None:
 
 def test_a_text_stream_has_text_and_then_its_end() -> None:
     async def scenario(app: App) -> None:
-        app.worker.answer_with(token_replies("a", "", "b"))
         call = app.post(TEXT, stream=True)
-        await call.done
+        await answer_in_pieces(app.worker, call, "a", "", "b")
         *chunks, done = events_of(call)
         assert done == "[DONE]"
         assert {chunk["object"] for chunk in chunks} == {"text_completion"}

@@ -45,6 +45,7 @@ from tests.server.harness import (
     RESPONSES,
     App,
     HttpCall,
+    answer_in_pieces,
     assert_is_error,
     run,
     run_with_app,
@@ -145,18 +146,29 @@ def builder_of(
     builder = ResponsesBuilder(
         "m", request, request.prompts(), request.sampling({}), cast(Any, dialect)
     )
-    generation = Generation(cast(Any, None), [0])
+    replies = []
     for i in range(1, len(deltas) + 1):
         tokens = [TextLogprobs(f"t{i}", -i, [])] if logprobs else []
         end = finish if i == len(deltas) else None
-        generation.put(UserReply(0, finish=end, logprobs=tokens, num_prompt=3, num_output=i))
-    return builder, generation
+        replies.append(UserReply(0, finish=end, logprobs=tokens, num_prompt=3, num_output=i))
+    return builder, PacedGeneration(replies)
+
+
+class PacedGeneration(Generation):
+    """Gets a reply whenever the one before is read, so that none are joined."""
+
+    def __init__(self, replies: list[UserReply]) -> None:
+        super().__init__(cast(Any, None), [0])
+        self._to_come = iter(replies)
+
+    async def next(self) -> tuple[int, UserReply]:
+        self.put(next(self._to_come))
+        return await super().next()
 
 
 def whole_of(deltas: list[list[Delta]], **options: Any) -> dict[str, Any]:
     async def collect() -> Any:
         builder, generation = builder_of(deltas, **options)
-        await builder.wait_for_first_replies(generation)
         await builder.read_to_end(generation)
         return builder.build()
 
@@ -168,7 +180,6 @@ def whole_of(deltas: list[list[Delta]], **options: Any) -> dict[str, Any]:
 def stream_of(deltas: list[list[Delta]], **options: Any) -> list[dict[str, Any]]:
     async def collect() -> str:
         builder, generation = builder_of(deltas, **options)
-        await builder.wait_for_first_replies(generation)
         return "".join([event async for event in builder.stream_events(generation)])
 
     return events_of(run(collect()))
@@ -277,8 +288,8 @@ def test_a_response_says_what_was_asked() -> None:
 
 def test_a_stream_tells_of_a_message_from_beginning_to_end() -> None:
     async def scenario(app: App) -> None:
-        app.worker.answer_with(token_replies("Hé", "", "\n\nline\r\u2028"))
-        call = await post(app, stream=True)
+        call = app.post(RESPONSES, stream=True)
+        await answer_in_pieces(app.worker, call, "Hé", "", "\n\nline\r\u2028")
         assert call.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = events_of(call.body.decode())
         begin, end = MESSAGE
@@ -567,7 +578,8 @@ def test_openais_client_reads_whole_answers_and_streams() -> None:
                     if event.type == "response.output_text.delta"
                 ]
                 final = await stream.get_final_response()
-            assert snapshots == ["Hel", "Hello"]
+            assert snapshots[-1] == "Hello"
+            assert all("Hello".startswith(snapshot) for snapshot in snapshots)
             assert final.output_text == "Hello"
             events = [
                 event

@@ -213,7 +213,7 @@ async def _answer(
     generation = frontend.submit(prompts, salted, body.num_answers)
     note_usage(request.scope, builder.usage)
     try:
-        await run_while_connected(request, builder.wait_for_first_replies(generation))
+        await run_while_connected(request, generation.wait_for_first_replies())
         if body.stream:
             return EventStream(builder, generation, frontend.metrics)
         await run_while_connected(request, builder.read_to_end(generation))

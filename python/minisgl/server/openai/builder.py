@@ -58,21 +58,13 @@ class AnswerBuilder(ABC):
         self.created = now()
         self.model = model
         self._request = request
-        self._num_prompts = len(prompts)
         self._num_answers = request.num_answers
         self._has_logprobs = request.num_logprobs is not None
-        indexes = range(self._num_prompts * self._num_answers)
+        indexes = range(len(prompts) * self._num_answers)
         self._parsers = [make_parser() for _ in indexes]
         self._outputs = [ParsedOutput() for _ in indexes]
         self._logprobs: list[list[TextLogprobs]] = [[] for _ in indexes]
         self._last_replies: dict[int, UserReply] = {}
-        self._prompts_with_reply: set[int] = set()
-        self._early_replies: list[ParsedReply] = []
-
-    async def wait_for_first_replies(self, generation: Generation) -> None:
-        """Wait until every prompt has a reply. From then on no answer is refused."""
-        while len(self._prompts_with_reply) < self._num_prompts:
-            self._early_replies.append(await self._read_reply(generation))
 
     async def read_to_end(self, generation: Generation) -> None:
         while not generation.has_ended:
@@ -83,22 +75,19 @@ class AnswerBuilder(ABC):
         deltas = self._parsers[index].feed(reply.text, is_last=reply.is_final)
         for delta in deltas:
             self._outputs[index].add(delta)
-        self._logprobs[index] += reply_logprobs(reply)
+        if not self._request.stream:  # a stream sends them and needs them no more
+            self._logprobs[index] += reply_logprobs(reply)
         self._last_replies[index] = reply
-        self._prompts_with_reply.add(index // self._num_answers)
         return ParsedReply(index, deltas, reply)
 
     async def stream_events(self, generation: Generation) -> AsyncIterator[str]:
-        """The answers as server-sent events, after `wait_for_first_replies`.
+        """The answers as server-sent events.
 
         An error of the engine ends the stream with `error_events`.
         """
         try:
             for event in self.first_events():
                 yield event
-            for parsed in self._early_replies:
-                for event in self.reply_events(parsed):
-                    yield event
             while not generation.has_ended:
                 parsed = await self._read_reply(generation)
                 for event in self.reply_events(parsed):

@@ -28,6 +28,7 @@ from minisgl.server.openai.responses_request import (
     ToolChoice,
 )
 from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.deltas import Delta, ReasoningDelta, ToolCallStart
 
 _FIXED_FIELDS: Object = {
     "background": False,
@@ -152,8 +153,6 @@ class ResponsesBuilder(AnswerBuilder):
         self._sequence_numbers = itertools.count()
 
     async def read_to_end(self, generation: Generation) -> None:
-        for parsed in self._early_replies:
-            self._add_to_output(parsed)
         while not generation.has_ended:
             self._add_to_output(await self._read_reply(generation))
 
@@ -163,8 +162,9 @@ class ResponsesBuilder(AnswerBuilder):
         for token in reply.logprobs:
             self._output.add_logprobs(token)
         events = [event for delta in parsed.deltas for event in self._output.add_delta(delta)]
-        if self._output.is_growing("reasoning"):
-            self._num_reasoning_tokens += reply.num_output - self._num_output_tokens
+        num_new = reply.num_output - self._num_output_tokens
+        is_reasoning = self._output.is_growing("reasoning")
+        self._num_reasoning_tokens += round(num_new * _reasoning_share(parsed.deltas, is_reasoning))
         self._num_output_tokens = reply.num_output
         if reply.finish:
             events += self._output.finish(_end_status(reply))
@@ -234,6 +234,19 @@ class ResponsesBuilder(AnswerBuilder):
 
 def _end_status(reply: UserReply) -> EndStatus:
     return "completed" if reply.finish == "stop" else "incomplete"
+
+
+def _reasoning_share(deltas: list[Delta], is_reasoning: bool) -> float:
+    """The share of a reply's tokens that are reasoning, by its characters.
+
+    Args:
+        is_reasoning: whether the answer is still reasoning behind the reply.
+    """
+    if is_reasoning:
+        return 1.0
+    num_reasoning = sum(len(delta.text) for delta in deltas if isinstance(delta, ReasoningDelta))
+    num_all = sum(len(delta.text) for delta in deltas if not isinstance(delta, ToolCallStart))
+    return num_reasoning / num_all if num_all else 0.0
 
 
 def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> Object:
