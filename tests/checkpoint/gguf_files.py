@@ -100,7 +100,7 @@ def write_gguf(
     config = model.config
     kind = KINDS[config.model_type]
     writer = gguf.GGUFWriter(path, kind)
-    for name, value in {**_fields(config), **_tokenizer_fields(), **(fields or {})}.items():
+    for name, value in {**_fields(config), **tokenizer_fields(), **(fields or {})}.items():
         if value is not None:
             _add_field(writer, kind + name if name.startswith(".") else name, value)
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
@@ -136,7 +136,7 @@ def _fields(config: Any) -> dict[str, Any]:
     }
 
 
-def _tokenizer_fields() -> dict[str, Any]:
+def tokenizer_fields() -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
     inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(inner["vocab"], key=inner["vocab"].__getitem__)
@@ -157,6 +157,7 @@ def _tokenizer_fields() -> dict[str, Any]:
 
 def _add_field(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     add = {
+        bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,

@@ -12,7 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from minisgl.checkpoint import default_model, fetch_model, model_name
+from minisgl.checkpoint import default_model, fetch, fetch_model, model_name
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoint.gguf_files import saved_weights, write_gguf
 from tests.checkpoints import tiny_model
@@ -159,10 +159,19 @@ def test_a_default_model_with_another_hash_is_refused_and_leaves_nothing(
 def test_a_default_model_that_was_fetched_is_not_fetched_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = cache / "models" / default_model.DEFAULT_MODEL
+    folder = cache / "models" / f"{default_model.DEFAULT_MODEL}-{fetch._CONVERSION}"
     folder.mkdir(parents=True)
     monkeypatch.setattr(default_model.subprocess, "run", None)
     assert fetch_model(None) == folder
+
+
+def test_a_folder_that_an_older_version_wrote_is_not_used(
+    gguf_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older_version:
+        older_version.setattr(fetch, "_CONVERSION", 1)
+        older = fetch_model(str(gguf_path))
+    assert fetch_model(str(gguf_path)) != older
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from minisgl.utils.env import cache_folder
 
 logger = logging.getLogger(__name__)
 
+_CONVERSION = 2  # goes up when a GGUF file is written in another way: older folders are not used
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -31,7 +32,8 @@ def fetch_model(model: str | None, source: str = "huggingface") -> Path:
         ConfigError: the hub's library is not installed.
     """
     if model is None:
-        return _create_once(cache_folder() / "models" / DEFAULT_MODEL, download_default_model)
+        folder = cache_folder() / "models" / f"{DEFAULT_MODEL}-{_CONVERSION}"
+        return _create_once(folder, download_default_model)
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -55,7 +57,7 @@ def _folder_of_gguf(path: Path) -> Path:
     from minisgl.checkpoint.gguf import write_hf_folder
 
     stat = path.stat()
-    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_CONVERSION}"
     name = f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     return _create_once(
         cache_folder() / "gguf" / name, lambda scratch: write_hf_folder(path, scratch)

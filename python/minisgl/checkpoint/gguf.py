@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from minisgl.checkpoint.files import is_panic
 from minisgl.checkpoint.gguf_header import check_gguf_header
+from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from minisgl.errors import CheckpointError
 
 GGUF_NAME = "model.gguf"
@@ -151,6 +152,25 @@ class GGUFFile:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self}: its metadata make no config: {error}") from None
 
+    def pre_tokenizer(self) -> PreTokenizer | None:
+        """Return how texts are split before merges apply; None if it is no byte-level BPE.
+
+        Raises:
+            CheckpointError: the file does not name the split, or its name is not known.
+        """
+        if self.field("tokenizer.ggml.model") != "gpt2":
+            return None
+        name = self.field("tokenizer.ggml.pre")
+        pre_tokenizer = PRE_TOKENIZERS.get(str(name))
+        if pre_tokenizer is None:
+            raise CheckpointError(
+                f"{self} has the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known: "
+                "its texts would be split into wrong tokens. Convert the model again with a recent "
+                "llama.cpp, or serve the folder of safetensors that the file was made from. Known "
+                f"are {', '.join(sorted(PRE_TOKENIZERS))}"
+            )
+        return pre_tokenizer
+
     def _config(self) -> dict[str, Any]:
         fields = {name: self.field(f"{self._arch}.{key}") for name, key in _CONFIG_FIELDS.items()}
         architecture = _ARCHITECTURES[self._arch]
@@ -254,19 +274,39 @@ def write_hf_folder(path: Path, folder: Path) -> None:
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is unknown.
     """
-    from transformers import AutoTokenizer
-
     file = GGUFFile(path)
+    pre_tokenizer = file.pre_tokenizer()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / GGUF_NAME).exists():
         (folder / GGUF_NAME).symlink_to(path.resolve())
+    tokenizer = _convert_tokenizer(path, folder)
+    # transformers knows the splits of a few names and takes GPT-2's for all others.
+    if pre_tokenizer is not None:
+        pre_tokenizer.apply_to(tokenizer.backend_tokenizer)
+        if pre_tokenizer.adds_bos and file.field("tokenizer.ggml.add_bos_token") is None:
+            tokenizer.add_bos_token = True
+    tokenizer.save_pretrained(folder)
+    _set_tokenizer_class(folder / "tokenizer_config.json")
+    (folder / "config.json").write_text(json.dumps(file.config(), indent=2))
+
+
+def _convert_tokenizer(path: Path, folder: Path) -> Any:
+    """Return transformers' tokenizer of a GGUF file, which a folder has under `GGUF_NAME`."""
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, gguf_file=GGUF_NAME, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_NAME, trust_remote_code=False)
     except BaseException as error:  # the library raises whatever its converters do
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(file.config(), indent=2))
+
+
+def _set_tokenizer_class(path: Path) -> None:
+    """Name the class that takes tokenizer.json as it is.
+
+    Others, such as Qwen2's, replace the split that is written there by their own.
+    """
+    config = json.loads(path.read_text("utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
