@@ -110,7 +110,7 @@ def test_the_process_packs_what_it_gets_and_names_what_is_wrong(worker: BodyWork
         (chat,) = unpack_request(packed, ChatRequest, BOUNDS).prompts()
         assert open_prompt(chat) == Conversation([TURN] * 1000)
 
-        with pytest.raises(RequestError, match="greater than or equal to 0") as refusal:
+        with pytest.raises(RequestError, match="must be >= 0") as refusal:
             await worker.pack([bytes_of({"model": "m", "prompt": [7, -1]})], CompletionRequest)
         assert (refusal.value.status, refusal.value.param) == (400, "prompt.1")
 
@@ -219,5 +219,8 @@ def test_a_body_of_another_type_is_refused_by_its_type(content_type: str, is_jso
     if is_json:
         _check_content_type(request)
         return
-    with pytest.raises(InvalidRequest, match=f"got '{content_type}'"):
+    given = f"has the Content-Type '{content_type}'" if content_type else "has no Content-Type"
+    with pytest.raises(InvalidRequest, match=given) as refusal:
         _check_content_type(request)
+    assert "header 'Content-Type: application/json'" in str(refusal.value)
+    assert refusal.value.code == "invalid_content_type"

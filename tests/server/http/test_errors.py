@@ -229,8 +229,8 @@ def test_an_error_names_the_field_as_openai_does(fields: dict[str, Any], param: 
 @pytest.mark.parametrize(
     ("prompt", "param", "reason"),
     [
-        ([-1], "prompt.0", "greater than or equal to 0"),
-        ([[5], [2**31]], "prompt.1.0", "less than or equal to"),
+        ([-1], "prompt.0", "must be >= 0"),
+        ([[5], [2**31]], "prompt.1.0", "must be <= "),
     ],
 )
 def test_an_error_says_what_is_wrong_with_ids(prompt: Any, param: str, reason: str) -> None:

@@ -22,7 +22,6 @@ from minisgl.server.openai.validation import (
     AtMost,
     RequestBounds,
     RequestModel,
-    field_path,
 )
 
 MANY = 20_000
@@ -129,7 +128,7 @@ def test_an_error_names_the_bound(field: str, value: Any, bound: int) -> None:
         (["a"] * 9, "prompt: it has 9 items; at most 8 may be sent"),
         ([[5]] * 9, "prompt: it has 9 items; at most 8 may be sent"),
         ([[5], [5] * 101], "prompt.1: " + OVERFLOW),
-        ([5, -1], "prompt.1: Input should be greater than or equal to 0"),
+        ([5, -1], "prompt.1: it must be >= 0, got -1"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -147,22 +146,6 @@ def test_of_unknown_fields_the_first_is_named() -> None:
     unknown = {f"x{i}": 0 for i in range(MANY)}
     (error,) = errors_of(Small, {"a": 1, **unknown}, BOUNDS)
     assert (error["type"], error["loc"]) == ("extra_forbidden", ("x0",))
-
-
-def test_the_path_of_a_field_compares_no_name_with_the_indexes_of_a_list() -> None:
-    comparisons: list[object] = []
-
-    class Branch(str):
-        __slots__ = ()
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            comparisons.append(other)
-            return False
-
-    error = {"type": "int_type", "loc": ("prompt", Branch("list[int]"), 7)}
-    assert field_path(error, {"prompt": [0] * MANY}) == ["prompt", "7"]
-    assert len(comparisons) <= 1
 
 
 def test_an_error_repeats_an_excerpt_only() -> None:

@@ -119,6 +119,9 @@ def _check_content_type(request: Request) -> None:
     media_type = content_type.partition(";")[0].strip().lower()
     is_json = media_type.startswith("application/") and media_type.endswith(("/json", "+json"))
     if not is_json:
+        given = f"has the Content-Type {content_type!r}" if content_type else "has no Content-Type"
         raise InvalidRequest(
-            f"the body must be JSON, with Content-Type: application/json, got {content_type!r}"
+            f"the request {given}; the body must be JSON, sent with the header "
+            "'Content-Type: application/json' (curl: -H 'Content-Type: application/json')",
+            code="invalid_content_type",
         )

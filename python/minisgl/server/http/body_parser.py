@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from minisgl.errors import InvalidRequest
+from minisgl.server.openai.faults import invalid_request
 from minisgl.server.openai.prompts import PackedRequest, PromptRequest
-from minisgl.server.openai.validation import COUNT_ERRORS, RequestBounds, field_path
+from minisgl.server.openai.validation import RequestBounds
 
 R = TypeVar("R", bound=PromptRequest)
 MAX_PARAMETERS = 2**18  # bytes of a request without its prompts, and of a small body
@@ -63,6 +64,8 @@ def unpack_request(packed: PackedRequest, model: type[R], bounds: RequestBounds)
 
 
 def _decode(raw: bytes) -> Any:
+    if not raw:
+        raise InvalidRequest("the body is empty; it must be JSON", code="json_invalid")
     try:
         return _decode_json(raw)
     except (ValueError, RecursionError) as error:
@@ -88,24 +91,4 @@ def _validate(body: Any, model: type[R], bounds: RequestBounds) -> R:
     except RecursionError:
         raise InvalidRequest("the body is nested too deep", code="json_invalid") from None
     except ValidationError as error:
-        raise _named_by_field(error, body) from None
-
-
-def _named_by_field(error: ValidationError, body: Any) -> InvalidRequest:
-    """The fault to report.
-
-    There is a fault for each branch of a union. The best one is of a list that is too long; then
-    the deepest; then one whose type is right.
-    """
-    faults: list[Any] = [*error.errors(include_url=False, include_input=False)]
-    paths = [(field_path(fault, body), fault) for fault in faults]
-    path, fault = max(paths, key=_fitness)
-    param = ".".join(path) or None
-    reason = fault["msg"].removeprefix("Value error, ")
-    message = f"{param}: {reason}" if param else reason
-    return InvalidRequest(message, param=param, code=fault["type"])
-
-
-def _fitness(pair: tuple[list[str], Any]) -> tuple[bool, int, bool]:
-    path, fault = pair
-    return fault["type"] in COUNT_ERRORS, len(path), not fault["type"].endswith("_type")
+        raise invalid_request(error, body) from None

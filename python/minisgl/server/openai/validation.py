@@ -1,4 +1,4 @@
-"""Types of which the fields of requests are made, and the path of a field that fails.
+"""Types of which the fields of requests are made.
 
 Requests are strict. Texts can be encoded as UTF-8, values have a bounded depth and can be sent to
 other processes. Whether a request is valid is decided in time linear in its size, and the number of
@@ -9,7 +9,7 @@ ends the validation of its list. Knows no endpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -217,23 +217,3 @@ FEW_PAIRS = AtMost(MAX_PAIRS)
 StreamingOnly = Annotated[T, AfterValidator(_check_streaming)]
 TokenLimit = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
-
-
-def field_path(error: Mapping[str, Any], body: Any) -> list[str]:
-    """The fields and indexes of an error of pydantic, without its names for branches of unions."""
-    path = []
-    *parents, last = error["loc"] or [None]
-    for key in [*parents, last]:
-        if _has(body, key):
-            path.append(str(key))
-            body = body[key]
-    if error["type"] == "missing" and last:
-        path.append(last)
-    return path
-
-
-def _has(body: Any, key: Any) -> bool:
-    if isinstance(body, dict):
-        return key in body
-    # A text, which names a branch of a union, is no index. `in range` would compare it with all.
-    return isinstance(body, list) and isinstance(key, int) and key < len(body)
