@@ -62,7 +62,8 @@ def invalid_request(error: ValidationError, body: Any) -> InvalidRequest:
     param = ".".join(map(str, path)) or None
     reason = _reason(fault)
     if _is_of_kind(fault):
-        kinds = [_kind(other) for place, other in located if place == path and _is_of_kind(other)]
+        beside = [other for place, other in located if place == path]
+        kinds = [_kind(other) for other in beside if _is_of_kind(other)]
         reason = f"it must be {_any_of(kinds)}, got {quote(fault['input'])}"
     message = f"{param}: {reason}" if param else reason
     return InvalidRequest(message, param=param, code=_code(fault))
