@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Olmo3Config
 
 from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
 from minisgl.errors import CheckpointError, ConfigError
@@ -90,6 +91,7 @@ def test_both_names_of_the_number_of_experts_are_read(name: str, tmp_path: Path)
         ({"decoder_sparse_step": 2}, {0, 2}),
         ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, {0, 1, 2, 3}),
         ({"mlp_only_layers": None}, set()),
+        ({"num_experts": 0, "decoder_sparse_step": 0}, {0, 1, 2, 3}),
     ],
 )
 def test_dense_layers_are_those_that_the_step_skips_and_those_named(
@@ -97,6 +99,22 @@ def test_dense_layers_are_those_that_the_step_skips_and_those_named(
 ) -> None:
     config = read(tmp_path, {**MOE, "num_hidden_layers": 4, "num_experts": 4, **fields})
     assert config.dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, got 0"),
+        ({"decoder_sparse_step": None}, "decoder_sparse_step must be a positive integer, got None"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of layers, got 1"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of layers, got"),
+    ],
+)
+def test_dense_layers_that_cannot_be_are_refused_by_name(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**MOE, "num_experts": 4, **fields})
 
 
 @pytest.mark.parametrize(
@@ -161,6 +179,7 @@ USED = {"use_sliding_window": True, "sliding_window": 128}
         ("Qwen2", {"sliding_window": 128}, [None] * 4),
         ("Qwen2", USED, [None] * 4),
         ("Qwen2", {**USED, "max_window_layers": 1}, [None, 128, 128, 128]),
+        ("Qwen2", {**USED, "max_window_layers": 2, "layer_types": None}, [None, None, 128, 128]),
         ("Qwen3", {**USED, "max_window_layers": 3}, [None, None, None, 128]),
         ("Qwen3", {**USED, "layer_types": [SLIDING, FULL] * 2}, [128, None] * 2),
         ("Qwen3", {"sliding_window": 9, "layer_types": [SLIDING, FULL] * 2}, [None] * 4),
@@ -170,6 +189,7 @@ USED = {"use_sliding_window": True, "sliding_window": 128}
         ("SmolLM3", USED, [None, None, None, 128]),
         ("Olmo2", {"sliding_window": 128}, [None] * 4),
         ("Olmo3", {}, [4096, 4096, 4096, None]),
+        ("Olmo3", {"layer_types": None}, [4096, 4096, 4096, None]),
         ("Olmo3", {"sliding_window": 7, "layer_types": [FULL, SLIDING] * 2}, [None, 7] * 2),
     ],
 )
@@ -218,6 +238,121 @@ def test_layers_of_smollm3_may_have_no_rope(
     config = read(tmp_path, {**NEEDED, **names, **fields})
     assert [spec.rope is not None for spec in config.attention] == has_rope
     assert config.tied_embeddings
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+SMALL_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({}, 512),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.5}}, 1280),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 2048),
+        ({"rope_parameters": {**YARN, "factor": 4}}, 512),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 512}}, 4096),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 400}}, 3200),
+        ({"rope_parameters": YARN, "original_max_position_embeddings": 400}, 3200),
+        ({"rope_parameters": YARN}, 512),
+        ({"rope_parameters": SMALL_YARN}, 512),
+        ({"rope_parameters": LLAMA3}, 512),
+    ],
+    ids=str,
+)
+def test_yarn_and_linear_scaling_lengthen_the_original_context(
+    fields: dict[str, Any], length: int, tmp_path: Path
+) -> None:
+    """max_position_embeddings is the original length, or the lengthened one beside an original."""
+    assert read(tmp_path, {**NEEDED, **fields}).max_position == length
+
+
+def test_layers_with_a_stretched_rope_lengthen_the_context_of_all(tmp_path: Path) -> None:
+    names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
+    scaling = {"rope_type": "yarn", "factor": 8.0}
+    assert read(tmp_path, {**NEEDED, **names, "rope_scaling": scaling}).max_position == 4096
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"factor": None}, r"factor of the rope type 'linear' must be in \(0, .*, got None"),
+        ({"factor": "2"}, "factor of the rope type 'linear' must be in .*, got '2'"),
+        ({"factor": float("inf")}, "must be in .*, got inf"),
+        ({"factor": 1e6}, "the context length must be at most 268435456, got 512000000"),
+        (
+            {"factor": 2.0, "original_max_position_embeddings": "512"},
+            "original_max_position_embeddings must be a positive integer, got '512'",
+        ),
+    ],
+    ids=str,
+)
+def test_a_scaling_that_cannot_lengthen_is_refused_by_name(
+    scaling: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, "rope_scaling": {"type": "linear", **scaling}})
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_rope_fields_that_are_no_object_are_refused_by_name(field: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{field} must be an object, got 'yarn'"):
+        read(tmp_path, {**NEEDED, field: "yarn"})
+
+
+def test_rope_parameters_may_be_nested_by_layer_type(tmp_path: Path) -> None:
+    names = {"architectures": ["Qwen3ForCausalLM"], "layer_types": [SLIDING, FULL], **USED}
+    ropes = {SLIDING: {"rope_type": "default"}, FULL: {"rope_type": "linear", "factor": 2.0}}
+    fields = {**NEEDED, **names, "rope_parameters": ropes, "rope_theta": 7e4}
+    config = read(tmp_path, fields)
+    sliding, full = (spec.rope for spec in config.attention)
+    assert sliding == RotaryConfig(16, 7e4, 512)
+    assert full == RotaryConfig(16, 7e4, 512, "linear", {"factor": 2.0})
+
+
+@pytest.mark.parametrize("others", [{}, {FULL: None}, {FULL: "default"}], ids=str)
+def test_a_layer_type_without_its_nested_rope_parameters_is_named(
+    others: dict[str, Any], tmp_path: Path
+) -> None:
+    names = {"architectures": ["Qwen3ForCausalLM"], "layer_types": [SLIDING, FULL], **USED}
+    ropes = {SLIDING: {"rope_type": "default", "rope_theta": 1e4}, **others}
+    with pytest.raises(CheckpointError, match="rope_parameters has no object for 'full_attention'"):
+        read(tmp_path, {**NEEDED, **names, "rope_parameters": ropes})
+
+
+OLMO3_ROPES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "old": {"rope_scaling": YARN},
+    "new": {"rope_parameters": {SLIDING: {"rope_type": "default"}, FULL: YARN}},
+    "new without a part": {"rope_parameters": {FULL: YARN, SLIDING: None}},
+    "both": {
+        "rope_scaling": YARN,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 7e4},
+            FULL: {"rope_type": "default", "rope_theta": 8e4},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("fields", OLMO3_ROPES.values(), ids=OLMO3_ROPES)
+def test_ropes_of_olmo3_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
+    config = read(tmp_path, {**NEEDED, **names, **fields})
+    expected = Olmo3Config(**json.loads(json.dumps({**NEEDED, **names, **fields}))).rope_parameters
+    for layer_type, spec in zip([SLIDING, FULL], config.attention, strict=True):
+        rope = spec.rope
+        assert rope is not None
+        read_as = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.scaling}
+        assert read_as == expected[layer_type]
 
 
 SCALING = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -288,6 +423,9 @@ def test_a_size_that_is_no_positive_integer_is_named(name: str, value: Any, tmp_
     [
         {"partial_rotary_factor": 0.5},
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": None}},
     ],
 )
 def test_a_partial_rotary_embedding_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
@@ -297,8 +435,14 @@ def test_a_partial_rotary_embedding_is_refused(place: dict[str, Any], tmp_path: 
         read(tmp_path, {**NEEDED, **place})
 
 
-def test_a_whole_rotary_embedding_is_not_refused(tmp_path: Path) -> None:
-    assert read(tmp_path, {**NEEDED, "partial_rotary_factor": 1.0}).attention[0].rope is not None
+@pytest.mark.parametrize("factor", [None, 1, 1.0])
+def test_a_whole_rotary_embedding_is_not_refused(factor: float | None, tmp_path: Path) -> None:
+    plain = RotaryConfig(head_dim=16, theta=10000.0, max_position=512)
+    for fields in (
+        {"partial_rotary_factor": factor},
+        {"rope_parameters": {"partial_rotary_factor": factor}},
+    ):
+        assert read(tmp_path, {**NEEDED, **fields}).attention[0].rope == plain
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -56,6 +56,48 @@ def test_the_field_of_older_files_is_read(tmp_path: Path) -> None:
     assert quantization.method == "compressed-tensors"
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("int4", "compression_config must be an object, got 'int4'"),
+        ({"quant_method": "bitmask"}, "compression_config: .* 'bitmask' are not supported"),
+        ({"format": "pack-quantized"}, "compression_config: .* None are not supported"),
+    ],
+)
+def test_what_is_wrong_with_the_older_field_is_said_of_it(
+    config: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read(tmp_path, config, "compression_config")
+
+
+def test_two_fields_that_differ_are_refused(tmp_path: Path) -> None:
+    older = {"compression_config": SCHEMES["compressed int4 groups"].config}
+    newer = {"quantization_config": SCHEMES["compressed int8 channel"].config}
+    (tmp_path / "config.json").write_text(json.dumps({**NEEDED, **older, **newer}))
+    with pytest.raises(CheckpointError, match="quantization_config and compression_config differ"):
+        ModelConfig.from_folder(tmp_path)
+
+
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+}
+
+
+@pytest.mark.parametrize("content", [MODELOPT, {}, {"quantization": "FP8"}], ids=str)
+def test_the_file_of_modelopt_is_refused_by_name(content: Any, tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: .*modelopt.*not supported"):
+        read(tmp_path, None)
+
+
+def test_the_file_of_modelopt_says_what_is_quantized(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    with pytest.raises(CheckpointError, match="'quant_algo': 'NVFP4'"):
+        read(tmp_path, None)
+
+
 def test_a_group_names_its_layers_before_the_others_take_the_rest(tmp_path: Path) -> None:
     config = SCHEMES["compressed mixed"].config
     down = format_of(tmp_path, config, "model.layers.0.mlp.down_proj")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,36 @@ def test_bfloat16_logits_are_near_those_of_the_oracle(
         assert answer.logits_TV is not None
         error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
         assert error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("field", "stored", "computed", "is_said"),
+    [
+        ("dtype", "float16", "bfloat16", True),
+        ("torch_dtype", "float16", "bfloat16", True),
+        ("dtype", "float32", "bfloat16", True),
+        ("dtype", "float16", "float32", False),
+        ("dtype", "bfloat16", "bfloat16", False),
+        ("dtype", None, "bfloat16", False),
+    ],
+)
+def test_weights_that_lose_digits_are_one_line_of_the_log(
+    field: str,
+    stored: str | None,
+    computed: str,
+    is_said: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps({**config, field: stored}))
+    with caplog.at_level(logging.INFO, "minisgl"):
+        config = config_of(folder, dtype=computed, pack_weights=False)
+        Engine(config, SingleCommunicator().info)
+    line = f"the checkpoint is in {stored} and is rounded to {computed}; see --dtype"
+    assert caplog.messages.count(line) == is_said
 
 
 def test_kernels_are_built_before_the_engine_is_ready(

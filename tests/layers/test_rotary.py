@@ -72,6 +72,34 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         rope_type="yarn", factor=1.0, original_max_position_embeddings=512
     ),
     "yarn of the whole context": old(type="yarn", factor=2.0),
+    "llama3 of the whole context": new(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
+    ),
+    "two spellings that differ": {
+        **old(type="linear", factor=4.0),
+        "rope_parameters": {"rope_theta": 7e4, "rope_type": "yarn", **YARN},
+    },
+    "two spellings, and a theta in the new one only": {
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_theta": 7e4, "rope_type": "default"},
+    },
+    "an empty old spelling beside the new one": {
+        "rope_scaling": {},
+        **new(rope_type="yarn", **YARN),
+    },
+    "a theta beside the new spelling's": {
+        "rope_theta": 7e4,
+        **new(rope_type="linear", factor=4.0),
+    },
+    "a theta beside parameters without one": {
+        "rope_theta": 7e4,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+    },
+    "the original context beside the parameters": {
+        "original_max_position_embeddings": 64,
+        **new(rope_type="yarn", **YARN),
+    },
+    "no partial rotation": {"partial_rotary_factor": None, **new(rope_type="default")},
 }
 
 

@@ -176,6 +176,19 @@ def test_a_quantized_weight_that_the_config_leaves_out_is_refused(quantized: Pat
         load(quantized)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int8, torch.uint8])
+def test_a_plain_weight_of_another_dtype_is_refused_with_its_file(
+    dtype: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    _, plain = quantize_checkpoint(checkpoint("llama"), SCHEMES["fp8 blocks"], tmp_path)
+    [path] = plain.glob("*.safetensors")
+    stored = {torch.float64: "F64", torch.int64: "I64", torch.int8: "I8", torch.uint8: "U8"}[dtype]
+    change(plain, {f"{LAYER}.weight": torch.ones(SHAPE).to(dtype)})
+    message = f"{path}: '{LAYER}.weight' .*stored as {stored}.*F32, F16, BF16"
+    with pytest.raises(CheckpointError, match=message):
+        load(plain)
+
+
 @pytest.mark.parametrize("part", ["weight_scale", "weight_scale_inv", "weight_packed", "qweight"])
 def test_what_is_beside_a_plain_weight_is_not_overlooked(
     part: str, checkpoint: Callable[[str], Path], tmp_path: Path

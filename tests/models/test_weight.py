@@ -134,6 +134,14 @@ def test_an_unknown_activation_is_named_with_those_there_are(tmp_path: Path) -> 
         make(folder)
 
 
+def test_an_activation_that_experts_do_not_have_is_named(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", hidden_act="gelu_pytorch_tanh")
+    folder = save_checkpoint(model, tmp_path)
+    message = "hidden_act 'gelu_pytorch_tanh' is not supported for experts: silu"
+    with pytest.raises(CheckpointError, match=message):
+        make(folder)
+
+
 def test_an_unknown_rope_type_is_named(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     folder = save_checkpoint(tiny_model("llama", rope_parameters=rope), tmp_path)

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_HEAD_DIM = 1 << 16
+_MAX_FACTOR = 1 << 20  # by which a context is lengthened
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_NOT_SCALING = ("rope_type", "type", "rope_theta", _FULL, _SLIDING)
+_ORIGINAL = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
+_NOT_SCALING = ("rope_type", "type", "rope_theta", _PARTIAL)
+_LENGTHENING = ("linear", "yarn")  # llama3 has the lengthened context in max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class RotaryConfig:
     """A rotary position embedding.
 
     Attributes:
+        max_position: max_position_embeddings of the checkpoint.
         kind: one of those in `layers/rotary.py`.
         scaling: the checkpoint's further parameters, by their Hugging Face names.
     """
@@ -31,6 +36,33 @@ class RotaryConfig:
     max_position: int
     kind: str = "default"
     scaling: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def original_context(self) -> int:
+        """Positions of the training before the rotation was stretched."""
+        original = self.scaling.get(_ORIGINAL)
+        if original is None:
+            return self.max_position
+        if type(original) is not int or original < 1:
+            raise ValueError(f"{_ORIGINAL} must be a positive integer, got {original!r}")
+        return original
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the rotation is made for.
+
+        max_position_embeddings is the original context in some checkpoints, and the lengthened one
+        in others, which then name the original.
+        """
+        if self.kind not in _LENGTHENING:
+            return self.max_position
+        factor: Any = self.scaling.get("factor")
+        if type(factor) not in (int, float) or not 0 < factor <= _MAX_FACTOR:
+            raise ValueError(
+                f"the factor of the rope type {self.kind!r} must be in (0, {_MAX_FACTOR}], "
+                f"got {factor!r}"
+            )
+        return max(self.max_position, int(self.original_context * factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +156,8 @@ def _has_rope(hf: dict[str, Any], layer: int) -> bool:
 
 
 def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfig:
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    if rope.get(layer_type) is not None:  # OLMo-3 has parameters for each type of layer
-        rope = rope[layer_type]
-    elif architecture == "Olmo3ForCausalLM" and layer_type == _SLIDING:  # never stretched
-        rope = {"rope_theta": rope.get("rope_theta")}
-    if hf.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
-        raise ValueError("partial_rotary_factor is not supported")
+    rope = _rope_parameters(hf, architecture, layer_type)
+    _check_whole_rotation(hf, rope)
     theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
         raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
@@ -141,6 +168,52 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
         kind=str(rope.get("rope_type") or rope.get("type") or "default"),
         scaling={name: rope[name] for name in rope if name not in _NOT_SCALING},
     )
+
+
+def _rope_parameters(hf: dict[str, Any], architecture: str, layer_type: str) -> dict[str, Any]:
+    """The rope parameters of a type of layer, where and as transformers 5 finds them."""
+    old = _object(hf, "rope_scaling")
+    new = _object(hf, "rope_parameters")
+    if architecture == "Olmo3ForCausalLM":
+        return _olmo3_rope_parameters(old, new, layer_type)
+    rope = old or new  # not merged: parameters of two kinds would make a third one
+    if _is_nested(rope):
+        if not isinstance(rope.get(layer_type), dict):
+            raise ValueError(f"rope_parameters has no object for {layer_type!r}, but for others")
+        return dict(rope[layer_type])
+    original = hf.get(_ORIGINAL)
+    return rope if original is None else {**rope, _ORIGINAL: original}
+
+
+def _olmo3_rope_parameters(
+    old: dict[str, Any], new: dict[str, Any], layer_type: str
+) -> dict[str, Any]:
+    """OLMo 3 stretches the rotation of full layers only, which is all that `rope_scaling` says."""
+    if layer_type == _SLIDING:
+        return _object(new, _SLIDING) if _is_nested(new) else {"rope_theta": new.get("rope_theta")}
+    return {**(_object(new, _FULL) if _is_nested(new) else new), **old}
+
+
+def _is_nested(rope: dict[str, Any]) -> bool:
+    """Whether there are parameters for each type of layer."""
+    return _FULL in rope or _SLIDING in rope
+
+
+def _object(hf: dict[str, Any], name: str) -> dict[str, Any]:
+    """A field that is an object; an empty one for null and for what is not there."""
+    value = hf.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, got {value!r}")
+    return dict(value or {})
+
+
+def _check_whole_rotation(hf: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Refuse heads of which a part is rotated. The factor beside the parameters counts last."""
+    factor = rope.get(_PARTIAL)
+    if factor is None:
+        factor = hf.get(_PARTIAL)
+    if factor not in (None, 1):
+        raise ValueError(f"{_PARTIAL} is not supported, it is {factor!r}")
 
 
 def _no_layer(_hf: dict[str, Any], _layer: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from minisgl.checkpoint.attention import AttentionSpec, attention_specs, head_dim
 from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
-from minisgl.checkpoint.quantization import Quantization, read_quantization
+from minisgl.checkpoint.quantization import Quantization, read_quantization, refuse_modelopt
 from minisgl.errors import CheckpointError
 
 # What transformers assumes where a config.json is silent, if it differs between architectures.
@@ -42,9 +42,11 @@ class ModelConfig:
     """The shape of a model.
 
     Attributes:
+        max_position: the context length, in tokens.
         attention: what the attention of each layer is.
         num_experts: 0 for a dense model; the following fields are then meaningless.
         dense_layers: layers of an expert model that have a plain MLP.
+        stored_dtype: of plain weights, such as float16; None if the file does not say it.
         quantization: how weights are stored; None if all are plain.
         eos_ids: tokens that end an answer: of generation_config.json and config.json together.
         sampling_defaults: temperature, top_k, top_p, min_p as generation_config.json recommends.
@@ -70,6 +72,7 @@ class ModelConfig:
     expert_width: int = 0
     normalize_experts: bool = False
     dense_layers: frozenset[int] = frozenset()
+    stored_dtype: str | None = None
     quantization: Quantization | None = None
     eos_ids: frozenset[int] = frozenset()
     sampling_defaults: dict[str, float] = field(default_factory=dict)
@@ -79,11 +82,13 @@ class ModelConfig:
         """Read config.json and, if there is one, generation_config.json.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a needed field is.
+            CheckpointError: a file is missing or damaged, or a needed field is; or weights are
+                quantized in a way that is not supported.
         """
         hf = read_json(folder / "config.json", MAX_CONFIG_BYTES)
         path = folder / "generation_config.json"
         generation = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
+        refuse_modelopt(folder)
         try:
             return cls._from_json(hf, generation)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -93,30 +98,33 @@ class ModelConfig:
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         architecture = _architecture(hf)
         hf = {**_DEFAULTS.get(architecture, {}), **hf}
+        width = _size(hf, "hidden_size")
+        num_layers = _size(hf, "num_hidden_layers")
         num_heads = _size(hf, "num_attention_heads")
+        num_experts = _optional_size(hf, "num_experts") or _optional_size(hf, "num_local_experts")
+        attention = attention_specs(hf, architecture)
         return cls(
             architecture=architecture,
             vocab_size=_size(hf, "vocab_size"),
-            width=_size(hf, "hidden_size"),
-            num_layers=_size(hf, "num_hidden_layers"),
+            width=width,
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_optional_size(hf, "num_key_value_heads") or num_heads,
             head_dim=head_dim(hf),
             mlp_width=_size(hf, "intermediate_size"),
             activation=str(hf.get("hidden_act", "silu")),
             norm_eps=_number(hf, "rms_norm_eps"),
-            max_position=_size(hf, "max_position_embeddings"),
-            attention=attention_specs(hf, architecture),
+            max_position=_context_length(hf, attention),
+            attention=attention,
             tied_embeddings=_flag(hf, "tie_word_embeddings"),
             attention_bias=_flag(hf, "attention_bias"),
             mlp_bias=_flag(hf, "mlp_bias"),
-            num_experts=(
-                _optional_size(hf, "num_experts") or _optional_size(hf, "num_local_experts")
-            ),
+            num_experts=num_experts,
             experts_per_token=_optional_size(hf, "num_experts_per_tok"),
             expert_width=_optional_size(hf, "moe_intermediate_size"),
             normalize_experts=_flag(hf, "norm_topk_prob"),
-            dense_layers=_dense_layers(hf),
+            dense_layers=_dense_layers(hf, num_experts),
+            stored_dtype=_stored_dtype(hf),
             quantization=read_quantization(hf),
             eos_ids=_ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             sampling_defaults=_sampling_defaults(generation),
@@ -131,10 +139,13 @@ def _architecture(hf: dict[str, Any]) -> str:
 
 
 def _size(hf: dict[str, Any], name: str) -> int:
-    size = hf[name]
+    most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
+    return _check_size(name, hf[name], most)
+
+
+def _check_size(name: str, size: Any, most: int) -> int:
     if type(size) is not int or size < 1:
         raise ValueError(f"{name} must be a positive integer, got {size!r}")
-    most = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
     if size > most:
         raise ValueError(f"{name} must be at most {most}, got {size}")
     return size
@@ -163,10 +174,29 @@ def _explain(error: Exception) -> str:
     return f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _dense_layers(hf: dict[str, Any]) -> frozenset[int]:
-    step = hf.get("decoder_sparse_step", 1)
-    by_step = {layer for layer in range(hf["num_hidden_layers"]) if (layer + 1) % step}
-    return frozenset(by_step | set(hf.get("mlp_only_layers") or []))
+def _stored_dtype(hf: dict[str, Any]) -> str | None:
+    name = hf.get("dtype") or hf.get("torch_dtype")
+    return name if isinstance(name, str) else None
+
+
+def _context_length(hf: dict[str, Any], attention: tuple[AttentionSpec, ...]) -> int:
+    """max_position_embeddings, or more if the rotation of some layers is stretched beyond it."""
+    longest = _size(hf, "max_position_embeddings")
+    for spec in attention:
+        if spec.rope is not None:
+            longest = max(longest, spec.rope.context_length)
+    return _check_size("the context length", longest, _MAX_SIZE)
+
+
+def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:
+    layers = range(hf["num_hidden_layers"])
+    if num_experts == 0:
+        return frozenset(layers)
+    step = _check_size("decoder_sparse_step", hf.get("decoder_sparse_step", 1), _MAX_LAYERS)
+    named = hf.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise ValueError(f"mlp_only_layers must be a list of layers, got {named!r}")
+    return frozenset(layer for layer in layers if (layer + 1) % step) | frozenset(named)
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

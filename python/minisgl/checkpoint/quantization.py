@@ -13,8 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
+from minisgl.errors import CheckpointError
+
+_FIELD = "quantization_config"
+_OLDER_FIELD = "compression_config"  # of early versions of compressed-tensors
+_MODELOPT_FILE = "hf_quant_config.json"
 _EVERY_LINEAR = "Linear"
 # What else may be quantized, sparse or rotated, and changes what a weight means.
 _REFUSED_FIELDS = ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config")
@@ -80,20 +87,37 @@ def read_quantization(hf: dict[str, Any]) -> Quantization | None:
     Raises:
         ValueError: the method, or something that the config asks for, is not supported.
     """
-    config = hf.get("quantization_config") or hf.get("compression_config")
-    if not config:
+    given = {name: hf[name] for name in (_FIELD, _OLDER_FIELD) if hf.get(name)}
+    if not given:
         return None
+    if len(given) > 1 and given[_FIELD] != given[_OLDER_FIELD]:
+        raise ValueError(f"{_FIELD} and {_OLDER_FIELD} differ")
+    ((name, config), *_) = given.items()
     if not isinstance(config, dict):
-        raise ValueError(f"quantization_config must be an object, got {config!r}")
+        raise ValueError(f"{name} must be an object, got {config!r}")
     method = config.get("quant_method")
     if method not in ("fp8", "compressed-tensors"):
         raise ValueError(
-            f"weights quantized by {method!r} are not supported; there is fp8, compressed-tensors"
+            f"{name}: weights quantized by {method!r} are not supported; "
+            "there is fp8, compressed-tensors"
         )
     for field in _REFUSED_FIELDS:
         if _is_asked_for(config.get(field)):
             raise ValueError(f"{method}: {field} is not supported, it is {config[field]!r}")
     return _fp8(config) if method == "fp8" else _compressed_tensors(config)
+
+
+def refuse_modelopt(folder: Path) -> None:
+    """
+    Raises:
+        CheckpointError: NVIDIA's ModelOpt has left its file, which says what it has quantized.
+    """
+    path = folder / _MODELOPT_FILE
+    if path.exists():
+        quantized = read_json(path, MAX_CONFIG_BYTES).get("quantization")
+        raise CheckpointError(
+            f"{path}: weights quantized by modelopt are not supported, they are {quantized!r}"
+        )
 
 
 def _is_asked_for(value: Any) -> bool:

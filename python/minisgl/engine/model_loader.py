@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from minisgl.engine.memory import may_pack
 from minisgl.layers import set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, load_weight
+
+logger = logging.getLogger(__name__)
+
+_PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}  # bits of the significand
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,8 @@ def load_model(
         CheckpointError: the files are unusable.
     """
     assert config.model
+    if comm.info.is_primary:
+        _log_rounding(model_config.stored_dtype, config.dtype)
     model = model_class(model_config, comm, max_seq_len, dtype)
     load_weight(
         model,
@@ -64,3 +71,9 @@ def load_model(
     for linear in linears:
         linear.choose_kernel(pack=pack)
     return LoadedModel(model, weight_bytes)
+
+
+def _log_rounding(stored: str | None, computed: str | None) -> None:
+    """Say that weights lose digits, which a user may not want."""
+    if _PRECISION.get(stored or "", 0) > _PRECISION[computed or "float32"]:
+        logger.info("the checkpoint is in %s and is rounded to %s; see --dtype", stored, computed)

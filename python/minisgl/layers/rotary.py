@@ -118,7 +118,7 @@ def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
 def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
     frequency, _ = _default(config)
     scaling = config.scaling
-    rotations = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    rotations = config.original_context * frequency / (2 * math.pi)
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     keep = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -129,7 +129,7 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
     frequency, _ = _default(config)
     scaling = config.scaling
     half = config.head_dim // 2
-    original = scaling.get("original_max_position_embeddings") or config.max_position
+    original = config.original_context
     factor = scaling["factor"]
 
     def dimension(rotations: float) -> float:

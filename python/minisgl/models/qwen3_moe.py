@@ -9,13 +9,20 @@ from torch import Tensor
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
+from minisgl.errors import CheckpointError
 from minisgl.layers import Context, MoELayer, RMSNormFused, RotaryTables
 from minisgl.models.base import BaseLLMModel, DecoderLayer
 from minisgl.models.blocks import MLP, Attention, GatedMLP
 
+_EXPERT_ACTIVATION = "silu"  # the one that the kernels of experts have
+
 
 class Qwen3MoeLayer(DecoderLayer):
-    """A layer of Qwen3 with experts for its MLP, except where the config says that it is dense."""
+    """A layer of Qwen3 with experts for its MLP, except where the config says that it is dense.
+
+    Raises:
+        CheckpointError: experts have another activation than SiLU.
+    """
 
     def __init__(
         self,
@@ -39,6 +46,11 @@ class Qwen3MoeLayer(DecoderLayer):
         if layer in config.dense_layers:
             self.mlp = GatedMLP(config, comm)
         else:
+            if config.activation != _EXPERT_ACTIVATION:
+                raise CheckpointError(
+                    f"hidden_act {config.activation!r} is not supported for experts: "
+                    f"{_EXPERT_ACTIVATION}"
+                )
             self.mlp = MoELayer(
                 config.width,
                 config.expert_width,

@@ -76,9 +76,11 @@ class SafetensorsCheckpoint(Checkpoint):
         super().__init__(dtype, device)
         self._folder = folder
         self._file_of: dict[str, safe_open] = {}
+        self._path_of: dict[str, Path] = {}
         for path in _safetensors_files(folder):
             file = _open_safetensors(path)
             self._file_of |= dict.fromkeys(file.keys(), file)
+            self._path_of |= dict.fromkeys(file.keys(), path)
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -125,7 +127,8 @@ class SafetensorsCheckpoint(Checkpoint):
         trace = self._trace_of_quantization(name)
         if trace is not None:
             raise CheckpointError(
-                f"{self}: {name!r} is quantized ({trace}), but config.json does not say how"
+                f"{self._path_of.get(name, self)}: {name!r} is quantized ({trace}; plain are "
+                f"{', '.join(PLAIN_DTYPES)}), but config.json does not say how"
             )
         return super().read(name, shape, rows=rows, cols=cols)
 
