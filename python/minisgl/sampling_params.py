@@ -54,13 +54,14 @@ class Grammar:
 class SamplingParams:
     """How to choose the next token of a request.
 
-    The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept.
+    The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept,
+    except that a top_k of 1 is greedy.
 
     Attributes:
         max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the
             prompt is computed and nothing else.
         temperature: 0 is greedy; else logits are divided by it. In [0, 100].
-        top_k: keep the k most likely tokens, >= 1; None keeps all.
+        top_k: keep the k most likely tokens, >= 1; 1 is greedy, None keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p; in (0, 1].
         min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
         seed: the token at a position depends on its logits, the seed and the position only; None
@@ -237,9 +238,11 @@ class SamplingParams:
 
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:
     """One item of `SAMPLING_DTYPE`; without a top_k, its largest number."""
+    # The filter would keep all tokens that tie for the first place.
+    temperature = 0.0 if params.top_k == 1 else params.temperature
     numbers = (
         seed,
-        params.temperature,
+        temperature,
         params.grammar is not None,
         params.top_k or MAX_COUNT,
         params.top_p,

@@ -127,7 +127,7 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept(
     assert kept(logits_V, SamplingParams(**filters), monkeypatch) == expected
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.01}, {"min_p": 1.0}], ids=str)
 def test_of_equally_likely_tokens_all_are_kept(
     filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +175,16 @@ def test_greedy_requests_get_the_likeliest_token() -> None:
     args = args_of([sampling_slice(SamplingParams(temperature=0.0, top_k=5, top_p=0.5))] * 8)
     assert not args.is_filtered
     assert torch.equal(sample(logits_BV, args), logits_BV.argmax(dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 100.0])
+def test_top_k_of_one_is_greedy_also_among_ties(temperature: float, dtype: torch.dtype) -> None:
+    logits_V = torch.zeros(LARGE, dtype=dtype)
+    logits_V[[70, 71, 1030, LARGE - 1]] = 0.5
+    params = SamplingParams(temperature=temperature, top_k=1, top_p=0.9)
+    slices = [sampling_slice(params, seed=n, position=n + 1) for n in range(20)]
+    assert sample(logits_V.repeat(20, 1), args_of(slices)).tolist() == [70] * 20
 
 
 def test_a_request_gets_the_same_token_alone_and_among_others() -> None:

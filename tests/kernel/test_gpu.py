@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from minisgl.core import SamplingParams
 from minisgl.kernel import (
     HeadNorms,
     Rotation,
@@ -25,6 +27,7 @@ from minisgl.kernel import (
     rms_norm_reference,
     rotate_and_store,
 )
+from minisgl.sampling_params import SAMPLING_DTYPE, pack_sampling
 from minisgl.utils.env import nvcc
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
@@ -200,13 +203,21 @@ def test_the_most_noise_there_is_wins_from_far_behind(monkeypatch: pytest.Monkey
     assert token_B.tolist() == [token]
 
 
-def test_equal_logits_give_the_first_token(random: torch.Generator) -> None:
-    ints = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0, top_k=1)],
+    ids=["temperature 0", "top_k 1"],
+)
+def test_equal_logits_give_the_first_token(params: SamplingParams) -> None:
     logits_BV = torch.zeros(1, 5000, device=DEVICE)
     logits_BV[0, [70, 3000, 4999]] = 1.0
-    token_B = gpu.choose_tokens(
-        logits_BV, None, torch.zeros(1, device=DEVICE), ints.expand(1, 2), ints
-    )
+    numbers_B = np.frombuffer(pack_sampling(params, seed=3), SAMPLING_DTYPE)
+    temperature_B = torch.tensor(numbers_B["temperature"].copy(), device=DEVICE)
+    seed_B = torch.tensor(numbers_B["seed"].copy(), device=DEVICE)
+    seed_B2 = seed_B.view(torch.int32).view(1, 2)
+    position_B = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    lowest_B = torch.ones(1, device=DEVICE)  # what a filter keeps of them
+    token_B = gpu.choose_tokens(logits_BV, lowest_B, temperature_B, seed_B2, position_B)
     assert token_B.tolist() == [70]
 
 

@@ -103,6 +103,11 @@ def test_a_biased_token_always_or_never_shows(llm: LLM) -> None:
     assert set(answer(llm, logit_bias={5: 100})) == {5}
 
 
+def test_top_k_of_one_is_greedy_whatever_changes_the_logits(llm: LLM) -> None:
+    fields = {"logit_bias": {9: 4.0}, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    assert answer(llm, **fields, temperature=2.0, top_k=1) == answer(llm, **fields)
+
+
 def test_log_probabilities_are_transformers(
     llm: LLM, logits_after: Callable[[list[int]], Tensor]
 ) -> None:
