@@ -19,7 +19,6 @@ from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLErr
 from minisgl.llm import LLM
 from minisgl.llm.llm import _TextReader
 from minisgl.message import DetokenizeMsg
-from minisgl.tokenizer import Detokenizer
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 ARCH = "qwen2"
@@ -249,16 +248,18 @@ def test_a_refused_conversation_says_why(llm: LLM) -> None:
         llm.chat([{"role": "user"}])
 
 
-def test_tokens_after_a_stop_text_are_cut_from_their_output() -> None:
-    reader = _TextReader(Detokenizer(lambda ids: "".join(map(str, ids))))
-    entries = [TokenLogprobs(-float(token), []) for token in range(5)]
-    params = SamplingParams(stop=("23",))
-    first = DetokenizeMsg(7, [0, 1], entries[:2], params)
-    second = DetokenizeMsg(7, [2, 3, 4], entries[2:], finish="length")
-    assert reader.read(first) == (first, "01")
+def test_tokens_after_a_stop_text_are_cut_from_their_output(llm: LLM) -> None:
+    reader = _TextReader(llm._tokenizer.make_detokenizer())
+    ids = ids_of("0 1 2 3 4")[-5:]
+    texts = [llm._tokenizer.decode([token]) for token in ids]
+    entries = [TokenLogprobs(-float(place), []) for place in range(5)]
+    params = SamplingParams(stop=(texts[2] + texts[3],))
+    first = DetokenizeMsg(7, ids[:2], entries[:2], params)
+    second = DetokenizeMsg(7, ids[2:], entries[2:], finish="length")
+    assert reader.read(first) == (first, texts[0] + texts[1])
     cut, text = reader.read(second)
     assert text == ""
-    assert cut.tokens == [2, 3]
+    assert cut.tokens == ids[2:4]
     assert cut.logprobs == entries[2:4]
     assert cut.finish == "stop"
 

@@ -108,10 +108,10 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (FrontendMsg, BatchFrontendMsg([], STATS)),
     (FrontendMsg, UserReply(5, "more", num_prompt=1, num_cached=2, num_output=3)),
     (FrontendMsg, UserReply(5, finish="length", embedding=b"\0\xff")),
-    (FrontendMsg, UserReply(5, finish="length", prompt_logprobs=[TextLogprobs("a", None, [])])),
+    (FrontendMsg, UserReply(5, finish="length", prompt_logprobs=[TextLogprobs(b"a", None, [])])),
     (
         FrontendMsg,
-        UserReply(5, finish="length", logprobs=[TextLogprobs("a", -0.5, [("b", -0.25)])]),
+        UserReply(5, finish="length", logprobs=[TextLogprobs(b"\xf0", -0.5, [(b"b", -0.25)])]),
     ),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
 ]

@@ -71,7 +71,7 @@ def test_log_probabilities_keep_to_their_text_and_a_reader_far_behind_loses_its_
         async with running_frontend() as (frontend, worker):
             generation = frontend.submit(["a"], replace(PARAMS, logprobs=20), n=2)
             uids = [(await worker.receive()).uid for _ in range(2)]
-            token = TextLogprobs("x", -1.0, [("x", -1.0)] * 20)
+            token = TextLogprobs(b"x", -1.0, [(b"x", -1.0)] * 20)
             replies = [UserReply(uids[0], f"{i}", logprobs=[token]) for i in range(2)]
             worker.send(*replies)
             assert [await generation.next() for _ in replies] == [(0, reply) for reply in replies]

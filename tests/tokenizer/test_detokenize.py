@@ -1,12 +1,16 @@
 """The texts of an answer, joined, are the decode of all its ids; none is held back without need.
 
-Several tokens in a message give what those tokens give one at a time.
+Several tokens in a message give what those tokens give one at a time. The exception is a run of
+byte tokens that are not all characters: Rust's tokenizers make each of them a U+FFFD. As in
+sentencepiece itself, the characters among them are kept here.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +25,7 @@ from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.tokenizer.detokenize import StopTexts
 
 TINY = ["byte level", "byte fallback"]
+WHOLE_PIECES = ["word pieces", "metaspace"]
 # An id that no tokenizer here has: a model often has more rows than its tokenizer has tokens.
 OUTSIDE = 100_000
 TEXTS = [
@@ -73,6 +78,45 @@ def ids_of(tokenizer: Tokenizer, parts: Sequence[str | bytes | int]) -> list[int
     return ids
 
 
+def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids without special tokens: what the tokenizer says, but for broken characters.
+
+    Rust's tokenizers make all of a run of byte tokens U+FFFD if it is not all characters.
+    """
+    said = tokenizer.decode(ids)
+    if "<0x00>" not in tokenizer._tokenizer.get_vocab():
+        return said
+    pieces = [tokenizer._tokenizer.convert_ids_to_tokens(token) for token in ids]
+    shown = [piece for piece in pieces if piece not in (None, "<unk>", "<s>", "</s>")]
+    text = characters_of(b"".join(map(_bytes_of, shown))).removeprefix(" ")
+    if "\ufffd" not in text:
+        assert text == said
+    return text
+
+
+def _bytes_of(piece: str) -> bytes:
+    if re.fullmatch("<0x..>", piece):
+        return bytes.fromhex(piece[3:5])
+    return piece.replace("▁", " ").encode()
+
+
+def characters_of(raw: bytes) -> str:
+    """The characters of bytes; each byte that is part of none is U+FFFD."""
+    text = ""
+    while raw:
+        sizes = [size for size in range(1, 5) if is_character(raw[:size])]
+        text += raw[: sizes[0]].decode() if sizes else "\ufffd"
+        raw = raw[sizes[0] if sizes else 1 :]
+    return text
+
+
+def is_character(raw: bytes) -> bool:
+    try:
+        return len(raw.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
 def new(tokenizer: Tokenizer) -> Detokenizer:
     return tokenizer.make_detokenizer()
 
@@ -106,8 +150,25 @@ def test_the_pieces_are_the_decode_of_all_ids(
 ) -> None:
     ids = ids_of(tokenizer(name), parts) or [0]
     detokenizer = new(tokenizer(name))
-    assert "".join(pieces(detokenizer, ids)) == tokenizer(name).decode(ids)
+    assert "".join(pieces(detokenizer, ids)) == whole_text(tokenizer(name), ids)
     assert detokenizer.num_open == 0
+
+
+@pytest.mark.parametrize("name", [*TINY, *WHOLE_PIECES])
+@pytest.mark.parametrize("skips", [True, False])
+@given(ids=st.lists(st.integers(0, 2) | st.integers(0, 330) | st.just(OUTSIDE), max_size=30))
+@many
+def test_the_pieces_of_any_ids_are_their_decode(
+    name: str, skips: bool, ids: list[int], tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    params = SamplingParams(skip_special_tokens=skips)
+    msgs = [DetokenizeMsg(0, [token]) for token in ids] + [DetokenizeMsg(0, finish="length")]
+    msgs[0] = structs.replace(msgs[0], params=params)
+    detokenizer = new(tokenizer(name))
+    text = "".join(detokenizer.step(msg).text for msg in msgs)
+    expected = tokenizer(name).decode(ids, skip_special_tokens=skips)
+    if "\ufffd" not in expected:  # else see the test above
+        assert text == expected
 
 
 def one_message_a_token(msg: DetokenizeMsg) -> list[DetokenizeMsg]:
@@ -210,7 +271,8 @@ def test_the_pieces_of_long_random_ids_are_their_decode(
     for length in (1, 2, 17, 18, 40, 300):
         for _ in range(10):
             ids = [dice.randrange(vocab_size) for _ in range(length)]
-            assert "".join(pieces(new(tokenizer(name)), ids)) == tokenizer(name).decode(ids), ids
+            text = "".join(pieces(new(tokenizer(name)), ids))
+            assert text == whole_text(tokenizer(name), ids), ids
 
 
 @names
@@ -228,12 +290,11 @@ def test_text_is_handed_out_as_soon_as_it_is_certain(
 ) -> None:
     ids = tokenizer(name).encode("ab 语 é ab. 👍 a" * 12).tolist()
     detokenizer = new(tokenizer(name))
-    byte_ids = tokenizer(name).byte_ids
     shown = ""
     for end, token in enumerate(ids, start=1):
         shown += detokenizer.step(DetokenizeMsg(0, [token])).text
         so_far = tokenizer(name).decode(ids[:end])
-        if token not in byte_ids and not so_far.endswith("\ufffd"):
+        if not so_far.endswith("\ufffd"):
             assert shown == so_far
 
 
@@ -254,7 +315,7 @@ def test_what_is_held_back_comes_with_the_end_whatever_ends_it(
     detokenizer = new(tokenizer(name))
     texts = pieces(detokenizer, ids, last)
     assert not any("\ufffd" in text for text in texts[:-1])
-    assert "".join(texts) == tokenizer(name).decode(ids)
+    assert "".join(texts) == whole_text(tokenizer(name), ids)
     assert "\ufffd" in texts[-1]
     assert detokenizer.num_open == 0
 
@@ -278,7 +339,7 @@ def test_answers_that_grow_at_once_do_not_mix(
     left = {
         uid: ids_of(tokenizer(name), [text, b"\xf0\x9f", "end"]) for uid, text in enumerate(TEXTS)
     }
-    expected = {uid: tokenizer(name).decode(ids) for uid, ids in left.items()}
+    expected = {uid: whole_text(tokenizer(name), ids) for uid, ids in left.items()}
     detokenizer = new(tokenizer(name))
     shown = dict.fromkeys(left, "")
     while left:
@@ -322,12 +383,151 @@ def test_log_probabilities_of_a_prompt_have_the_texts_of_its_tokens(
     assert reply.prompt_logprobs is not None
     texts = [tokenizer("byte level").decode([token], skip_special_tokens=False) for token in ids]
     assert [entry.text for entry in reply.prompt_logprobs] == texts
+    assert [entry.token for entry in reply.prompt_logprobs[-3:]] == [b"a", b"b", b"\xf0"]
     assert texts[0]
     assert (reply.prompt_logprobs[0].logprob, reply.prompt_logprobs[0].top) == (None, [])
     assert {(entry.logprob, *entry.top) for entry in reply.prompt_logprobs[1:]} == {
-        (-1.0, (texts[0], -0.5))
+        (-1.0, (texts[0].encode(), -0.5))
     }
     assert (reply.text, reply.num_output) == ("", 0)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_bytes_of_tokens_are_those_of_their_text(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = tokenizer(name).encode("ab 语 é 👍", add_special_tokens=False).tolist()
+    entries = [TokenLogprobs(-1.0, [(ids[0], -1.0)])] * len(ids)
+    reply = new(tokenizer(name)).step(DetokenizeMsg(1, ids, entries, finish="length"))
+    assert reply is not None
+    raw = b"".join(entry.token for entry in reply.logprobs)
+    assert raw.decode().lstrip(" ") == reply.text == "ab 语 é 👍"
+    assert {entry.top[0][0] for entry in reply.logprobs} == {reply.logprobs[0].token}
+    assert b"\xf0" in [entry.token[:1] for entry in reply.logprobs]
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the ids that it is given to decode or to name."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_ids = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        self.num_ids += len(ids)
+        text: str = self._tokenizer.decode(ids, **options)
+        return text
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        self.num_ids += 1
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        return piece
+
+
+@pytest.mark.parametrize("name", [*TINY, *WHOLE_PIECES])
+@pytest.mark.parametrize("kind", ["special", "lone bytes", "unknown", "bytes of characters", "any"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_token_takes_bounded_work_whatever_came_before(
+    name: str, kind: str, skips: bool, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    counted = copy.copy(tokenizer(name))
+    counted._tokenizer = CountingTokenizer(counted._tokenizer)
+    counted.__dict__.pop("_vocabulary", None)
+    if name in WHOLE_PIECES:
+        kinds = {"special": [1], "unknown": [OUTSIDE], "any": [1, 5, OUTSIDE]}
+    else:
+        kinds = {
+            "special": [1],
+            "lone bytes": ids_of(tokenizer(name), [b"\x80"]),
+            "unknown": [OUTSIDE],
+            "bytes of characters": ids_of(tokenizer(name), ["က".encode()]),
+            "any": ids_of(tokenizer(name), [1, "ab", b"\x80\xf0\x9f", OUTSIDE, 2, "é"]),
+        }
+    detokenizer = new(counted)
+    params = SamplingParams(skip_special_tokens=skips)
+    detokenizer.step(DetokenizeMsg(0, params=params))
+    ids = list(itertools.islice(itertools.cycle(kinds.get(kind, [4])), 500))
+    for token in ids:
+        detokenizer.step(DetokenizeMsg(0, [token]))
+    assert counted._tokenizer.num_ids <= 20 * len(ids)
+
+
+def test_byte_tokens_are_shown_with_the_character_that_they_complete(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    text = "မြန်မာ" * 4
+    detokenizer = new(tokenizer("byte fallback"))
+    texts = pieces(detokenizer, ids_of(tokenizer("byte fallback"), [text.encode()]))
+    assert texts == [part for character in text for part in ("", "", character)]
+
+
+def test_a_stop_text_of_byte_tokens_is_seen_at_once(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    ids = ids_of(tokenizer("byte fallback"), ["မြန်မာ".encode()])
+    detokenizer = new(tokenizer("byte fallback"))
+    begin = DetokenizeMsg(0, ids[:8], params=SamplingParams(stop=("န်",)))
+    assert detokenizer.step(begin).finish is None
+    rest = [detokenizer.step(DetokenizeMsg(0, [token])) for token in ids[8:12]]
+    assert [reply.finish for reply in rest] == [None, None, None, "stop"]
+    assert "".join(reply.text for reply in rest) == ""
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ([], "a"),  # a text begins
+        (["ab"], " a"),
+        (["ab", 1], "a"),  # a special token that is not shown
+        ([b"\n"], " a"),
+        ([b"\xe8\xaf"], " a"),  # a broken character of the prompt is no part of the answer
+    ],
+    ids=str,
+)
+def test_the_space_between_prompt_and_answer_is_kept(
+    context: list[str | bytes | int], expected: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    llama = tokenizer("byte fallback")
+    prompt = [token for part in context for token in ids_of(llama, [part])]
+    answer = llama._tokenizer.convert_tokens_to_ids(["▁a"])
+    reply = new(llama).step(DetokenizeMsg(0, answer, finish="length", context=prompt[-4:]))
+    assert reply is not None
+    assert reply.text == expected
+
+
+@pytest.mark.parametrize("name", WHOLE_PIECES)
+def test_a_word_after_the_prompt_has_its_space(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    word = 3 if name == "word pieces" else tokenizer(name).encode("a a").tolist()[-1]
+    alone = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length"))
+    after = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length", context=[word]))
+    assert (alone.text[0], after.text) == (alone.text[0].strip(), " " + alone.text)
+
+
+class CountedText(str):
+    """A stop text that counts how often a text is compared with it or with a part of it."""
+
+    num_compared = 0
+
+    def startswith(self, *args: Any) -> bool:
+        self.num_compared += 1
+        return super().startswith(*args)
+
+    def __getitem__(self, place: Any) -> str:
+        self.num_compared += 1
+        return super().__getitem__(place)
+
+
+def test_each_character_is_compared_with_a_stop_text_a_few_times() -> None:
+    stops = [CountedText(text) for text in ("a" * 1023 + "b", "ab" * 500, "b" * 1000)]
+    search = StopTexts(stops, include=False)
+    shown = "".join(search.feed("aaaa") for _ in range(1000))
+    assert shown + search.flush() == "a" * 4000
+    assert max(stop.num_compared for stop in stops) <= 4 * 4000
 
 
 @given(

@@ -214,17 +214,6 @@ def test_python_of_a_folder_is_refused_without_a_question(
     assert sys.stdin.read().startswith("y"), "nothing was asked"
 
 
-def test_byte_tokens_are_those_that_stand_for_one_byte(
-    tokenizer: Callable[[str], Tokenizer], tmp_path: Path
-) -> None:
-    names = {
-        tokenizer("byte fallback")._tokenizer.convert_ids_to_tokens(i)
-        for i in tokenizer("byte fallback").byte_ids
-    }
-    assert names == {f"<0x{byte:02X}>" for byte in range(256)}
-    assert tokenizer("byte level").byte_ids == frozenset()
-
-
 @pytest.mark.parametrize(("given", "num_bos"), [(None, 1), (True, 1), (False, 0)])
 def test_a_text_has_special_tokens_unless_they_are_not_wanted(
     given: bool | None, num_bos: int, tokenizer: Callable[[str], Tokenizer]

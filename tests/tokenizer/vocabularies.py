@@ -1,10 +1,10 @@
-"""Tokenizers of two families, as folders: byte-level ones, and pieces with a fallback to bytes."""
+"""Tokenizers as folders: byte-level ones, pieces with a fallback to bytes, and whole pieces."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import tiny_tokenizer
@@ -44,6 +44,29 @@ def byte_fallback(folder: Path) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
+    return _save(tokenizer, folder)
+
+
+def word_pieces(folder: Path) -> Path:
+    """BERT's kind: a piece that begins with ## goes on with a word, others begin one."""
+    words = ["the", "dog", "##s", "##ed", "runs", ".", ",", "do", "not", "é", "语"]
+    vocab = {piece: index for index, piece in enumerate([*_SPECIAL, *words])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return _save(tokenizer, folder)
+
+
+def metaspace(folder: Path) -> Path:
+    """Pieces that begin with ▁ for a space, without bytes; a text's first ▁ is dropped."""
+    vocab = {piece: index for index, piece in enumerate([*_SPECIAL, *_PIECES])}
+    tokenizer = Tokenizer(models.BPE(vocab, _MERGES, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return _save(tokenizer, folder)
+
+
+def _save(tokenizer: Tokenizer, folder: Path) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",

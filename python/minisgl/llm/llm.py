@@ -192,8 +192,10 @@ class LLM:
                     bar.update()
                     tokens_per_s = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{tokens_per_s:.0f} tok/s")
-        tokenizer = None if wants_text else self._optional_tokenizer
-        return [answer.output(tokenizer) for answer in answers]
+        detokenizer = None
+        if self._optional_tokenizer is not None and not wants_text:
+            detokenizer = self._optional_tokenizer.make_detokenizer()
+        return [answer.output(detokenizer) for answer in answers]
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """Return a vector for each text or list of ids: the normed last hidden state, of length 1.
@@ -394,31 +396,29 @@ class _PartialAnswer:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._context: list[int] = []
         self._last: DetokenizeMsg | None = None
 
     def append(self, msg: DetokenizeMsg, text: str) -> None:
+        self._context += msg.context  # only the first output has any
         self._ids += msg.tokens
         self._texts.append(text)
         self._logprobs += msg.logprobs
         self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
         self._last = msg
 
-    def output(self, tokenizer: Tokenizer | None) -> GenerationOutput:
+    def output(self, detokenizer: Detokenizer | None) -> GenerationOutput:
         """Return the finished answer.
 
         Args:
-            tokenizer: decodes the answer as a whole, where no text came with its steps.
+            detokenizer: reads the answer as a whole, where no text came with its steps.
         """
         last = self._last
         assert last is not None
         assert last.finish is not None
         text = "".join(self._texts)
-        if tokenizer is not None:
-            shown = self._ids
-            if last.finish == "stop" and last.tokens:  # the stop token is not part of the text
-                shown = shown[:-1]
-            skips = self._params.skip_special_tokens
-            text = tokenizer.decode(shown, skip_special_tokens=skips)
+        if detokenizer is not None:
+            text = self._read_whole(detokenizer, last)
         return GenerationOutput(
             text,
             self._ids,
@@ -428,6 +428,23 @@ class _PartialAnswer:
             logprobs=None if self._params.logprobs is None else self._logprobs,
             prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
         )
+
+    def _read_whole(self, detokenizer: Detokenizer, last: DetokenizeMsg) -> str:
+        """The text of all outputs, read as if one step had given them."""
+        # A stop token is the last one of the last output, or there is none.
+        ended_by_token = last.finish == "stop" and bool(last.tokens)
+        whole = structs.replace(
+            last,
+            tokens=self._ids,
+            logprobs=[],
+            params=self._params,
+            finish="stop" if ended_by_token else "length",
+            context=self._context,
+            prompt_logprobs=None,
+        )
+        reply = detokenizer.step(whole)
+        assert reply is not None
+        return reply.text
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

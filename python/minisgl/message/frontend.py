@@ -36,16 +36,26 @@ class ReplyError(BaseMsg, frozen=True):
 
 
 class TextLogprobs(BaseMsg, frozen=True):
-    """The text and log probability of a token, and those of the likeliest tokens at its place.
+    """The bytes and log probability of a token, and those of the likeliest tokens at its place.
 
     Attributes:
+        token: UTF-8; of a character that is spread over several tokens, only this one's part.
         logprob: None for the first token of a prompt, which nothing predicts.
         top: the likeliest tokens, the likeliest first.
     """
 
-    text: str
+    token: bytes
     logprob: float | None
-    top: list[tuple[str, float]]
+    top: list[tuple[bytes, float]]
+
+    @property
+    def text(self) -> str:
+        """Of the token by itself; bytes that are no character become U+FFFD."""
+        return self.token.decode(errors="replace")
+
+    @property
+    def top_texts(self) -> list[tuple[str, float]]:
+        return [(token.decode(errors="replace"), logprob) for token, logprob in self.top]
 
 
 class UserReply(BaseFrontendMsg, frozen=True):

@@ -1,8 +1,10 @@
 """Text to ids and ids to text, in processes of their own.
 
-    tokenize.py     `Tokenizer`: prompts of all kinds to token ids
-    detokenize.py   `Detokenizer`: token ids to text, as they come
-    server.py       `tokenize_worker`: the loop of a process that does either or both
+    tokenize.py        `Tokenizer`: prompts of all kinds to token ids
+    detokenize.py      `Detokenizer`: outputs of the scheduler to replies with text
+    text_decoders.py   token ids of one answer to text, as they come
+    vocabulary.py      `Vocabulary`: the bytes of each token
+    server.py          `tokenize_worker`: the loop of a process that does either or both
 
 The scheduler handles ids only, the API server text only.
 """

@@ -1,30 +1,43 @@
-"""Token ids to text, as they come.
+"""Outputs of the scheduler to replies with text, as they come.
 
-The texts of a request, joined, are equal to the decoded text of all its ids. There are two
-difficulties. A character may be spread over several tokens, and a token's text may depend on the
-token before it. The last few tokens are therefore decoded together with the tokens before them.
-Text that a later token could change is held back: replacement characters at the end, and runs of
-single-byte tokens, which are decoded as a whole.
-
-        ids  ........│ context │ new tokens │
-                     └──────── window ──────┘
-
-A stop text may be spread over several tokens as well: `StopTexts` holds back a possible beginning.
+`text_decoders.py` turns the tokens of an answer into text. A stop text may be spread over several
+tokens, so `StopTexts` holds back a possible beginning. Handling a token takes a bounded time,
+whatever the answer has come to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message import DetokenizeMsg, TextLogprobs, UserReply
+from minisgl.tokenizer.text_decoders import TextDecoder, begin_text
+from minisgl.tokenizer.vocabulary import Vocabulary
 
-Decode: TypeAlias = Callable[[Sequence[int]], str]
-_WINDOW = 16
-_NUM_CACHED_TEXTS = 1 << 16  # texts of single tokens: many tokens of a scored prompt are equal
-_REPLACEMENT = "\ufffd"
+_DEFAULT = SamplingParams()
+
+
+class _StopText:
+    """Where in a growing text one stop text may begin.
+
+    A place that was given up is not looked at again: each character is looked at once.
+    """
+
+    __slots__ = ("_stop", "start")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self.start = 0  # the first place where the text may be, or become, the stop text
+
+    def advance(self, text: str) -> int | None:
+        """Look at the longer text; return where the stop text ends, if it is there."""
+        stop = self._stop
+        start = text.find(stop[0], self.start)
+        while start >= 0 and not stop.startswith(text[start : start + len(stop)]):
+            start = text.find(stop[0], start + 1)
+        self.start = len(text) if start < 0 else start
+        end = self.start + len(stop)
+        return end if end <= len(text) else None
 
 
 class StopTexts:
@@ -35,24 +48,30 @@ class StopTexts:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        self._stops = stops
+        self._searches = [_StopText(stop) for stop in stops]
         self._include = include
         self._held = ""
         self.has_stopped = False
 
     def feed(self, text: str) -> str:
         """Return what of the text so far is certain to come before a stop text, and is new."""
-        if not self._stops:
+        if not self._searches:
             return text
         if self.has_stopped:
             return ""
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = []
+        for search in self._searches:
+            end = search.advance(text)
+            if end is not None:
+                found.append((end, search.start))
         if found:
-            at, stop = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
+            end, start = min(found)
             self.has_stopped = True
-            return text[: at + len(stop) * self._include]
-        certain = len(text) - max(_overlap(text, stop) for stop in self._stops)
+            return text[: end if self._include else start]
+        certain = min(search.start for search in self._searches)
+        for search in self._searches:
+            search.start -= certain
         self._held = text[certain:]
         return text[:certain]
 
@@ -61,72 +80,12 @@ class StopTexts:
         return "" if self.has_stopped else self._held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that begin the stop."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
-
-
-class IncrementalDecoder:
-    """Decodes one answer token by token. Returns text once later tokens cannot change it.
-
-    Args:
-        byte_ids: tokens that stand for a single byte and are decoded as runs.
-    """
-
-    def __init__(self, decode: Decode, byte_ids: frozenset[int]) -> None:
-        self._decode = decode
-        self._byte_ids = byte_ids
-        self._ids: list[int] = []
-        self._context_start = 0
-        self._new_start = 0
-        self._num_shown = 0  # characters of the window that were returned, the context's included
-
-    def feed(self, token: int) -> str:
-        """Append a token; return the text that has become certain."""
-        self._ids.append(token)
-        window = self._ids[self._context_start :]
-        text = self._decode(window)
-        certain = self._num_certain(text, window)
-        shown = text[self._num_shown : certain]
-        self._num_shown = max(self._num_shown, certain)
-        if certain == len(text) and len(window) > _WINDOW:
-            self._move_window()
-        return shown
-
-    def flush(self) -> str:
-        """Return what is held back, after the last token."""
-        return self._decode(self._ids[self._context_start :])[self._num_shown :]
-
-    def _num_certain(self, text: str, window: list[int]) -> int:
-        """Characters that later tokens cannot change."""
-        if self._byte_ids and self._ends_in_a_run(window):
-            return self._num_shown
-        return len(text.rstrip(_REPLACEMENT))
-
-    def _ends_in_a_run(self, window: list[int]) -> bool:
-        """Whether the last token with text is a byte; special tokens and unknown ids have none."""
-        for token in reversed(window):
-            if token in self._byte_ids:
-                return True
-            if self._decode([token]):
-                return False
-        return False
-
-    def _move_window(self) -> None:
-        """Make the new tokens the next context, if they have text of their own."""
-        if self._decode(self._ids[self._new_start :]):
-            self._context_start = self._new_start
-            self._new_start = len(self._ids)
-            self._num_shown = len(self._decode(self._ids[self._context_start :]))
-
-
 class _Answer:
     """One unfinished answer. After a stop text no tokens are appended."""
 
     __slots__ = ("decoder", "num_tokens", "stops")
 
-    def __init__(self, decoder: IncrementalDecoder, stops: StopTexts) -> None:
+    def __init__(self, decoder: TextDecoder, stops: StopTexts) -> None:
         self.decoder = decoder
         self.stops = stops
         self.num_tokens = 0
@@ -135,7 +94,7 @@ class _Answer:
         """Append tokens, up to the one that completes a stop text."""
         text = ""
         for token in tokens:
-            text += self.stops.feed(self.decoder.feed(token))
+            text += self.stops.feed(self.decoder.feed((token,)))
             self.num_tokens += 1
             if self.stops.has_stopped:
                 break
@@ -156,24 +115,10 @@ class _Answer:
 
 
 class Detokenizer:
-    """Keeps the unfinished answers, by uid, until the scheduler's last message of each.
+    """Keeps the unfinished answers, by uid, until the scheduler's last message of each."""
 
-    Args:
-        decode: ids to text, special tokens skipped.
-        decode_all: ids to text, special tokens written out.
-        byte_ids: tokens that stand for a single byte and are decoded as runs.
-    """
-
-    def __init__(
-        self,
-        decode: Decode,
-        decode_all: Decode | None = None,
-        byte_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self._decode = decode
-        self._decode_all = every = decode_all or decode
-        self._text_of = lru_cache(_NUM_CACHED_TEXTS)(lambda token: every([token]))
-        self._byte_ids = byte_ids
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._answers: dict[int, _Answer] = {}
 
     @property
@@ -191,7 +136,7 @@ class Detokenizer:
         """
         answer = self._answers.get(msg.uid)
         if answer is None:
-            answer = self._answers[msg.uid] = self._begin(msg.params)
+            answer = self._answers[msg.uid] = self._begin(msg)
         is_last = msg.finish is not None or msg.error is not None
         if is_last:
             del self._answers[msg.uid]
@@ -217,13 +162,12 @@ class Detokenizer:
             embedding=msg.embedding,
         )
 
-    def _begin(self, params: SamplingParams | None) -> _Answer:
-        if params is None:
-            decoder = IncrementalDecoder(self._decode, self._byte_ids)
-            return _Answer(decoder, StopTexts((), include=False))
-        decode = self._decode if params.skip_special_tokens else self._decode_all
-        stops = StopTexts(params.stop, include=params.include_stop_str_in_output)
-        return _Answer(IncrementalDecoder(decode, self._byte_ids), stops)
+    def _begin(self, msg: DetokenizeMsg) -> _Answer:
+        params = msg.params or _DEFAULT
+        decoder = begin_text(
+            self._vocabulary, msg.context, skip_special_tokens=params.skip_special_tokens
+        )
+        return _Answer(decoder, StopTexts(params.stop, include=params.include_stop_str_in_output))
 
     def _logprobs(self, msg: DetokenizeMsg, num_tokens: int) -> list[TextLogprobs]:
         """Entries of the first `num_tokens` tokens of a message, if it has any."""
@@ -235,8 +179,8 @@ class Detokenizer:
         ]
 
     def _text_logprobs(self, token: int, entry: TokenLogprobs | None) -> TextLogprobs:
-        text = self._text_of(token)
+        bytes_of = self._vocabulary.bytes_of
         if entry is None:
-            return TextLogprobs(text, None, [])
-        top = [(self._text_of(other), logprob) for other, logprob in entry.top]
-        return TextLogprobs(text, entry.logprob, top)
+            return TextLogprobs(bytes_of(token), None, [])
+        top = [(bytes_of(other), logprob) for other, logprob in entry.top]
+        return TextLogprobs(bytes_of(token), entry.logprob, top)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
+from minisgl.tokenizer.vocabulary import Vocabulary
 
 _RESERVED = {  # parameters of apply_chat_template that are not variables of the template
     "add_generation_prompt",
@@ -176,10 +177,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; bytes that are no character become U+FFFD."""
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self._vocabulary.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def text_of(self, ids: IntArray) -> str:
         """Return the text of ids with special tokens written out.
@@ -190,10 +188,7 @@ class Tokenizer:
         unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
         if unknown.size:
             raise InvalidRequest(f"token id {unknown[0]} is outside [0, {self.vocab_size})")
-        text: str = self._tokenizer.decode(
-            ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self.decode(ids.tolist(), skip_special_tokens=False)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
@@ -249,15 +244,11 @@ class Tokenizer:
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for this vocabulary."""
-        decode_all = partial(self.decode, skip_special_tokens=False)
-        return Detokenizer(self.decode, decode_all, self.byte_ids)
+        return Detokenizer(self._vocabulary)
 
     @cached_property
-    def byte_ids(self) -> frozenset[int]:
-        """The tokens of a single byte ("<0x0A>"), in tokenizers that fall back to bytes."""
-        vocab: dict[str, int] = self._tokenizer.get_vocab()
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-        return frozenset(vocab[name] for name in names if name in vocab)
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer)
 
 
 def _keeps_every_byte(backend: Any) -> bool:

@@ -41,8 +41,8 @@ SAID = [
     "Hi",
     '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>',
 ]
-LIKELY = TextLogprobs("a", -0.5, [("a", -0.5), ("b", -1.0)])
-PROMPT = [TextLogprobs("a", None, []), LIKELY]
+LIKELY = TextLogprobs(b"a", -0.5, [(b"a", -0.5), (b"b", -1.0)])
+PROMPT = [TextLogprobs(b"a", None, []), LIKELY]
 FLAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
 USED: dict[str, Any] = {
     "tools": [{"type": "function", "function": FUNCTION}],

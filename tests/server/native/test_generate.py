@@ -61,7 +61,7 @@ def test_a_stream_gives_each_piece_once_and_the_usage_last() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
-    token = TextLogprobs("a", -0.5, [("a", -0.5), ("b", -1.0)])
+    token = TextLogprobs(b"a", -0.5, [(b"a", -0.5), (b"b", -1.0)])
     expected = {"token": "a", "logprob": -0.5, "top": [["a", -0.5], ["b", -1.0]]}
 
     async def scenario(app: App) -> None:
@@ -81,8 +81,8 @@ def test_log_probabilities_are_told_with_their_tokens(stream: bool) -> None:
 
 def test_log_probabilities_of_the_prompt_stand_apart_from_the_answers() -> None:
     def replies(msg: TokenizeMsg) -> list[UserReply]:
-        prompt_tokens = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [])]
-        answer = TextLogprobs("yo", -1.0, [])
+        prompt_tokens = [TextLogprobs(b"<s>", None, []), TextLogprobs(b"hi", -0.5, [])]
+        answer = TextLogprobs(b"yo", -1.0, [])
         return [
             UserReply(
                 msg.uid, "yo", logprobs=[answer], prompt_logprobs=prompt_tokens, num_prompt=2
@@ -202,7 +202,7 @@ def test_a_refusal_comes_before_any_byte_and_a_hang_up_aborts() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_of_several_tokens_has_the_logprobs_of_each(stream: bool) -> None:
-    tokens = [TextLogprobs(text, -0.5, []) for text in ("a", "b", "c")]
+    tokens = [TextLogprobs(token, -0.5, []) for token in (b"a", b"b", b"c")]
 
     async def scenario(app: App) -> None:
         app.worker.answer_with(

@@ -176,7 +176,7 @@ def deltas_of(call: HttpCall) -> list[Any]:
 @pytest.mark.parametrize("route", WITH_LOGPROBS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_of_several_tokens_has_the_logprobs_of_each(route: str, stream: bool) -> None:
-    tokens = [TextLogprobs(text, -0.5, []) for text in ("a", "bc", "d")]
+    tokens = [TextLogprobs(token, -0.5, []) for token in (b"a", b"bc", b"d")]
 
     async def scenario(app: App) -> None:
         app.worker.answer_with(

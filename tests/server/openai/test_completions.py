@@ -22,8 +22,8 @@ from tests.server.harness import (
     run_with_app,
 )
 
-PROMPT_LOGPROBS = [TextLogprobs("<s>", None, []), TextLogprobs("hi", -0.5, [("a", -0.25)])]
-ANSWER_LOGPROBS = TextLogprobs("yo", -1.0, [("b", -0.75)])
+PROMPT_LOGPROBS = [TextLogprobs(b"<s>", None, []), TextLogprobs(b"hi", -0.5, [(b"a", -0.25)])]
+ANSWER_LOGPROBS = TextLogprobs(b"yo", -1.0, [(b"b", -0.75)])
 
 
 def test_several_prompts_give_several_choices_in_order_and_one_usage() -> None:
@@ -82,6 +82,21 @@ def test_an_echo_of_ids_is_their_text_and_its_log_probabilities_come_first(strea
             "text_offset": [0, 3, 5],
         }
         assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == 1) == "x"
+
+    run_with_app(scenario)
+
+
+def test_offsets_count_a_character_of_several_tokens_once() -> None:
+    tokens = [TextLogprobs(token, -0.5, []) for token in (b"a", b"\xc3", b"\xa9", b"b")]
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, "aéb", logprobs=tokens, finish="length")]
+        )
+        call = app.post(TEXT, logprobs=0)
+        await call.done
+        (choice,) = json.loads(call.body)["choices"]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
     run_with_app(scenario)
 

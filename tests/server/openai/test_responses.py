@@ -148,7 +148,7 @@ def builder_of(
     )
     replies = []
     for i in range(1, len(deltas) + 1):
-        tokens = [TextLogprobs(f"t{i}", -i, [])] if logprobs else []
+        tokens = [TextLogprobs(f"t{i}".encode(), -i, [])] if logprobs else []
         end = finish if i == len(deltas) else None
         replies.append(UserReply(0, finish=end, logprobs=tokens, num_prompt=3, num_output=i))
     return builder, PacedGeneration(replies)
@@ -513,14 +513,14 @@ def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -
 
 
 def with_logprobs(msg: TokenizeMsg) -> list[UserReply]:
-    def token(text: str) -> TextLogprobs:
-        return TextLogprobs(text, -0.5, [(text, -0.5), ("z", -1.0)])
+    def entry(token: bytes) -> TextLogprobs:
+        return TextLogprobs(token, -0.5, [(token, -0.5), (b"z", -1.0)])
 
     return [
-        UserReply(msg.uid, "a", logprobs=[token("a")], num_output=1),
-        UserReply(msg.uid, "", logprobs=[token("\ufffd")], num_output=2),
-        UserReply(msg.uid, "é", logprobs=[token("\ufffd")], num_output=3),
-        UserReply(msg.uid, "", logprobs=[token("</s>")], num_output=4, finish="stop"),
+        UserReply(msg.uid, "a", logprobs=[entry(b"a")], num_output=1),
+        UserReply(msg.uid, "", logprobs=[entry(b"\xc3")], num_output=2),
+        UserReply(msg.uid, "é", logprobs=[entry(b"\xa9")], num_output=3),
+        UserReply(msg.uid, "", logprobs=[entry(b"</s>")], num_output=4, finish="stop"),
     ]
 
 
@@ -542,6 +542,7 @@ def test_log_probabilities_stand_with_the_text_that_they_are_of() -> None:
                 {"token": "z", "logprob": -1.0, "bytes": [122]},
             ],
         }
+        assert [token["bytes"] for token in part["logprobs"][1:3]] == [[0xC3], [0xA9]]
         deltas = [event for event in events if event["type"] == "response.output_text.delta"]
         assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [
             ("a", 1),

@@ -46,7 +46,7 @@ class TokenLogprob(ResponseModel):
 
     @classmethod
     def of(cls, token: TextLogprobs) -> TokenLogprob:
-        return cls(token=token.text, logprob=token.logprob, top=token.top)
+        return cls(token=token.text, logprob=token.logprob, top=token.top_texts)
 
 
 class Generated(ResponseModel):

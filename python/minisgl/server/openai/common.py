@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -15,6 +15,7 @@ from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import TextLogprobs, UserReply
 
 MAX_ERROR_TEXT = 512  # characters
+TokenBytes: TypeAlias = bytes  # a model below has a field of that name
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
@@ -39,17 +40,17 @@ class Usage(ResponseModel):
 
 
 class TopLogprob(ResponseModel):
-    """A token and its log probability; `bytes` is null where it is not a whole character."""
+    """A token and its log probability. Its bytes may be a part of a character."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
     @classmethod
-    def of(cls, text: str, logprob: float | None) -> Self:
+    def of(cls, token: TokenBytes, logprob: float | None) -> Self:
         assert logprob is not None  # only the first token of a prompt has none
-        encoded = None if "\ufffd" in text else list(text.encode())
-        return cls(token=text, logprob=logprob, bytes=encoded)
+        text = token.decode(errors="replace")
+        return cls(token=text, logprob=logprob, bytes=list(token))
 
 
 class ChatLogprob(TopLogprob):
@@ -57,8 +58,8 @@ class ChatLogprob(TopLogprob):
 
     @classmethod
     def of_token(cls, token: TextLogprobs) -> Self:
-        logprob = cls.of(token.text, token.logprob)
-        logprob.top_logprobs = [TopLogprob.of(text, number) for text, number in token.top]
+        logprob = cls.of(token.token, token.logprob)
+        logprob.top_logprobs = [TopLogprob.of(other, number) for other, number in token.top]
         return logprob
 
 

@@ -5,6 +5,7 @@ Reference: https://platform.openai.com/docs/api-reference/completions
 
 from __future__ import annotations
 
+import codecs
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from minisgl.server.openai.generation_request import (
 from minisgl.server.openai.validation import NeutralOnly
 
 DEFAULT_MAX_TOKENS = 16
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionRequest(ChoicesRequest):
@@ -101,6 +103,8 @@ class CompletionBuilder(ChoicesBuilder):
         self._text_offsets = [len(self._echo(index)) for index in range(len(self._outputs))]
         if request.prompt_logprobs is not None:
             self._text_offsets = [0] * len(self._outputs)
+        # A character that is spread over several tokens counts with the token that completes it.
+        self._utf8_decoders = [_Utf8Decoder(errors="replace") for _ in self._outputs]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._num_answers]
@@ -122,13 +126,16 @@ class CompletionBuilder(ChoicesBuilder):
 
     def _next_logprobs(self, index: int, tokens: list[TextLogprobs]) -> CompletionLogprobs:
         """Log probabilities of the next tokens of a choice. Advances its text offset."""
-        lengths = [len(token.text) for token in tokens]
+        utf8 = self._utf8_decoders[index]
+        lengths = [len(utf8.decode(token.token)) for token in tokens]
         offsets = list(accumulate(lengths, initial=self._text_offsets[index]))
         self._text_offsets[index] = offsets.pop()
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[None if token.logprob is None else dict(token.top) for token in tokens],
+            top_logprobs=[
+                None if token.logprob is None else dict(token.top_texts) for token in tokens
+            ],
             text_offset=offsets,
         )
 

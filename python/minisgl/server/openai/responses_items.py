@@ -141,8 +141,5 @@ class OutputItems:
 
 
 def _logprob_object(token: TextLogprobs) -> Object:
-    """As in chat, but `bytes` is empty instead of null, which OpenAI's types do not have here."""
-    logprob = ChatLogprob.of_token(token).model_dump()
-    for entry in (logprob, *logprob["top_logprobs"]):
-        entry["bytes"] = entry["bytes"] or []
+    logprob: Object = ChatLogprob.of_token(token).model_dump()
     return logprob

@@ -1,0 +1,125 @@
+"""Token ids of one answer to text, as they come. A token takes a bounded time whatever came before.
+
+A character may be spread over several tokens, and what a token's text is may depend on the tokens
+before it. Where a vocabulary knows the bytes of its tokens, `ByteDecoder` keeps the bytes of one
+unfinished character and nothing else. For other tokenizers `WindowDecoder` decodes the last few
+tokens together.
+
+An answer goes on where its prompt ends, so a space between the two is kept. Only after a special
+token that is not shown does a text begin, whose first space some tokenizers leave out.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from minisgl.tokenizer.vocabulary import Spelling, Vocabulary
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 4  # tokens: a character has as many bytes at most
+_CONTEXT = 4  # tokens
+_BROKEN_BYTE = re.compile("[\udc80-\udcff]")  # as "surrogateescape" spells it
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TextDecoder(Protocol):
+    """Decodes one answer. The texts that it returns, joined, are the text of all tokens."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Append tokens; return the text that no later token can change."""
+
+    def flush(self) -> str:
+        """Return what is held back, after the last token."""
+
+
+def begin_text(
+    vocabulary: Vocabulary, context: Sequence[int], *, skip_special_tokens: bool
+) -> TextDecoder:
+    """A decoder for what comes after some tokens.
+
+    Args:
+        context: the last tokens of the prompt.
+    """
+    bytes_of = vocabulary.visible_bytes_of if skip_special_tokens else vocabulary.bytes_of
+    if vocabulary.spelling is not None:
+        return ByteDecoder(vocabulary.spelling, bytes_of, context)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return vocabulary.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    is_visible = vocabulary.is_visible if skip_special_tokens else vocabulary.is_known
+    return WindowDecoder(decode, is_visible, context)
+
+
+class ByteDecoder:
+    """Joins the bytes of tokens. Holds back the bytes of one unfinished character, three at most.
+
+    In a broken character of a sentencepiece vocabulary each byte becomes a U+FFFD, and characters
+    beside it stay, as in sentencepiece itself. Rust's tokenizers replace the whole run of bytes.
+    """
+
+    def __init__(
+        self, spelling: Spelling, bytes_of: Callable[[int], bytes], context: Sequence[int]
+    ) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = _Utf8Decoder(spelling.errors)
+        goes_on = bool(context) and bool(bytes_of(context[-1]))
+        self._strips_space = spelling.strips_space and not goes_on
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return self._clean(self._utf8.decode(b"".join(map(self._bytes_of, tokens))))
+
+    def flush(self) -> str:
+        return self._clean(self._utf8.decode(b"", final=True))
+
+    def _clean(self, text: str) -> str:
+        if self._strips_space and text:
+            self._strips_space = False
+            text = text.removeprefix(" ")
+        return text if text.isascii() else _BROKEN_BYTE.sub(_REPLACEMENT, text)
+
+
+class WindowDecoder:
+    """Decodes new tokens after a few that were shown. Holds back a few that end in U+FFFD.
+
+    Args:
+        decode: tokens to text, as a whole.
+        is_visible: whether a token is part of a text; others are left out of the window.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        is_visible: Callable[[int], bool],
+        context: Sequence[int],
+    ) -> None:
+        self._decode = decode
+        self._is_visible = is_visible
+        self._context: list[int] = []
+        self._held: list[int] = []
+        if context and is_visible(context[-1]):
+            self._context = list(filter(is_visible, context))[-_CONTEXT:]
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return "".join(map(self._feed_one, filter(self._is_visible, tokens)))
+
+    def flush(self) -> str:
+        return self._held_text()
+
+    def _feed_one(self, token: int) -> str:
+        self._held.append(token)
+        text = self._held_text()
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+            return ""
+        self._context = [*self._context, *self._held][-_CONTEXT:]
+        self._held = []
+        return text
+
+    def _held_text(self) -> str:
+        if not self._held:
+            return ""
+        shown = self._decode(self._context)
+        return self._decode(self._context + self._held)[len(shown) :]
