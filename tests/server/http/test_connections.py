@@ -7,11 +7,12 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.message import AbortMsg, UserReply
 from minisgl.server.capacity import NUM_RESERVED
@@ -218,6 +219,62 @@ def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> 
         assert (await client.response())[0] == 200
         client.send(HEALTH + MODELS + HEALTH)
         assert [(await client.response())[0] for _ in range(3)] == [200, 200, 200]
+
+    run_served(scenario)
+
+
+# ---- what costs much time a byte
+
+
+@pytest.fixture
+def read_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what h11 is given at a time."""
+    sizes: list[int] = []
+    parse = H11Protocol.data_received
+
+    def note_and_parse(connection: H11Protocol, data: bytes) -> None:
+        sizes.append(len(data))
+        parse(connection, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", note_and_parse)
+    return sizes
+
+
+def test_chunks_are_read_few_at_a_time(read_sizes: list[int]) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        head = post(TEXT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+        client.send(head + b"1\r\n \r\n" * 4_000 + b"0\r\n\r\n" + HEALTH)
+        assert [(await client.response())[0] for _ in range(2)] == [400, 200]
+        assert max(read_sizes) <= 2048
+
+    run_served(scenario)
+
+
+def test_a_body_of_known_length_is_read_by_large_pieces(read_sizes: list[int]) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b" " * MAX_BODY) + HEALTH)
+        assert [(await client.response())[0] for _ in range(2)] == [400, 200]
+        assert max(read_sizes) > 2048
+
+    run_served(scenario)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        HEALTH[:-2],
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n",
+    ],
+    ids=["head", "trailer"],
+)
+def test_more_than_16_kib_of_lines_are_refused(begin: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(begin + b"x: y\r\n" * 3_500 + b"\r\n")
+        with suppress(ConnectionResetError):  # it has not read all of that
+            assert (await client.rest()).startswith(b"HTTP/1.1 400")
 
     run_served(scenario)
 

@@ -20,6 +20,7 @@ from minisgl.utils.logger import limit_repeats
 
 _DRAIN_S = 5
 _ACCEPTS_AT_ONCE = 8
+_MAX_HEAD_BYTES = 2**14
 
 
 def create_server(
@@ -34,6 +35,7 @@ def create_server(
         ws="none",  # a WebSocket would leave these connections and their limits
         log_config=None,
         access_log=False,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         backlog=_ACCEPTS_AT_ONCE,
         timeout_keep_alive=keep_alive_timeout_s,
         timeout_graceful_shutdown=_DRAIN_S,
