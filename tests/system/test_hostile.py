@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import resource
 import socket
-import threading
-import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from minisgl.benchmark.stress.attacks import ATTACKS
+from minisgl.benchmark.stress.target import Server, Target
+from minisgl.benchmark.stress.watch import HealthWatch, NeighbourWatch
 from tests.system.harness import MAX_OPEN, MODEL, TIMEOUT_S, Program, small_server, wait_until
+from tests.system.oracle import CONTEXT
 
 pytestmark = pytest.mark.slow
 NUM_DESCRIPTORS = 256
 NUM_SILENT = 300
 LONGEST_WAIT_S = 20.0  # generous: it was minutes, and other tests run beside this one
+NUM_BODIES = 16  # of a flood
 MIB = 2**20
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -123,44 +127,90 @@ COSTLY: dict[str, tuple[str, bytes, str]] = {
 @pytest.fixture(scope="module")
 def wide(folder: Path) -> Iterator[Program]:
     """A server that takes bodies of 32 MiB."""
-    with Program(*small_server(folder, "--max-body-mb", "32")) as program:
+    with Program(
+        *small_server(folder, "--max-body-mb", "32", "--max-prefill-length", "512")
+    ) as program:
         yield program.wait_ready()
 
 
-class Neighbour:
-    """A client that asks for /health all the time, and remembers how long it waited."""
+def server_of(program: Program) -> Server:
+    return Server("127.0.0.1", program.port, MODEL, context=CONTEXT, max_open=MAX_OPEN)
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask)
-        self.waits_s: list[float] = []
 
-    def _ask(self) -> None:
-        with httpx.Client(timeout=TIMEOUT_S) as client:
-            while not self._stop.is_set():
-                started = time.perf_counter()
-                assert client.get(f"{self._url}/health").status_code == 200
-                self.waits_s.append(time.perf_counter() - started)
-                self._stop.wait(0.005)
-
-    def __enter__(self) -> Neighbour:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+@contextmanager
+def neighbours(program: Program) -> Iterator[None]:
+    """Health checks and a stream beside the block: both go on. Afterwards nothing is open."""
+    server = server_of(program)
+    with NeighbourWatch(server) as stream, HealthWatch(server) as health:
+        stream.wait_for_chunk()
+        yield
+    assert health.num_failed == 0
+    assert max(health.waits_s) < LONGEST_WAIT_S
+    assert stream.num_broken == 0
+    assert stream.largest_gap_s < LONGEST_WAIT_S
+    wait_until(program.is_idle, "no request is open")
 
 
 def test_costly_bodies_are_refused_by_their_bound_and_neighbours_do_not_wait(wide: Program) -> None:
     headers = {"content-type": "application/json"}
-    with Neighbour(wide.url) as neighbour, httpx.Client(timeout=TIMEOUT_S) as client:
+    with neighbours(wide), httpx.Client(timeout=TIMEOUT_S) as client:
         for name, (route, body, bound) in COSTLY.items():
             answer = client.post(wide.url + route, content=body, headers=headers)
             assert 400 <= answer.status_code < 500, name
             message = answer.json()["error"]["message"]
             assert bound in message, name
             assert len(message) < 1000, name
-    assert max(neighbour.waits_s) < LONGEST_WAIT_S
-    assert wide.is_idle()
+
+
+def attack(program: Program, name: str, duration_s: float = 1.0) -> Counter[str]:
+    """Run an attack beside the neighbours. Returns what came back, and how often."""
+    seen: Counter[str] = Counter()
+    target = Target(server_of(program), lambda what: seen.update([what]), duration_s)
+    known = ATTACKS[name]
+    bodies = known.make_bodies(target.server)[:NUM_BODIES]
+    with neighbours(program):
+        known.run(target, bodies)
+    return seen
+
+
+FLOODS = {
+    "legal: messages": {"200"},
+    "legal: items": {"200"},
+    "legal: ids to text": {"200"},
+    "legal: parameters": {"200", "429"},
+    "numbers": {"200", "400"},
+    "grammar: lark of 40 terms": {"400", "429"},
+    "grammar: schema of 40 patterns": {"400", "429"},
+    "grammar: 200 others": {"200"},
+    "tokenize flood": {"200", "429"},
+    "detokenize flood": {"200", "429"},
+    "embedding flood": {"200", "429"},
+    "echo flood with logprobs": {"200", "429"},
+    "answers at the limit": {"200", "400", "429"},
+    "control tokens": {"400"},  # as text they are too many
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_requests_is_answered_or_refused(wide: Program, name: str) -> None:
+    seen = attack(wide, name)
+    assert seen
+    assert seen.keys() <= FLOODS[name]
+
+
+def test_malformed_http_is_refused(wide: Program) -> None:
+    seen = attack(wide, "malformed HTTP")
+    assert seen.keys() <= {"200", "400", "404", "408", "closed"}
+    assert seen["400"] > seen["200"]
+
+
+@pytest.mark.parametrize(
+    "name", ["dripping heads", "dripping bodies", "unread bodies", "aborts by the hundred"]
+)
+def test_clients_that_drip_or_hang_up_leave_nothing(wide: Program, name: str) -> None:
+    assert attack(wide, name).keys() <= {"200", "429", "BrokenPipeError", "ConnectionResetError"}
+
+
+def test_streams_that_nobody_reads_end_with_their_clients(wide: Program) -> None:
+    seen = attack(wide, "streams that nobody reads", duration_s=0.5)
+    assert seen == {"64 open": 1}
