@@ -64,6 +64,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     Attributes:
         text: of all new tokens; empty while a character is incomplete.
         finish, error: either marks the last reply of the uid.
+        stop_text: the one of the request's stop texts that ended it, if one did.
         logprobs: one entry a new token if they were asked for, else empty. The text of a token may
             still be held back.
         num_prompt, num_cached, num_output: tokens so far, for usage.
@@ -82,6 +83,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     num_output: int = 0
     prompt_logprobs: list[TextLogprobs] | None = None
     embedding: bytes | None = None
+    stop_text: str | None = None
 
     @property
     def is_final(self) -> bool:

@@ -1,10 +1,11 @@
-"""From an error to a response: OpenAI's error object, with a status and the field at fault."""
+"""From an error to a response: a status, and the error object of the API whose path it is."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,6 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
 from minisgl.errors import EngineFailed, RequestError
+from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
+from minisgl.server.anthropic.errors import error_object
 from minisgl.server.http.access_log import note_error, route_of
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_response
@@ -57,25 +60,32 @@ def methods_of_path(routes: Iterable[BaseRoute]) -> dict[str, str]:
     return {path: ", ".join(sorted(names)) for path, names in methods.items()}
 
 
+def error_content(path: str, error: ErrorBody, status: int) -> dict[str, Any]:
+    """The body of a response, in OpenAI's form but for the paths of Anthropic's API."""
+    if path.startswith(ANTHROPIC_PATH):
+        return error_object(error, status)
+    return ErrorResponse(error=error).model_dump()
+
+
 def _respond(
     request: Request,
     status: int,
-    content: ErrorResponse,
+    error: ErrorBody,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     metrics: Metrics = request.app.state.frontend.metrics
-    code = content.error.code or f"http_{status}"
+    code = error.code or f"http_{status}"
     metrics.count_error(code)
     note_error(request.scope, code)
     if status == 429:
         headers = {"Retry-After": str(_RETRY_AFTER_S)}
-    return JSONResponse(content.model_dump(), status, headers)
+    return JSONResponse(error_content(request.url.path, error, status), status, headers)
 
 
 async def _on_minisgl_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineFailed)
     status = 503 if isinstance(error, EngineFailed) else error.status
-    return _respond(request, status, error_response(error))
+    return _respond(request, status, error_response(error).error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -90,7 +100,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = allowed
         message = f"{message}; allowed: {allowed}"
     body = ErrorBody(message=message, type="invalid_request_error")
-    return _respond(request, error.status_code, ErrorResponse(error=body), headers)
+    return _respond(request, error.status_code, body, headers)
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
@@ -100,4 +110,4 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s fails", request.method, request.url.path, exc_info=error)
     body = ErrorBody(message="internal server error", type="server_error")
-    return _respond(request, 500, ErrorResponse(error=body))
+    return _respond(request, 500, body)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey
 from minisgl.server.http.access_log import note_error
+from minisgl.server.http.errors import error_content
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.tenants import KEY_SALT, key_salts
 from minisgl.server.openai.common import error_response
@@ -22,9 +23,10 @@ OPEN_PATHS = {"/health"}  # their requests need no key
 
 
 class ApiKey:
-    """Requires one of the keys in every request but those for /health: `Authorization: Bearer KEY`.
+    """Requires one of the keys in every request but those for /health.
 
-    The header stands once, with one space behind the scheme, and a key is compared byte by byte.
+    It comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`.
+    One header stands once, with one space behind the scheme, and a key is compared byte by byte.
     Keeps digests of one length and compares with all of them, so that the time it takes says
     nothing about the keys. If `salts_prefixes`, the key's salt is put into the request's state.
     """
@@ -51,22 +53,27 @@ class ApiKey:
         error = InvalidApiKey()
         self._metrics.count_error(error.code)
         note_error(scope, error.code)
-        response = JSONResponse(
-            error_response(error).model_dump(), error.status, headers={"WWW-Authenticate": "Bearer"}
-        )
+        content = error_content(scope["path"], error_response(error).error, error.status)
+        response = JSONResponse(content, error.status, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
     def _digest_of_key(self, scope: Scope) -> bytes | None:
         """The digest of the key that a request brings; None if it brings no known one."""
-        given = Headers(scope=scope).getlist("authorization")
-        if len(given) != 1:  # a proxy and this server might read different ones
+        keys = _keys(Headers(scope=scope))
+        if len(keys) != 1:  # a proxy and this server might read different ones
             return None
-        scheme, _, key = given[0].partition(" ")
-        digest = _digest(key.encode("latin-1"))
+        digest = _digest(keys[0].encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() == "bearer" and any(matches):
-            return digest
-        return None
+        return digest if any(matches) else None
+
+
+def _keys(headers: Headers) -> list[str]:
+    """The keys of a request; empty ones stand for headers of another scheme."""
+    keys = headers.getlist("x-api-key")
+    for credentials in headers.getlist("authorization"):
+        scheme, _, key = credentials.partition(" ")
+        keys.append(key if scheme.lower() == "bearer" else "")
+    return keys
 
 
 class HeadAsGet:

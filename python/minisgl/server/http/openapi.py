@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
+from minisgl.server.anthropic import MessageObject
+from minisgl.server.anthropic.errors import MessageErrorResponse
 from minisgl.server.openai.common import ErrorResponse
 from minisgl.server.openai.responses import ResponseObject
 
@@ -16,6 +18,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 STREAMS = {**ERRORS, 200: _EVENTS}
+MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": MessageErrorResponse} for status in ERRORS
+}
+MESSAGE_STREAMS = {**MESSAGE_ERRORS, 200: {"model": MessageObject, **_EVENTS}}
 RESPONSE_OBJECT = {"model": ResponseObject, **_EVENTS}
 REQUIRES_KEY: dict[str, Any] = {
     # Only for the document: the middleware `ApiKey` has checked the key before.

@@ -17,11 +17,23 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
 from minisgl.message import Prompt
+from minisgl.server.anthropic import (
+    CountTokensRequest,
+    MessagesBuilder,
+    MessagesRequest,
+    TokenCount,
+)
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.access_log import note_usage
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.errors import errors_name_fields
-from minisgl.server.http.openapi import ERRORS, RESPONSE_OBJECT, STREAMS
+from minisgl.server.http.openapi import (
+    ERRORS,
+    MESSAGE_ERRORS,
+    MESSAGE_STREAMS,
+    RESPONSE_OBJECT,
+    STREAMS,
+)
 from minisgl.server.http.streaming import EventStream, run_while_connected
 from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
@@ -170,6 +182,29 @@ async def responses(
 )
 async def stored_response(name: str) -> None:
     raise ResponseNotFound(name)
+
+
+@router.post("/v1/messages", response_model=None, responses=MESSAGE_STREAMS)
+async def messages(
+    body: MessagesRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> Any:
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = body.prompts()
+        sampling = _sampling(body, model)
+        builder = MessagesBuilder(model.name, body, prompts, model.dialect)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
+
+
+@router.post("/v1/messages/count_tokens", responses=MESSAGE_ERRORS)
+async def count_tokens(
+    body: CountTokensRequest, request: Request, frontend: FrontendDep, model: ModelDep
+) -> TokenCount:
+    model.check_name(body.model)
+    (prompt,) = body.prompts()
+    with errors_name_fields(body.field_of):
+        tokens = await run_while_connected(request, frontend.encode(prompt))
+    return TokenCount(input_tokens=len(tokens))
 
 
 @router.post("/tokenize", response_model=Tokenized, responses=ERRORS)

@@ -1,0 +1,38 @@
+"""Errors in Anthropic's form, which its clients expect from the paths of its API."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from minisgl.server.openai.common import ErrorBody, ResponseModel
+
+PATH = "/v1/messages"  # that of all routes of this API, or its beginning
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessageErrorBody(ResponseModel):
+    type: str
+    message: str
+
+
+class MessageErrorResponse(ResponseModel):
+    type: Literal["error"] = "error"
+    error: MessageErrorBody
+
+
+def error_object(error: ErrorBody, status: int) -> dict[str, Any]:
+    """One of our errors as Anthropic's API has it.
+
+    Args:
+        status: of the HTTP response.
+    """
+    default = "invalid_request_error" if status < 500 else "api_error"
+    body = MessageErrorBody(type=_TYPES.get(status, default), message=error.message)
+    return MessageErrorResponse(error=body).model_dump()

@@ -1,0 +1,192 @@
+"""POST /v1/messages: the message that answers it, and the builder that makes it or its events.
+
+A message consists of blocks, of which only the last one grows. All objects are plain dicts, which
+the tests compare with Anthropic's types; `MessageObject` describes them in the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from minisgl.errors import EngineFailed, RequestError
+from minisgl.message import Prompt
+from minisgl.server.anthropic.errors import error_object
+from minisgl.server.anthropic.messages_request import MessagesRequest
+from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
+from minisgl.server.openai.common import ResponseModel, error_response
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    ParsedCall,
+    ParsedOutput,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from minisgl.server.parsing.tool_calls import is_object
+
+Object: TypeAlias = dict[str, Any]
+
+
+class MessageUsage(ResponseModel):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(ResponseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(ResponseModel):
+    input_tokens: int
+
+
+class MessagesBuilder(AnswerBuilder):
+    """Builds one message. A stream tells of its blocks while they grow."""
+
+    id_prefix = "msg_"
+
+    def __init__(
+        self, model: str, request: MessagesRequest, prompts: list[Prompt], dialect: Dialect
+    ) -> None:
+        make_parser = partial(
+            dialect.make_parser,
+            request.tool_use,
+            allows_reasoning=request.allows_reasoning,
+            eager=bool(request.stream),
+        )
+        super().__init__(model, request, prompts, make_parser)
+        self._num_blocks = 0  # of those that a stream has begun
+        self._open_block: str | None = None  # the type of the one that grows
+        self._has_begun = False
+
+    # A stream.
+
+    def first_events(self) -> Iterable[str]:
+        return []
+
+    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+        if not self._has_begun:  # only now is the prompt's length known
+            self._has_begun = True
+            yield _event("message_start", message=self._message([], None))
+        for delta in parsed.deltas:
+            yield from self._delta_events(delta)
+
+    def _delta_events(self, delta: Delta) -> Iterable[str]:
+        match delta:
+            case ContentDelta(text):
+                yield from self._continue_block({"type": "text", "text": ""})
+                yield self._block_delta(type="text_delta", text=text)
+            case ReasoningDelta(text):
+                yield from self._continue_block(_thinking_block(""))
+                yield self._block_delta(type="thinking_delta", thinking=text)
+            case ToolCallStart(_, id, name):
+                yield from self._end_block()
+                yield from self._continue_block(_call_block(ParsedCall(id, name)))
+            case ToolCallArguments(_, text):
+                yield self._block_delta(type="input_json_delta", partial_json=text)
+
+    def _continue_block(self, empty: Object) -> Iterable[str]:
+        """Begin a block, unless the one that grows is of its type."""
+        if self._open_block == empty["type"]:
+            return
+        yield from self._end_block()
+        self._open_block = empty["type"]
+        self._num_blocks += 1
+        yield _event("content_block_start", index=self._num_blocks - 1, content_block=empty)
+
+    def _block_delta(self, **delta: str) -> str:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _end_block(self) -> Iterable[str]:
+        if self._open_block is not None:
+            self._open_block = None
+            yield _event("content_block_stop", index=self._num_blocks - 1)
+
+    def last_events(self) -> Iterable[str]:
+        if not self._num_blocks:
+            yield from self._continue_block({"type": "text", "text": ""})
+        yield from self._end_block()
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
+        yield _event("message_delta", delta=delta, usage=self._usage_object())
+        yield _event("message_stop")
+
+    def error_events(self, error: RequestError | EngineFailed) -> Iterable[str]:
+        status = 503 if isinstance(error, EngineFailed) else error.status
+        content = error_object(error_response(error).error, status)
+        return [f"event: error\ndata: {json.dumps(content, ensure_ascii=False)}\n\n"]
+
+    # A whole answer.
+
+    def build(self) -> Object:
+        return self._message(_blocks(self._outputs[0]), self._stop_reason())
+
+    def _message(self, blocks: list[Object], stop_reason: str | None) -> Object:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": blocks,
+            "stop_reason": stop_reason,
+            "stop_sequence": self._stop_sequence() if stop_reason else None,
+            "usage": self._usage_object(),
+        }
+
+    def _stop_reason(self) -> str:
+        if self.finish_reason(0) == "length":
+            return "max_tokens"
+        if self._stop_sequence() is not None:
+            return "stop_sequence"
+        return "tool_use" if self._outputs[0].calls else "end_turn"
+
+    def _stop_sequence(self) -> str | None:
+        return self._last_replies[0].stop_text
+
+    def _usage_object(self) -> Object:
+        """Input tokens are those that did not come from the prefix cache."""
+        usage = self.usage()
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+def _event(event_type: str, **fields: Any) -> str:
+    data = json.dumps({"type": event_type, **fields}, ensure_ascii=False)
+    return f"event: {event_type}\ndata: {data}\n\n"
+
+
+def _thinking_block(text: str) -> Object:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _call_block(call: ParsedCall) -> Object:
+    """A call; one that was cut off before its arguments were whole has none."""
+    arguments = json.loads(call.arguments) if is_object(call.arguments) else {}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _blocks(output: ParsedOutput) -> list[Object]:
+    blocks: list[Object] = []
+    if output.reasoning:
+        blocks.append(_thinking_block(output.reasoning))
+    if output.content or not output.calls:
+        blocks.append({"type": "text", "text": output.content})
+    return blocks + [_call_block(call) for call in output.calls]

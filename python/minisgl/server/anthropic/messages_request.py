@@ -1,0 +1,315 @@
+"""POST /v1/messages: the request, and the conversation that it becomes.
+
+Blocks of a turn become messages of a chat: results of tools become messages of their own, reasoning
+and calls become fields of the assistant's message. Next to read: `messages.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from minisgl.core import Grammar, SamplingParams
+from minisgl.message import ChatMessage, Conversation, Prompt
+from minisgl.sampling_params import MAX_STOPS
+from minisgl.server.openai.generation_request import ConversationRequest
+from minisgl.server.openai.structured_output import schema_grammar
+from minisgl.server.openai.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    Function,
+    Parameters,
+    ToolCall,
+    ToolName,
+    ToolUse,
+)
+from minisgl.server.openai.validation import (
+    FITS_CONTEXT,
+    AtMost,
+    NeutralOnly,
+    RequestModel,
+    Schema,
+    TokenLimit,
+    ValidText,
+)
+
+
+class TextBlock(RequestModel):
+    type: Literal["text"]
+    text: ValidText
+    cache_control: Any = None
+    citations: Annotated[Any, NeutralOnly([])] = None
+
+
+def _text_to_blocks(text: Any) -> Any:
+    return [{"type": "text", "text": text}] if isinstance(text, str) else text
+
+
+TextBlocks = Annotated[
+    list[TextBlock],
+    FITS_CONTEXT,
+    BeforeValidator(_text_to_blocks, json_schema_input_type=str | list[TextBlock]),
+]
+
+
+def _join(blocks: list[TextBlock]) -> str:
+    return "".join(block.text for block in blocks)
+
+
+class ThinkingBlock(RequestModel):
+    """The reasoning of an earlier answer. Its signature is not checked: this server makes none."""
+
+    type: Literal["thinking"]
+    thinking: ValidText
+    signature: str | None = None
+
+
+class ToolUseBlock(RequestModel):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: ValidText
+    name: ValidText
+    input: Schema
+    cache_control: Any = None
+
+
+class ToolResultBlock(RequestModel):
+    """What a tool has returned. `is_error` is for the client; the model reads the text."""
+
+    type: Literal["tool_result"]
+    tool_use_id: ValidText
+    content: TextBlocks = Field(default_factory=list)
+    is_error: bool | None = None
+    cache_control: Any = None
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserTurn(RequestModel):
+    role: Literal["user"]
+    content: Annotated[
+        list[UserBlock],
+        FITS_CONTEXT,
+        BeforeValidator(_text_to_blocks, json_schema_input_type=str | list[UserBlock]),
+    ]
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """Add a message for each result, and one for the texts that follow each other."""
+        texts: list[str] = []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+                continue
+            _add_user_texts(messages, texts)
+            result = _join(block.content)
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        _add_user_texts(messages, texts)
+
+
+def _add_user_texts(messages: list[ChatMessage], texts: list[str]) -> None:
+    if texts:
+        messages.append({"role": "user", "content": "".join(texts)})
+        texts.clear()
+
+
+class AssistantTurn(RequestModel):
+    role: Literal["assistant"]
+    content: Annotated[
+        list[AssistantBlock],
+        FITS_CONTEXT,
+        BeforeValidator(_text_to_blocks, json_schema_input_type=str | list[AssistantBlock]),
+    ]
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """Add one message with the text, the reasoning and the calls."""
+        message: ChatMessage = {"role": "assistant", "content": ""}
+        for block in self.content:
+            match block:
+                case TextBlock(text=text):
+                    message["content"] += text
+                case ThinkingBlock(thinking=reasoning):
+                    message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+                case ToolUseBlock():
+                    message.setdefault("tool_calls", []).append(_call(block).for_template())
+        messages.append(message)
+
+
+def _call(block: ToolUseBlock) -> ToolCall:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    function = CalledFunction(name=block.name, arguments=arguments)
+    return ToolCall(id=block.id, type="function", function=function)
+
+
+Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
+
+
+class ToolDefinition(RequestModel):
+    """A tool of the client. Tools that Anthropic's servers run are refused by their type."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: ValidText | None = None
+    input_schema: Parameters
+    strict: bool | None = None
+    cache_control: Any = None
+
+    def function(self) -> Function:
+        return Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
+        )
+
+
+class AnthropicToolChoice(RequestModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestModel):
+    """Whether the model reasons first, where its chat template can choose.
+
+    A budget is accepted. The template cannot be told how much to reason.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(RequestModel):
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+    def grammar(self) -> Grammar:
+        return schema_grammar(self.schema_)
+
+
+class OutputConfig(RequestModel):
+    """The form of the answer. How much effort the model makes cannot be chosen."""
+
+    format: OutputFormat | None = None
+    effort: ValidText | None = None
+
+
+_CHOICES: dict[str, Literal["none", "auto", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
+PLACEHOLDER_TURNS = [{"role": "user", "content": "-"}]
+
+
+class _AnthropicRequest(ConversationRequest):
+    """A conversation in Anthropic's form."""
+
+    prompt_field: ClassVar[str] = "messages"
+    placeholder: ClassVar[Any] = PLACEHOLDER_TURNS
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1), FITS_CONTEXT]
+    system: TextBlocks | None = None
+    tools: Annotated[list[ToolDefinition], AtMost(MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    speed: Any = None
+
+    def read_prompts(self) -> list[Prompt]:
+        return [
+            Conversation(
+                self.chat_messages(),
+                self._template_options(),
+                self._template_variables(),
+                self.tool_use.for_template(),
+            )
+        ]
+
+    def chat_messages(self) -> list[ChatMessage]:
+        """The system text and the turns as a chat."""
+        messages: list[ChatMessage] = []
+        if self.system:
+            messages.append({"role": "system", "content": _join(self.system)})
+        for turn in self.messages:
+            turn.add_to(messages)
+        return messages
+
+    def _template_options(self) -> dict[str, bool]:
+        if not self._continues_answer:
+            return {}
+        return {"add_generation_prompt": False, "continue_final_message": True}
+
+    def _template_variables(self) -> dict[str, Any]:
+        variables = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            variables.setdefault("enable_thinking", self.thinking.type != "disabled")
+        return variables
+
+    @property
+    def _continues_answer(self) -> bool:
+        """Whether the last turn is the beginning of the answer."""
+        return isinstance(self.messages[-1], AssistantTurn)
+
+    @property
+    def functions_of_tools(self) -> list[Function]:
+        return [tool.function() for tool in self.tools or ()]
+
+    @property
+    def tool_use(self) -> ToolUse:
+        choice = self.tool_choice or AnthropicToolChoice(type="auto")
+        named_tool = choice.name if choice.type == "tool" else None
+        is_parallel = not choice.disable_parallel_tool_use
+        return ToolUse(self.functions_of_tools, _CHOICES[choice.type], named_tool, is_parallel)
+
+    @property
+    def allows_reasoning(self) -> bool:
+        return self._template_variables().get("enable_thinking", True) is not False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
+    @property
+    def token_limit(self) -> int | None:
+        return None
+
+
+class CountTokensRequest(_AnthropicRequest):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(_AnthropicRequest):
+    """POST /v1/messages."""
+
+    max_tokens: TokenLimit
+    stop_sequences: Annotated[list[ValidText], AtMost(MAX_STOPS)] | None = None
+    container: Annotated[Any, NeutralOnly()] = None
+    context_management: Annotated[Any, NeutralOnly()] = None
+    mcp_servers: Annotated[Any, NeutralOnly([])] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    def sampling(self, defaults: dict[str, float]) -> SamplingParams:
+        sampling = super().sampling(defaults)
+        return replace(sampling, stop=(*sampling.stop, *(self.stop_sequences or ())))
+
+    def grammar_of_field(self) -> dict[str, Grammar]:
+        format = self.output_config.format if self.output_config else None
+        if format is None:
+            return super().grammar_of_field()
+        return {"output_config": format.grammar(), **super().grammar_of_field()}
+
+    def field_of(self, param: str | None) -> str | None:
+        return "stop_sequences" if param == "stop" else super().field_of(param)

@@ -1,0 +1,305 @@
+"""POST /v1/messages: whole, as events, and as Anthropic's client reads both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from anthropic import AsyncAnthropic
+
+from minisgl.core import Grammar
+from minisgl.message import (
+    AbortMsg,
+    CodecReply,
+    Conversation,
+    EncodeMsg,
+    ReplyError,
+    TokenizeMsg,
+    UserReply,
+    pack_ids,
+)
+from minisgl.server.anthropic import MessagesRequest
+from tests.server.harness import App, Script, run_with_app, wait_until
+from tests.server.openai.test_chat_tools import CALLS, SPEAKER, THOUGHT
+
+ROUTE = "/v1/messages"
+ASKED: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 9,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
+TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("get", "put")]
+
+
+@asynccontextmanager
+async def client_of(app: App, **options: Any) -> AsyncIterator[AsyncAnthropic]:
+    transport = httpx2.ASGITransport(app=app.app)
+    async with (
+        httpx2.AsyncClient(transport=transport) as http,
+        AsyncAnthropic(
+            base_url="http://test", http_client=http, max_retries=0, **{"api_key": "x", **options}
+        ) as client,
+    ):
+        yield client
+
+
+def replies(text: str, **end: Any) -> Script:
+    """A script that says a text three characters at a time."""
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        counts = {"num_prompt": 5, "num_cached": 4}
+        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        said = [UserReply(msg.uid, piece, num_output=1, **counts) for piece in pieces]
+        return [*said, UserReply(msg.uid, num_output=7, **counts, **{"finish": "stop", **end})]
+
+    return script
+
+
+def answer(text: str, *, asked: dict[str, Any] | None = None, **end: Any) -> Any:
+    """The message to a request, whole. Anthropic's client must make an equal one of the events."""
+    messages: list[Any] = []
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies(text, **end))
+        async with client_of(app) as client:
+            fields = {**ASKED, **(asked or {})}
+            messages.append(await client.messages.create(**fields))
+            async with client.messages.stream(**fields) as stream:
+                messages.append(await stream.get_final_message())
+
+    run_with_app(scenario, model=SPEAKER)
+    whole, streamed = (message.model_dump(exclude={"id"}) for message in messages)
+    for message in (whole, streamed):
+        for block in message["content"]:
+            block.pop("id", None)
+            block.pop("parsed_output", None)
+    assert whole == streamed
+    return messages[0]
+
+
+def test_a_text_is_one_block_and_usage_tells_cached_tokens_apart() -> None:
+    message = answer("Hé\n👍")
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hé\n👍"}]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (1, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("end", "stop_reason"),
+    [
+        ({"finish": "length"}, "max_tokens"),
+        ({"finish": "stop", "stop_text": "END"}, "stop_sequence"),
+    ],
+)
+def test_a_message_says_why_it_ended(end: dict[str, Any], stop_reason: str) -> None:
+    message = answer("a", asked={"stop_sequences": ["END"]}, **end)
+    assert message.stop_reason == stop_reason
+    assert message.stop_sequence == end.get("stop_text")
+
+
+def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
+    message = answer(THOUGHT + "So: " + CALLS, asked={"tools": TOOLS})
+    thinking, text, *calls = message.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "Hm.")
+    assert text.text.strip() == "So:"
+    assert [(call.name, call.input) for call in calls] == [("get", {"x": 'é"}'}), ("put", {})]
+    assert message.stop_reason == "tool_use"
+
+
+def test_an_empty_answer_has_a_block() -> None:
+    assert [block.type for block in answer("", finish="length").content] == ["text"]
+
+
+def test_a_stream_tells_of_its_blocks_in_order() -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies(THOUGHT + "So"))
+        call = app.post(ROUTE, **ASKED, stream=True)
+        await call.done
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in call.body.decode().splitlines()
+            if line.startswith("data: ")
+        ]
+        kinds = [event["type"] for event in events if event["type"] != "content_block_delta"]
+        assert kinds == [
+            "message_start",
+            "content_block_start",
+            "content_block_stop",
+            "content_block_start",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ]
+        assert events[0]["message"]["content"] == []
+
+    run_with_app(scenario, model=SPEAKER)
+
+
+def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
+    async def scenario(app: App) -> None:
+        async with client_of(app) as client:
+            with pytest.raises(anthropic.BadRequestError) as bad:
+                await client.messages.create(**{**ASKED, "tool_choice": {"type": "none", "name": 5}})
+            assert bad.value.body["type"] == "error"
+            assert bad.value.body["error"]["type"] == "invalid_request_error"
+            assert "tool_choice.name" in bad.value.body["error"]["message"]
+            with pytest.raises(anthropic.NotFoundError):
+                await client.messages.create(**{**ASKED, "model": "other"})
+            async with client_of(app, api_key="wrong") as stranger:
+                with pytest.raises(anthropic.AuthenticationError):
+                    await stranger.messages.create(**ASKED)
+
+    run_with_app(scenario, api_keys=("x",))
+
+
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, stream=True)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, "a"))
+        await wait_until(lambda: b"text_delta" in call.body)
+        app.worker.send(UserReply(uid, error=ReplyError(500, "internal_error", "oh")))
+        await call.done
+        event, data = call.body.decode().strip().split("\n\n")[-1].split("\n")
+        assert event == "event: error"
+        error = {"type": "api_error", "message": "oh"}
+        assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}
+
+    run_with_app(scenario)
+
+
+def test_a_client_that_goes_away_aborts_its_message() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED)
+        uid = (await app.worker.receive()).uid
+        call.disconnect()
+        assert await app.worker.receive() == AbortMsg(uid)
+        await call.done
+
+    run_with_app(scenario)
+
+
+def test_tokens_are_counted() -> None:
+    async def scenario(app: App) -> None:
+        async with client_of(app) as client:
+            counting = asyncio.create_task(
+                client.messages.count_tokens(
+                    model="m", system="be brief", messages=ASKED["messages"]
+                )
+            )
+            msg = await app.worker.receive()
+            assert isinstance(msg, EncodeMsg)
+            assert isinstance(msg.prompt, Conversation)
+            assert [turn["role"] for turn in msg.prompt.messages] == ["system", "user"]
+            app.worker.send_message(CodecReply(msg.uid, ids=pack_ids([1, 2, 3])))
+            assert (await counting).input_tokens == 3
+
+    run_with_app(scenario)
+
+
+# The request.
+
+
+def read(**fields: Any) -> MessagesRequest:
+    return MessagesRequest.model_validate(json.loads(json.dumps({**ASKED, **fields})))
+
+
+def conversation(**fields: Any) -> Conversation:
+    (prompt,) = read(**fields).prompts()
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def test_blocks_become_the_turns_of_a_chat() -> None:
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "so", "citations": None},
+                {"type": "tool_use", "id": "c1", "name": "get", "input": {"x": "é"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "one"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c2",
+                    "is_error": True,
+                    "content": [{"type": "text", "text": "two"}],
+                },
+                {"type": "text", "text": "go", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]
+    prompt = conversation(messages=turns, system=system, tools=TOOLS)
+    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": {"x": "é"}}}
+    assert prompt.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "user", "content": "go"},
+    ]
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["get", "put"]
+
+
+def test_a_last_turn_of_the_assistant_is_continued() -> None:
+    turns = [*ASKED["messages"], {"role": "assistant", "content": "It is"}]
+    assert conversation(messages=turns).options == {
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    assert conversation().options == {}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("enabled", True), ("disabled", False)])
+def test_thinking_is_the_switch_of_the_template(kind: str, expected: bool) -> None:
+    request = read(thinking={"type": kind, "budget_tokens": 1024})
+    assert conversation(thinking={"type": kind}).variables == {"enable_thinking": expected}
+    assert request.allows_reasoning is expected
+    assert conversation().variables == {}
+
+
+def test_parameters_go_to_the_engine_by_their_names() -> None:
+    sampling = read(
+        stop_sequences=["END"],
+        top_k=5,
+        temperature=0.5,
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+    ).sampling({})
+    assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (9, 5, 0.5)
+    assert sampling.stop == ("END",)
+    assert sampling.grammar == Grammar("json_schema", json.dumps(SCHEMA))
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, ("auto", None, True)),
+        ({"type": "any", "disable_parallel_tool_use": True}, ("required", None, False)),
+        ({"type": "tool", "name": "get"}, ("required", "get", True)),
+        ({"type": "none"}, ("none", None, True)),
+    ],
+)
+def test_a_choice_of_tools_is_that_of_a_chat(choice: dict[str, Any], expected: Any) -> None:
+    use = read(tools=TOOLS, tool_choice=choice).tool_use
+    assert (use.choice, use.named_tool, use.is_parallel) == expected
