@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import pytest
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -54,6 +55,46 @@ def langchain(server: Program, **options: Any) -> ChatOpenAI:
         timeout=TIMEOUT_S,
         **{"temperature": 0, "max_tokens": 100, **options},
     )
+
+
+def test_anthropics_client_chats_streams_and_calls_tools(server: Program) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "max_tokens": 20,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "extra_body": {"temperature": 0},
+    }
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools = [{"name": "weather", "input_schema": schema}]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=TIMEOUT_S) as client:
+        whole = client.messages.create(**asked)
+        assert whole.stop_reason == "max_tokens"
+        with client.messages.stream(**asked) as stream:
+            assert stream.get_final_text() == whole.content[0].text
+        counted = client.messages.count_tokens(model=MODEL, messages=asked["messages"])
+        assert counted.input_tokens == whole.usage.input_tokens
+
+        choice = {"type": "tool", "name": "weather"}
+        called = client.messages.create(
+            **{**asked, "max_tokens": 200}, tools=tools, tool_choice=choice
+        )
+        (call,) = called.content
+        assert (call.name, call.input, called.stop_reason) == (
+            "weather",
+            {"city": "Ulm"},
+            "tool_use",
+        )
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+        asked["messages"] += [
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": [result]},
+        ]
+        assert client.messages.create(**asked, tools=tools).usage.output_tokens == 20
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])

@@ -147,7 +147,9 @@ def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
     async def scenario(app: App) -> None:
         async with client_of(app) as client:
             with pytest.raises(anthropic.BadRequestError) as bad:
-                await client.messages.create(**{**ASKED, "tool_choice": {"type": "none", "name": 5}})
+                await client.messages.create(
+                    **{**ASKED, "tool_choice": {"type": "none", "name": 5}}
+                )
             assert bad.value.body["type"] == "error"
             assert bad.value.body["error"]["type"] == "invalid_request_error"
             assert "tool_choice.name" in bad.value.body["error"]["message"]

@@ -29,7 +29,7 @@ from tests.server.openai.test_responses import events_of
 
 GENERATE = "/generate"
 EMBED = "/v1/embeddings"
-STREAMING = {CHAT, TEXT, RESPONSES, GENERATE}
+STREAMING = {CHAT, TEXT, RESPONSES, GENERATE, "/v1/messages"}
 ONLY_IF_ANY = {"AssistantMessage": {"reasoning_content", "tool_calls"}}
 SPEAKER = replace(
     MODEL,
