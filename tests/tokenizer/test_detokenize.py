@@ -258,6 +258,7 @@ def test_what_follows_a_stop_text_in_its_message_is_dropped(
     )
     assert reply is not None
     assert (reply.text, reply.finish, reply.num_output) == ("a", "stop", 3)
+    assert reply.stop_text == "bc"
     assert [entry.logprob for entry in reply.logprobs] == [0.0, -1.0, -2.0]
     assert detokenizer.num_open == (0 if end else 1)  # until the scheduler's last message
 

@@ -45,13 +45,20 @@ class StopTexts:
 
     Args:
         include: whether the stop text belongs to the answer.
+
+    Attributes:
+        found: the stop text that has ended the stream.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._searches = [_StopText(stop) for stop in stops]
         self._include = include
         self._held = ""
-        self.has_stopped = False
+        self.found: str | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         """Return what of the text so far is certain to come before a stop text, and is new."""
@@ -67,7 +74,7 @@ class StopTexts:
                 found.append((end, search.start))
         if found:
             end, start = min(found)
-            self.has_stopped = True
+            self.found = text[start:end]
             return text[: end if self._include else start]
         certain = min(search.start for search in self._searches)
         for search in self._searches:
@@ -160,6 +167,7 @@ class Detokenizer:
                 self._text_logprobs(token, entry) for token, entry in msg.prompt_logprobs or ()
             ],
             embedding=msg.embedding,
+            stop_text=answer.stops.found,
         )
 
     def _begin(self, msg: DetokenizeMsg) -> _Answer:
