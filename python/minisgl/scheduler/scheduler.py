@@ -63,6 +63,7 @@ from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.request_checks import check_request
 from minisgl.scheduler.table import TableManager
+from minisgl.utils.garbage import collect_when_idle
 
 
 class Executor(Protocol):
@@ -171,6 +172,8 @@ class Scheduler:
     def run(self) -> None:
         """Step until an ExitMsg comes."""
         while self.is_running:
+            if self.is_idle:
+                collect_when_idle()
             self.step()
 
     def step(self) -> None:

@@ -17,6 +17,7 @@ from minisgl.scheduler.io import (
 )
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
+from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, StartupReport
 
@@ -34,6 +35,7 @@ def scheduler_worker(
     inbox, outbox = _queues(config, rank, addresses)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)
+    start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
     engine.close()

@@ -36,6 +36,7 @@ from minisgl.message import (
 )
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.http.metrics import Metrics, Stopwatch
+from minisgl.utils.garbage import collect_when_idle
 from minisgl.utils.mp import AsyncPullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
@@ -300,6 +301,8 @@ class Frontend:
                     self._deliver(refusal)
                 case CodecReply() as codec_reply:
                     self._deliver_codec_reply(codec_reply)
+            if self.num_open == 0:
+                collect_when_idle()
 
     def _deliver_codec_reply(self, reply: CodecReply) -> None:
         future = self._codec_replies.get(reply.uid)

@@ -27,6 +27,7 @@ from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
 from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
+from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.supervisor import StartupReport, Supervisor
 
@@ -102,6 +103,7 @@ async def _serve(
         sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
         shell = run_shell(frontend, model.name, sampling, stop.set)
         tasks.append(asyncio.create_task(shell))
+    start_serving()
     logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 

@@ -44,6 +44,7 @@ from minisgl.message import (
 from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
+from minisgl.utils.garbage import collect_when_idle, start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, StartupReport, TokenizerInfo
 
@@ -87,6 +88,8 @@ class TokenizeWorker:
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
         shutdown: ShutdownMsg | None = None
         while shutdown is None:
+            if not self._turns and self._detokenizer.num_open == 0:
+                collect_when_idle()
             for msg in inbox.drain(block=not self._turns):
                 if isinstance(msg, ShutdownMsg):
                     shutdown = msg
@@ -210,6 +213,7 @@ def tokenize_worker(
     worker = TokenizeWorker(
         folder, max_seq_len, backend, frontend, allow_control_tokens=allow_control_tokens
     )
+    start_serving()
     ready(StartupReport(tokenizer=worker.info))
     worker.run(queue)
 

@@ -1,0 +1,83 @@
+"""Full collections happen when a process is idle, and cycles do not pile up."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl.utils.garbage import collect_when_idle, start_serving
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def generations() -> Iterator[list[int]]:
+    """The generation of each collection, in a process that serves."""
+    thresholds = gc.get_threshold()
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            collected.append(info["generation"])
+
+    start_serving()
+    gc.callbacks.append(note)
+    yield collected
+    gc.callbacks.remove(note)
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def make_garbage(num: int) -> None:
+    for _ in range(num):
+        Cycle()
+
+
+def test_requests_that_come_cause_no_full_collection(generations: list[int]) -> None:
+    kept = [[i] for i in range(300_000)]
+
+    assert set(generations) == {0, 1}
+    assert len(kept) == 300_000
+
+
+def test_garbage_does_not_pile_up_in_a_process_that_is_never_idle(generations: list[int]) -> None:
+    start = len(gc.get_objects())
+    make_garbage(300_000)
+
+    assert 2 not in generations
+    assert len(gc.get_objects()) - start < 150_000
+
+
+def test_old_cycles_are_collected_when_nothing_is_to_do(generations: list[int]) -> None:
+    cycle = Cycle()
+    seen = weakref.ref(cycle)
+    gc.collect(0)
+    gc.collect(1)  # it is old now
+    del cycle
+    gc.collect(0)
+    assert seen() is not None
+
+    collect_when_idle()
+    assert seen() is None
+    assert generations[-1] == 2
+
+
+def test_who_is_idle_again_and_again_does_not_collect_again(generations: list[int]) -> None:
+    make_garbage(200_000)
+    for _ in range(100):
+        collect_when_idle()
+
+    assert generations.count(2) == 1
+
+
+def test_what_lived_at_the_start_is_not_walked(generations: list[int]) -> None:
+    assert gc.get_freeze_count() > 10_000
+    assert len(gc.get_objects()) < 10_000
+    assert 2 not in generations
