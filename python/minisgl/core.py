@@ -67,6 +67,7 @@ __all__ = [
     "IntArray",
     "Req",
     "ReqSlice",
+    "RowCopy",
     "SamplingParams",
     "TableWrites",
     "TokenLogprobs",
@@ -105,6 +106,7 @@ class Req:
         prompt_logprobs: as far as they have come; that of position i + 1 is at i.
         embedding: float32, little-endian; None until it has come, and without `embeds`.
         row: row of the page table and token pool while admitted, else None.
+        max_length: tokens that prompt and answer may have together.
         num_in_flight: launched and unfinished steps that refer to this request; its row and pages
             may be released only at zero.
         finish: why it ended, None while it runs. Set once.
@@ -113,6 +115,7 @@ class Req:
     __slots__ = (
         "embedding",
         "finish",
+        "max_length",
         "needs_only_sampling",
         "num_cached",
         "num_computed",
@@ -140,6 +143,7 @@ class Req:
             or params.logprobs is not None
             or self.wants_prompt_outputs
         )
+        self.max_length = max_length
         self.tokens: IntArray = np.empty(max_length, dtype=np.int32)
         self.tokens[: len(prompt)] = prompt
         self.num_prompt = self.num_known = self.num_tokens = len(prompt)
@@ -150,10 +154,6 @@ class Req:
         self.row: int | None = None
         self.num_in_flight = 0
         self.finish: FinishReason | None = None
-
-    @property
-    def max_length(self) -> int:
-        return len(self.tokens)
 
     @property
     def is_full(self) -> bool:
@@ -213,9 +213,12 @@ class Req:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReqSlice:
-    """Positions [start, end) of a request; `samples` if they reach its last token."""
+    """Positions [start, end) of a request; `samples` if they reach its last token.
+
+    It is not changed, and yet not frozen: each step makes one a request, and the device waits.
+    """
 
     req: Req
     start: int
@@ -238,16 +241,29 @@ class ReqSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class RowCopy:
+    """The first tokens of a row, and their pages, are those of another row."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TableWrites:
     """What the host changes in the device's tables before a step.
 
     Flat int32 indices, each at most once, and int32 values.
+
+    Attributes:
+        copies: to be done after the other writes, in this order.
     """
 
     page_index: IntArray
     pages: IntArray
     token_index: IntArray
     tokens: IntArray
+    copies: tuple[RowCopy, ...] = ()
 
 
 _EMPTY: IntArray = np.empty(0, dtype=np.int32)
@@ -262,8 +278,8 @@ class BatchPlan:
     sample.
 
     Attributes:
-        num_shared_tokens: leading tokens whose pages all slices have in common; a multiple of the
-            page size.
+        num_shared_tokens: leading tokens whose pages all slices have in common, and that no slice
+            computes; a multiple of the page size.
     """
 
     slices: list[ReqSlice]

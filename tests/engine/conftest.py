@@ -28,6 +28,7 @@ def engine(checkpoint: Callable[[str], Path]) -> Callable[..., WatchedEngine]:
 
     @cache
     def make(arch: str, page_size: int = 4) -> WatchedEngine:
-        return WatchedEngine(config_of(checkpoint(arch), page_size=page_size))
+        config = config_of(checkpoint(arch), page_size=page_size, num_pages=2048 // page_size)
+        return WatchedEngine(config)
 
     return make

@@ -72,7 +72,6 @@ def test_a_damaged_checkpoint_is_an_error_of_the_engine(tmp_path: Path) -> None:
 
 FREE = 1_000_000
 PAGE_BYTES = 1_000
-CONTEXT_PAGES = 64
 
 
 @pytest.mark.parametrize(
@@ -81,18 +80,18 @@ CONTEXT_PAGES = 64
         ({"num_pages": 7}, 7),
         ({"memory_ratio": 0.5}, 500),
         ({"memory_ratio": 0.25, "tp": 2}, 125),
-        ({"memory_ratio": 1.0, "max_running_requests": 3}, 3 * CONTEXT_PAGES),
+        ({"memory_ratio": 1.0, "max_running_requests": 1}, 1000),
         ({"memory_ratio": 0.0011}, 1),
     ],
 )
-def test_pages_are_as_many_as_asked_for_or_affordable_or_usable(
+def test_pages_are_as_many_as_asked_for_or_affordable(
     options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: FREE)
     config = config_of(
         Path(), **{"num_pages": None, "page_size": 4, "max_running_requests": 32, **options}
     )
-    assert num_pages(config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator()) == expected
+    assert num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) == expected
 
 
 def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +99,14 @@ def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPat
     config = config_of(
         Path(), num_pages=None, page_size=4, memory_ratio=0.5, max_running_requests=32
     )
-    pages = num_pages(
-        config, PAGE_BYTES, 4 * CONTEXT_PAGES, CPU, SingleCommunicator(), step_bytes=400_000
-    )
+    pages = num_pages(config, PAGE_BYTES, CPU, SingleCommunicator(), step_bytes=400_000)
     assert pages == 300
+
+
+def test_pages_are_not_more_than_int32_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+    config = config_of(Path(), num_pages=None, page_size=4, memory_ratio=1.0)
+    assert (num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) + 1) * 4 < 2**31
 
 
 def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +138,7 @@ def test_memory_for_not_even_one_page_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         ConfigError, match="no memory is left for the KV cache: a page takes 1,000 bytes"
     ):
-        num_pages(config, PAGE_BYTES, 256, CPU, SingleCommunicator())
+        num_pages(config, PAGE_BYTES, CPU, SingleCommunicator())
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from minisgl.core import SamplingParams
+from minisgl.engine import engine as engine_module
+from minisgl.utils.staging import Numbers
 from tests.checkpoints import (
     ARCHITECTURES,
     CONTEXT,
@@ -79,7 +82,8 @@ def test_tokens_and_logits_equal_the_oracles_with_a_cold_and_a_warm_cache(
     assert_equals_oracle(oracle(arch), warm_prompts, warm)
     longest = PROMPTS.index(max(PROMPTS, key=len))
     assert warm[longest].num_cached == (len(PROMPTS[longest]) - 1) // page_size * page_size
-    assert warm[-1].num_cached > len(PROMPTS[4]) - page_size
+    num_published = len(PROMPTS[4]) + NUM_TOKENS - 1  # the last token is not computed
+    assert warm[-1].num_cached == num_published // page_size * page_size
 
 
 @archs
@@ -133,6 +137,55 @@ def test_equal_prompts_in_one_batch_get_equal_tokens(
     host = Host(engine(arch), config_of(Path(), max_prefill_length=64))
     prompts = [PROMPTS[6]] * 5
     assert_equals_oracle(oracle(arch), prompts, host.ask(prompts, GREEDY))
+
+
+@archs
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 1), (False, 4)])
+def test_prompts_of_one_step_read_what_it_computes_of_their_prefix(
+    arch: str, overlap: bool, page_size: int, engine: Engines, oracle: Oracles
+) -> None:
+    config = config_of(Path(), overlap=overlap, max_prefill_length=1000)
+    host = Host(engine(arch, page_size), config)
+    first = PROMPTS[-1]
+    prompts = [first, first, first[:40] + PROMPTS[2], first[:41] + PROMPTS[3], first[:9]]
+
+    answers = host.ask(prompts, GREEDY)
+    assert_equals_oracle(oracle(arch), prompts, answers)
+    assert [answer.num_cached > 0 for answer in answers] == [False, True, True, True, True]
+
+
+def test_a_prompt_that_fills_the_context_overwrites_no_other_row(
+    engine: Engines, oracle: Oracles
+) -> None:
+    """The token that is sampled after it has a place, though nobody wants it."""
+    host = Host(engine("llama"), config_of(Path(), overlap=True))
+    full = random_prompts([CONTEXT], VOCAB_SIZE, seed=3)[0]
+    others = [PROMPTS[2], PROMPTS[3]]
+    prompts = [others[0], full, others[1]]
+    params = [greedy(NUM_TOKENS), SamplingParams(max_tokens=0), greedy(NUM_TOKENS)]
+    answers = host.ask(prompts, params)
+
+    assert (answers[1].tokens, answers[1].finish) == ([], "length")
+    assert_equals_oracle(oracle("llama"), others, [answers[0], answers[2]])
+
+
+def test_long_prompts_go_to_the_tables_in_pieces(
+    engine: Engines, oracle: Oracles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = engine("llama")
+    lengths: list[int] = []
+    send = llama._extra_staging.send
+
+    def counting(*arrays: Numbers) -> list[Tensor]:
+        lengths.extend(map(len, arrays))
+        return send(*arrays)
+
+    monkeypatch.setattr(engine_module, "_MAX_WRITES", 10)
+    monkeypatch.setattr(llama._extra_staging, "send", counting)
+    answers = Host(llama, config_of(Path())).ask([PROMPTS[-1]], GREEDY)
+
+    assert max(lengths) == 10
+    assert_equals_oracle(oracle("llama"), [PROMPTS[-1]], answers)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, CONTEXT - 100])

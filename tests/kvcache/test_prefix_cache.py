@@ -114,7 +114,7 @@ def test_evict_gives_each_page_once_and_forgets_it(cache: BasePrefixCache) -> No
 def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePrefixCache) -> None:
     handle = insert(cache, "abc", 0).handle
     insert(cache, "abd", 10)
-    cache.lock(handle)
+    cache.lock(handle, 1)
     before = snapshot(cache, [handle])
 
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePr
 
 def test_a_locked_prefix_outlives_every_eviction(cache: BasePrefixCache) -> None:
     handle = insert(cache, "ab", 0).handle
-    cache.lock(handle)
+    cache.lock(handle, 1)
     pages = cache.pages(handle).tolist()
     insert(cache, "abc", 10)
     insert(cache, "x", 20)
@@ -138,15 +138,30 @@ def test_a_locked_prefix_outlives_every_eviction(cache: BasePrefixCache) -> None
     assert match(cache, "abc").num_tokens == handle.num_tokens
 
 
-def test_each_lock_needs_its_unlock(cache: BasePrefixCache) -> None:
+def test_a_prefix_is_locked_until_its_last_owner_unlocks_it(cache: BasePrefixCache) -> None:
     handle = insert(cache, "abc", 0).handle
-    cache.lock(handle)
-    cache.lock(match(cache, "abc"))
-    cache.unlock(handle)
+    cache.lock(handle, 1)
+    cache.lock(match(cache, "abc"), 2)
+    cache.unlock(handle, 1)
     assert cache.num_evictable == 0
 
-    cache.unlock(handle)
+    cache.unlock(handle, 2)
     assert cache.num_evictable == cache.num_pages
+
+
+def test_an_owner_may_lock_a_longer_prefix_and_unlocks_it_all(cache: BasePrefixCache) -> None:
+    prefix = insert(cache, "ab", 0).handle
+    cache.lock(prefix, 1)
+    key = key_of_pages("abcd", cache.page_size)
+    rest = pages_from(20, len("abcd") - len(cache.pages(prefix)))
+    result = cache.insert(key, rest, after=prefix)
+    cache.lock(result.handle, 1)
+    assert cache.num_evictable == 0
+    assert cache.match(key, after=prefix).num_tokens == result.handle.num_tokens
+
+    cache.unlock(result.handle, 1)
+    assert cache.num_evictable == cache.num_pages
+    cache.check_integrity()
 
 
 def test_two_namespaces_have_no_prefix_in_common(cache: BasePrefixCache) -> None:

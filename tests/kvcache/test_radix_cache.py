@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl.core import IntArray
+from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import InsertResult, PrefixKey, RadixPrefixCache, radix_cache
 from tests.kvcache.model import key_of_pages
 
@@ -109,14 +111,14 @@ def test_inserting_the_same_again_takes_nothing(tree: Tree) -> None:
 
 def test_splitting_an_edge_leaves_its_handles_valid(tree: Tree) -> None:
     whole = tree.put("abcdef", 0).handle
-    tree.lock(whole)
+    tree.lock(whole, 1)
     for word in ("abcx", "abx", "a"):
         tree.match(tree.key(word))
         tree.check_integrity()
 
     assert tree.pages(whole).tolist() == [0, 1, 2, 3, 4, 5]
     assert tree.num_evictable == 0
-    tree.unlock(whole)
+    tree.unlock(whole, 1)
     assert tree.num_evictable == 6
     tree.check_integrity()
 
@@ -124,7 +126,7 @@ def test_splitting_an_edge_leaves_its_handles_valid(tree: Tree) -> None:
 def test_a_lock_protects_the_upper_part_of_a_split_edge_only(tree: Tree) -> None:
     tree.put("abcd", 0)
     upper = tree.match(tree.key("ab"))
-    tree.lock(upper)
+    tree.lock(upper, 1)
 
     assert tree.num_evictable == 2
     assert sorted(tree.evict(2).tolist()) == [2, 3]
@@ -152,17 +154,17 @@ def test_a_parent_goes_after_its_children(tree: Tree) -> None:
 def test_unlocking_is_no_use(tree: Tree) -> None:
     """A request that ran long does not push its prefix behind those that were used since."""
     old = tree.put("a", 0).handle
-    tree.lock(old)
+    tree.lock(old, 1)
     tree.put("b", 1)
-    tree.unlock(old)
+    tree.unlock(old, 1)
 
     assert tree.evict(1).tolist() == [0]
 
 
 def test_locked_leaves_are_passed_over(tree: Tree) -> None:
     handles = [tree.put(word, first).handle for first, word in enumerate("abcd")]
-    tree.lock(handles[0])
-    tree.lock(handles[2])
+    tree.lock(handles[0], 1)
+    tree.lock(handles[2], 2)
 
     assert sorted(tree.evict(2).tolist()) == [1, 3]
     assert tree.num_pages == 2
@@ -175,6 +177,45 @@ def test_an_evicted_prefix_can_come_back(tree: Tree) -> None:
 
     assert tree.get("ab") == [5, 6]
     assert sorted(tree.evict(2).tolist()) == [5, 6]
+
+
+def test_owners_and_what_they_have_in_common_are_read_off_the_tree(tree: Tree) -> None:
+    handles = [tree.put(word, 10 * i).handle for i, word in enumerate(["abcd", "abce", "abx"])]
+    for owner, handle in enumerate(handles):
+        tree.lock(handle, owner)
+    common = [
+        tree.num_tokens_locked_by(handle, num_owners) // tree.page_size
+        for handle in handles
+        for num_owners in (1, 2, 3, 4)
+    ]
+    assert common == [4, 3, 2, 0, 4, 3, 2, 0, 3, 2, 2, 0]
+
+    assert tree.owner_of(handles[2]) == 2
+    assert tree.owner_of(tree.match(tree.key("abc"))) in (0, 1)
+    tree.unlock(handles[2], 2)
+    assert tree.owner_of(handles[2]) is None
+    assert tree.owner_of(tree.match(tree.key("x"))) is None
+    tree.check_integrity()
+
+
+def test_a_walk_goes_on_after_a_prefix_without_comparing_it_again(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tree.put("a" * 50, 0).handle
+    tree.lock(prefix, 1)
+    compared: list[int] = []
+
+    def counting(tokens: IntArray, others: IntArray) -> int:
+        compared.append(len(tokens))
+        return common_prefix_length(tokens, others)
+
+    monkeypatch.setattr(radix_cache, "common_prefix_length", counting)
+    key = tree.key("a" * 50 + "bc")
+    tree.insert(key, np.arange(60, 62, dtype=np.int32), after=prefix)
+    assert compared == []
+
+    assert tree.match(key, after=prefix).num_tokens == 52 * tree.page_size
+    assert compared == [2 * tree.page_size]
 
 
 def lines_run(work: Callable[[], object]) -> int:
@@ -246,12 +287,12 @@ def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
         tree.match(PrefixKey("", np.arange(3 * leaf, 3 * leaf + 3, dtype=np.int32)))
         for leaf in range(1, 30, 2)
     ]
-    for handle in handles:
-        tree.lock(handle)
+    for owner, handle in enumerate(handles):
+        tree.lock(handle, owner)
     for _ in range(1000):
         tree.match(PrefixKey("", np.arange(3, dtype=np.int32)))
-    for handle in handles:
-        tree.unlock(handle)
+    for owner, handle in enumerate(handles):
+        tree.unlock(handle, owner)
     pages = sorted(tree.check_integrity().tolist())
 
     assert tree.num_evictable == tree.num_pages
@@ -263,8 +304,8 @@ def test_locking_again_and_again_costs_the_same_each_time() -> None:
     handle = tree.match(PrefixKey("", np.arange(3, dtype=np.int32)))
 
     def lock_and_unlock() -> None:
-        tree.lock(handle)
-        tree.unlock(handle)
+        tree.lock(handle, 1)
+        tree.unlock(handle, 1)
 
     first = lines_run(lambda: [lock_and_unlock() for _ in range(100)])
     for _ in range(1000):

@@ -25,7 +25,7 @@ from tests.kvcache.model import PageDict, Prefix, key_of
 # Two tokens and three namespaces only: everything has prefixes in common.
 TOKENS = st.lists(st.integers(0, 1), max_size=12).map(tuple)
 SEQUENCES = st.tuples(st.sampled_from(["", "a", "b"]), TOKENS)
-Lock = tuple[BaseCacheHandle, Prefix]
+Lock = tuple[BaseCacheHandle, Prefix, int]
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -39,6 +39,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.model = PageDict(page_size)
         self.held: list[Lock] = []
         self.new_pages = itertools.count()
+        self.new_owners = itertools.count()
 
     @rule(prefix=SEQUENCES)
     def match(self, prefix: Prefix) -> None:
@@ -63,15 +64,34 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.cache.pages(result.handle).tolist() == self.model.pages_of(whole)
         return self._lock(result.handle, whole) if keep else multiple()
 
-    def _lock(self, handle: BaseCacheHandle, prefix: Prefix) -> Lock:
-        self.cache.lock(handle)
+    @rule(target=locks, lock=consumes(locks), tokens=TOKENS)
+    def extend(self, lock: Lock, tokens: tuple[int, ...]) -> Lock:
+        """The owner of a prefix adds pages behind it, and locks them too."""
+        before, (namespace, known), owner = lock
+        num_pages = len(tokens) // self.model.page_size
+        whole = cut((namespace, known + tokens), len(known) + num_pages * self.model.page_size)
+        pages = list(itertools.islice(self.new_pages, num_pages))
+        length = self.model.use(whole)
+        assert self.cache.match(key_of(whole), before).num_tokens == length
+        result = self.cache.insert(key_of(whole), np.array(pages, dtype=np.int32), before)
+        old_pages = self.model.pages_of((namespace, known))
+        assert result.num_cached_tokens == self.model.insert(whole, old_pages + pages) == length
+        self._forget(lock)
+        return self._lock(result.handle, whole, owner)
+
+    def _lock(self, handle: BaseCacheHandle, prefix: Prefix, owner: int | None = None) -> Lock:
+        lock = (handle, prefix, next(self.new_owners) if owner is None else owner)
+        self.cache.lock(handle, lock[2])
         self.model.locked.append(prefix)
-        self.held.append((handle, prefix))
-        return handle, prefix
+        self.held.append(lock)
+        return lock
 
     @rule(lock=consumes(locks))
     def unlock(self, lock: Lock) -> None:
-        self.cache.unlock(lock[0])
+        self.cache.unlock(lock[0], lock[2])
+        self._forget(lock)
+
+    def _forget(self, lock: Lock) -> None:
         self.model.locked.remove(lock[1])
         self.held.remove(lock)
 
@@ -108,8 +128,25 @@ class RadixMachine(RuleBasedStateMachine):
 
     @invariant()
     def locked_handles_name_their_pages(self) -> None:
-        for handle, prefix in getattr(self, "held", []):
+        for handle, prefix, _ in getattr(self, "held", []):
             assert self.cache.pages(handle).tolist() == self.model.pages_of(prefix)
+
+    @invariant()
+    def owners_in_common_are_those_of_the_model(self) -> None:
+        held = getattr(self, "held", [])
+        for handle, prefix, _ in held[:1]:
+            assert (self.cache.owner_of(handle) is None) == (handle.num_tokens == 0)
+            num_common = min(_num_common(prefix, other) for _, other, _ in held)
+            num_common -= num_common % self.model.page_size
+            assert self.cache.num_tokens_locked_by(handle, len(held)) == num_common
+
+
+def _num_common(prefix: Prefix, other: Prefix) -> int:
+    if prefix[0] != other[0]:
+        return 0
+    pairs = enumerate(zip(prefix[1], other[1], strict=False))
+    differing = (i for i, (token, its) in pairs if token != its)
+    return next(differing, min(len(prefix[1]), len(other[1])))
 
 
 def cut(prefix: Prefix, num_tokens: int) -> Prefix:

@@ -1,8 +1,8 @@
 """An executor whose KV cache holds fingerprints of token prefixes in place of keys and values.
 
-The KV of a position depends on all tokens up to it, and so does its fingerprint. Before a slice is
-computed the executor reads back every earlier position of its request through the page table, as
-attention does: pages that were reused wrongly, given away too early or overwritten show at once.
+The KV of a position depends on all tokens up to it, and so does its fingerprint. When all slices of
+a step are written the executor reads back every position of their requests through the page table,
+as attention does: pages that were reused wrongly, given away too early or overwritten show at once.
 The next token is a function of the fingerprint, so the answer to a request is known beforehand
 (`reference_answer`) and does not depend on the schedule.
 """
@@ -155,7 +155,7 @@ class FakeExecutor:
         pages_per_row = -(-limits.max_seq_len // limits.page_size)
         self.limits = replace(limits, num_rows=num_rows)
         self.page_table_RP = np.full((num_rows, pages_per_row), GARBAGE, dtype=np.int32)
-        self.token_pool_RL = np.full((num_rows, limits.max_seq_len), GARBAGE, dtype=np.int32)
+        self.token_pool_RL = np.full((num_rows, limits.num_row_tokens), GARBAGE, dtype=np.int32)
         self.kv_S: Fingerprints = np.full(
             limits.num_pages * limits.page_size, GARBAGE, dtype=np.int64
         )
@@ -198,6 +198,13 @@ class FakeExecutor:
         ):
             assert len(set(index.tolist())) == len(index), "a place is written twice, in no order"
             table.reshape(-1)[index] = values
+        for copy in writes.copies:
+            num_pages = copy.num_tokens // self.limits.page_size
+            self.page_table_RP[copy.target, :num_pages] = self.page_table_RP[
+                copy.source, :num_pages
+            ]
+            tokens = slice(0, copy.num_tokens)
+            self.token_pool_RL[copy.target, tokens] = self.token_pool_RL[copy.source, tokens]
 
     def _check_shared(self, plan: BatchPlan) -> None:
         """Slices have in common what a plan says, in whole pages that are computed."""
@@ -211,8 +218,7 @@ class FakeExecutor:
         self.kv_S.reshape(-1, self.limits.page_size)[pages] = GARBAGE
 
     def compute(self, launched: list[_LaunchedSlice]) -> list[int]:
-        for entry in launched:
-            self._check_kv(entry, entry.req_slice.start)
+        """Like a layer: all slices write their KV, then each reads its own and what is before."""
         prefixes = [self._store(entry) for entry in launched]
         for entry in launched:
             self._check_kv(entry, entry.req_slice.end)
@@ -254,7 +260,7 @@ class FakeExecutor:
         return new[-1]
 
     def _write_token(self, entry: _LaunchedSlice, token: int) -> None:
-        assert entry.req_slice.end < self.limits.max_seq_len, (
+        assert entry.req_slice.end < self.limits.num_row_tokens, (
             f"{entry.req_slice.req} has no place for another token"
         )
         self.token_pool_RL[entry.row, entry.req_slice.end] = token

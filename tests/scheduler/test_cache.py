@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl.core import Req, SamplingParams
+from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.kvcache import create_prefix_cache
 from minisgl.scheduler import CacheManager, TableManager
 
-# Dimensions: L positions of a sequence, P pages, R rows of the tables.
+# Dimensions: L positions of a sequence, P pages, R rows of the tables, X either of the former.
 NUM_ROWS = 4
 MAX_LENGTH = 40
 
@@ -23,6 +23,7 @@ class Pages:
         self.table = TableManager(NUM_ROWS, self._page_table_RP.shape[1], MAX_LENGTH)
         self.manager = CacheManager(num_pages, create_prefix_cache(cache, page_size), self.table)
         self._num_made = 0
+        self.num_written = 0
 
     def request(self, num_tokens: int, first_token: int = 0, salt: str | None = None) -> Req:
         self._num_made += 1
@@ -49,6 +50,19 @@ class Pages:
         writes = self.table.drain_writes()
         self._page_table_RP.reshape(-1)[writes.page_index] = writes.pages
         self._token_pool_RL.reshape(-1)[writes.token_index] = writes.tokens
+        self.num_written += len(writes.pages) + len(writes.tokens)
+        for copy in writes.copies:
+            for table_RX, length in (
+                (self._page_table_RP, copy.num_tokens // self.manager.page_size),
+                (self._token_pool_RL, copy.num_tokens),
+            ):
+                table_RX[copy.target, :length] = table_RX[copy.source, :length]
+
+    def shared(self, reqs: list[Req]) -> int:
+        """Leading tokens whose pages the rows have in common, by comparing them."""
+        rows = [self.row(req) for req in reqs]
+        equal = [len(set(pages)) == 1 for pages in zip(*rows, strict=False)]
+        return [*equal, False].index(False) * self.manager.page_size
 
     def end(self, req: Req) -> None:
         """Its tokens are all computed; take its pages back."""
@@ -119,14 +133,14 @@ def test_a_prefix_that_the_request_itself_would_evict_is_not_counted_as_room() -
     assert pages.manager.try_admit(pages.request(16), reserve=0)
 
 
-def test_duplicates_stay_in_their_row_until_their_request_ends() -> None:
+def test_pages_for_tokens_that_are_cached_already_stay_in_their_row() -> None:
     pages = Pages(8)
     first = pages.admitted(9)
     second = pages.admitted(9)
     rows = (pages.row(first), pages.row(second))
     for req in (first, second):
         req.num_computed = 9
-        pages.manager.publish(req)
+        pages.manager.publish(req, 9)
         pages.manager.check_integrity([first, second])
 
     assert (pages.row(first), pages.row(second)) == rows
@@ -140,14 +154,14 @@ def test_publishing_twice_takes_in_what_is_new() -> None:
     pages = Pages(8)
     req = pages.admitted(8)
     req.num_computed = 8
-    pages.manager.publish(req)
-    pages.manager.publish(req)
+    pages.manager.publish(req, 8)
+    pages.manager.publish(req, 8)
     req.num_tokens = 13
     assert pages.manager.try_extend(req)
     for token in range(8, 13):
         req.append(token)
     req.num_computed = 12
-    pages.manager.publish(req)
+    pages.manager.publish(req, 12)
     pages.manager.check_integrity([req])
 
     assert pages.admitted(13).num_computed == 12
@@ -212,7 +226,7 @@ def test_a_request_in_flight_is_not_released() -> None:
 
 def test_a_row_is_not_released_twice() -> None:
     pages = Pages(8)
-    row = pages.table.allocate(np.arange(3, dtype=np.int32))
+    row = pages.table.allocate()
     pages.table.release(row)
 
     with pytest.raises(AssertionError):
@@ -225,7 +239,7 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
     doubled = Pages(8)
     lost.manager._num_free -= 1
     req = doubled.admitted(4)
-    doubled.manager._held[req.uid].pages.append(0)
+    doubled.manager._held[req.uid].own.append(0)
 
     for pages, reqs in ((lost, []), (doubled, [req])):
         with pytest.raises(AssertionError):
@@ -235,15 +249,57 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
 def test_requests_with_a_cached_prefix_share_its_pages() -> None:
     pages = Pages(30)
     first = pages.admitted(10)
-    assert pages.manager.num_shared_tokens([first]) == 0, "one request has nothing in common"
-    first.num_computed = 10
-    pages.manager.publish(first)
-    second = pages.admitted(12)
-    third = pages.admitted(6)
-    assert pages.manager.num_shared_tokens([first, second]) == 8
-    assert pages.manager.num_shared_tokens([third, second, first]) == 4
-    other = pages.admitted(9, first_token=100)
-    assert pages.manager.num_shared_tokens([first, other]) == 0
+    assert pages.manager.num_shared_tokens([]) == 0, "one request has nothing in common"
+    pages.manager.publish(first, 10)
+    reqs = [first, pages.admitted(12)]
+    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 8
+    reqs.append(pages.admitted(6))
+    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 4
+    reqs.append(pages.admitted(9, first_token=100))
+    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 0
+    pages.end(reqs.pop())
+    pages.end(reqs.pop())
+    assert pages.manager.num_shared_tokens([]) == pages.shared(reqs) == 8
+
+
+def test_what_a_step_computes_is_not_shared_in_it() -> None:
+    pages = Pages(30)
+    first = pages.admitted(10)
+    pages.manager.publish(first, 10)
+    pages.admitted(12)
+
+    for start, num_shared in ((0, 0), (3, 0), (6, 4), (10, 8)):
+        chunk = ReqSlice(first, start, 10, samples=True)
+        assert pages.manager.num_shared_tokens([chunk]) == num_shared
+
+
+def test_a_row_whose_prefix_another_row_has_is_copied_and_not_sent() -> None:
+    """All rows hold the same prefix, but only what is new of each is written from the host."""
+    pages = Pages(30)
+    pages.end(pages.admitted(24))
+    pages.table.drain_writes()
+    reqs = [pages.admitted(num_tokens) for num_tokens in (26, 30, 27)]
+
+    assert [pages.tokens(req) for req in reqs] == [list(range(n)) for n in (26, 30, 27)]
+    assert pages.shared(reqs) == 24
+    assert [len(pages.row(req)) for req in reqs] == [7, 8, 7]
+    prefix = 24 + 6
+    assert pages.num_written == prefix + (2 + 1) + (6 + 2) + (3 + 1)
+    pages.manager.check_integrity(reqs)
+
+
+def test_a_copied_row_is_copied_in_turn() -> None:
+    """The third has more in common with the second than that with the first."""
+    pages = Pages(30)
+    reqs = [pages.admitted(9)]
+    pages.manager.publish(reqs[0], 9)
+    reqs.append(pages.admitted(21))
+    pages.manager.publish(reqs[1], 21)
+    reqs.append(pages.admitted(23))
+
+    assert [pages.tokens(req) for req in reqs] == [list(range(n)) for n in (9, 21, 23)]
+    assert pages.row(reqs[2])[:5] == pages.row(reqs[1])[:5]
+    assert pages.num_written == (9 + 3) + (13 + 4) + (3 + 1)
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
@@ -254,7 +310,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
     assert [req.num_computed for req in reqs] == [8, 8, 0]
     assert not set(pages.row(reqs[0])) & set(pages.row(reqs[1]))
-    assert pages.manager.num_shared_tokens(reqs[:2]) == 0
+    assert pages.manager.num_shared_tokens([]) == 0
     pages.manager.check_integrity(reqs)
 
 

@@ -6,10 +6,15 @@ import itertools
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import IntArray, Req, SamplingParams, TableWrites
+from minisgl.kernel import common_prefix_length
+from minisgl.kvcache import radix_cache
 from minisgl.message import ExitMsg
+from minisgl.scheduler import prefill, scheduler
+from minisgl.scheduler.request_queue import RequestQueue
 from tests.scheduler.fake_executor import endless_answer, reference_answer
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
 
@@ -48,6 +53,12 @@ def prompt_that_stops(num_answer: int) -> list[int]:
             exactly(5),
             "context_length_exceeded",
             "60 in the messages, 5 in the completion",
+        ),
+        (
+            prompt_of(65),
+            SamplingParams(max_tokens=0),
+            "context_length_exceeded",
+            "requested 65 tokens",
         ),
         ([], SamplingParams(), "invalid_value", "the prompt is empty"),
         (
@@ -95,6 +106,18 @@ def test_what_fills_the_whole_pool_runs(overlap: bool) -> None:
 
 
 # --- the end of a request
+
+
+@OVERLAP
+@pytest.mark.parametrize("embeds", [True, False])
+def test_a_prompt_that_wants_no_answer_may_fill_the_context(overlap: bool, embeds: bool) -> None:
+    host = Host(make_limits(num_pages=64, page_size=4, max_seq_len=64), overlap=overlap)
+    params = SamplingParams(max_tokens=0, embeds=embeds)
+    uids = [host.submit(prompt_of(64, salt), params) for salt in range(2)]
+    host.drain()
+    host.check_answers()
+
+    assert [host.answer(uid).finish for uid in uids] == ["length", "length"]
 
 
 @OVERLAP
@@ -223,6 +246,60 @@ def test_an_abort_makes_room_for_the_next() -> None:
     assert host.answer(waiting).finish == "length"
 
 
+class ComparedReq(Req):
+    """A request that counts how often it is compared with another one."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedReq.num_compared += 1
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "Req", ComparedReq)
+    monkeypatch.setattr(ComparedReq, "num_compared", 0)
+    host = Host(num_rows=1)
+    running = host.submit(prompt_of(4), exactly(50))
+    uids = [host.submit(prompt_of(4, salt), exactly(5)) for salt in range(300)]
+    host.step()
+    for uid in uids[::-1][:-1]:
+        host.abort(uid)
+    host.step()
+
+    assert ComparedReq.num_compared == 0
+    assert len(host.scheduler.prefill) == 1
+    host.drain()
+    assert [host.answer(uid).finish for uid in (running, uids[0], uids[7])] == [
+        "length",
+        "length",
+        "abort",
+    ]
+
+
+def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
+    queue = RequestQueue()
+    reqs = [
+        Req(uid, np.zeros(1, dtype=np.int32), SamplingParams(priority=uid % 3), 2, 0)
+        for uid in range(1000)
+    ]
+    for req in reqs:
+        queue.add(req)
+    for req in reqs[10:]:
+        queue.discard(req)
+    assert len(queue) == 10
+    assert len(queue._places) < 100
+
+    queue.discard(reqs[0])
+    queue.add_first(Req(2000, np.zeros(1, dtype=np.int32), SamplingParams(priority=1), 2, 0))
+    assert [queue.pop().uid for _ in range(10)] == [3, 6, 9, 2000, 1, 4, 7, 2, 5, 8]
+    assert queue.first is None
+
+
 # --- prefixes
 
 
@@ -265,7 +342,7 @@ def test_identical_prompts_of_one_step_do_not_touch_each_others_pages(overlap: b
     host = Host(make_limits(num_pages=32, page_size=4), overlap=overlap)
     uids = [host.submit(prompt_of(13), exactly(n)) for n in (3, 9, 6)]
     host.step(2)
-    pages = [page for holding in host.scheduler.cache._held.values() for page in holding.pages]
+    pages = [page for holding in host.scheduler.cache._held.values() for page in holding.own]
     assert len(pages) == len(set(pages))
 
     host.drain()
@@ -273,22 +350,78 @@ def test_identical_prompts_of_one_step_do_not_touch_each_others_pages(overlap: b
     assert [len(host.answer(uid).tokens) for uid in uids] == [3, 9, 6]
 
 
-@pytest.mark.parametrize(("cache", "steps_to_wait"), [("radix", 1), ("naive", 0)])
-def test_a_prompt_waits_a_step_for_the_one_that_computes_its_beginning(
-    cache: str, steps_to_wait: int
-) -> None:
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_a_prefix_that_a_step_computes_is_not_computed_twice_in_it(cache: str) -> None:
     host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800), cache=cache)
     prefix = prompt_of(400)
     uids = [host.submit(prefix + prompt_of(10, salt), exactly(3)) for salt in range(4)]
-    host.step(1 + steps_to_wait)
-    started = [
-        {uid: end - start for uid, start, end, _ in plan if end - start > 1}
-        for plan in host.executor.plans
-    ]
+    host.step()
+
+    started = {uid: end - start for uid, start, end, _ in host.executor.plans[0]}
     if cache == "radix":
-        assert started == [{uids[0]: 410}, dict.fromkeys(uids[1:], 10)]
+        assert started == {uids[0]: 410, **dict.fromkeys(uids[1:], 10)}
     else:
-        assert started == [dict.fromkeys(uids, 410)]
+        assert started == dict.fromkeys(uids, 410)
+    host.drain()
+    host.check_answers()
+
+
+@OVERLAP
+def test_prompts_that_stand_twice_in_the_queue_hold_up_nobody(overlap: bool) -> None:
+    limits = make_limits(num_pages=6000, page_size=4, max_seq_len=400)
+    host = Host(limits, num_rows=128, overlap=overlap, max_prefill_length=300 * 16)
+    for salt in range(64):
+        for _ in range(2):
+            host.submit([salt % VOCAB_SIZE, salt // VOCAB_SIZE, *prompt_of(290)], exactly(3))
+    host.step(4)
+
+    assert len(host.scheduler.prefill) == 0
+    assert host.scheduler.prefill.half_computed is None
+    host.drain()
+    host.check_answers()
+
+
+def test_a_plan_of_many_prompts_compares_no_prompt_with_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_compared = 0
+
+    def counting(tokens: IntArray, others: IntArray) -> int:
+        nonlocal num_compared
+        num_compared += 1
+        return common_prefix_length(tokens, others)
+
+    for module in (radix_cache, prefill):
+        monkeypatch.setattr(module, "common_prefix_length", counting, raising=False)
+    limits = make_limits(num_pages=1000, page_size=4)
+    host = Host(limits, num_rows=200, max_prefill_length=10_000)
+    for i in range(200):
+        host.submit([i % VOCAB_SIZE, i // VOCAB_SIZE, *prompt_of(5)], exactly(1))
+    host.step()
+
+    assert len(host.executor.plans[0]) == 200
+    assert num_compared <= 2 * 200
+    host.drain()
+
+
+def test_a_cached_prefix_is_sent_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither each request that has it, nor each token of it, is counted again."""
+    host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
+    prefix = prompt_of(400)
+    host.ask(prefix, exactly(1))
+    num_sent: list[int] = []
+    write_tables = host.executor._write_tables
+
+    def counting(writes: TableWrites) -> None:
+        num_sent.append(len(writes.pages) + len(writes.tokens))
+        write_tables(writes)
+
+    monkeypatch.setattr(host.executor, "_write_tables", counting)
+    for salt in range(8):
+        host.submit(prefix + prompt_of(8, salt), exactly(3))
+    host.step()
+
+    assert num_sent == [400 + 100 + 8 * (8 + 2)]
     host.drain()
     host.check_answers()
 
@@ -303,31 +436,21 @@ def test_a_salt_keeps_cached_prefixes_apart(overlap: bool) -> None:
     host.check_answers()
 
 
-def test_a_prompt_does_not_wait_for_one_that_it_cannot_reuse() -> None:
+def test_a_prompt_does_not_use_what_the_same_step_computes_in_another_namespace() -> None:
     host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
     for salt in ("a", "b", None, "a"):
         host.submit(prompt_of(400), replace(exactly(3), cache_salt=salt))
     host.step()
-    assert [uid for uid, *_ in host.executor.plans[0]] == [0, 1, 2]
+    assert [end - start for _, start, end, _ in host.executor.plans[0]] == [400, 400, 400, 4]
     host.drain()
     host.check_answers()
 
 
-def test_a_prompt_does_not_wait_for_a_few_tokens() -> None:
-    host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
-    for salt in range(4):
-        host.submit(prompt_of(200) + prompt_of(10, salt), exactly(3))
-    host.step()
-    assert len(host.executor.plans[0]) == 4
-    host.drain()
-    host.check_answers()
-
-
-def test_a_prompt_that_is_scored_does_not_wait_for_what_it_cannot_use() -> None:
+def test_a_prompt_that_is_scored_is_computed_whole() -> None:
     host = Host(make_limits(num_pages=600, page_size=4, max_seq_len=800))
     uids = [host.submit(prompt_of(400), replace(exactly(1), prompt_logprobs=0)) for _ in range(3)]
     host.step()
-    assert [uid for uid, *_ in host.executor.plans[0]] == uids
+    assert [(uid, start) for uid, start, *_ in host.executor.plans[0]] == [(uid, 0) for uid in uids]
     host.drain()
     host.check_answers()
 

@@ -8,7 +8,7 @@ read: `steps.py`, `sampler.py`, then `models/qwen3.py`, `layers/attention.py`, `
 
 # Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the
 # tables, V vocabulary, W words of 32 bits, X a selection out of another dimension, Y tokens whose
-# hidden states are returned.
+# hidden states are returned, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ from minisgl.models import ModelConfig, get_model_class
 from minisgl.moe import create_moe_backend
 from minisgl.utils.arch import keep_freed_memory
 from minisgl.utils.staging import Staging
+
+_MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ class Engine:
                 step_bytes = self._try_largest_step(config, max_seq_len)
         with out_of_memory_is_explained("making the KV cache"):
             page_bytes = self._page_bytes(config)
-            pages = num_pages(config, page_bytes, max_seq_len, self._device, self._comm, step_bytes)
+            pages = num_pages(config, page_bytes, self._device, self._comm, step_bytes)
             self._make_context(config, min(max_seq_len, pages * config.page_size), pages)
         logger.info(
             "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",
@@ -183,7 +185,7 @@ class Engine:
         num_heads = len(self._comm.info.shard(self._model_config.num_heads, "attention heads"))
         return Context(
             page_table_RP=page_table_RP,
-            token_pool_RL=self._zeros(limits.num_rows + 1, limits.max_seq_len),
+            token_pool_RL=self._zeros(limits.num_rows + 1, limits.num_row_tokens),
             kv_pool=pool,
             attn_backend=create_attention_backend(
                 config.attn, pool, page_table_RP, num_heads, self._model_config.attention
@@ -273,13 +275,22 @@ class Engine:
         return self._graphs.sampling_graph(key) if self._graphs and key else None
 
     def _write_tables(self, writes: TableWrites) -> None:
-        if len(writes.pages) + len(writes.tokens) == 0:
-            return
-        page_index, pages, token_index, tokens = self._extra_staging.send(
-            writes.page_index, writes.pages, writes.token_index, writes.tokens
-        )
-        scatter(self.context.page_table_RP, page_index, pages)
-        scatter(self.context.token_pool_RL, token_index, tokens)
+        page_table_RP = self.context.page_table_RP
+        token_pool_RL = self.context.token_pool_RL
+        self._scatter(page_table_RP, writes.page_index, writes.pages)
+        self._scatter(token_pool_RL, writes.token_index, writes.tokens)
+        for copy in writes.copies:
+            num_pages = copy.num_tokens // self.limits.page_size
+            page_table_RP[copy.target, :num_pages] = page_table_RP[copy.source, :num_pages]
+            tokens = slice(0, copy.num_tokens)
+            token_pool_RL[copy.target, tokens] = token_pool_RL[copy.source, tokens]
+
+    def _scatter(self, table: Tensor, index: IntArray, values: IntArray) -> None:
+        """Write to a table, in pieces: the buffers on the way need not hold a whole context."""
+        for begin in range(0, len(index), _MAX_WRITES):
+            piece = slice(begin, begin + _MAX_WRITES)
+            index_Z, value_Z = self._extra_staging.send(index[piece], values[piece])
+            scatter(table, index_Z, value_Z)
 
     def _run_eagerly(self, plan: BatchPlan) -> tuple[Tensor, SamplingInputs]:
         """The hidden states that are returned, and the logits of the slices that sample."""

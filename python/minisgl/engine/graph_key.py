@@ -64,7 +64,8 @@ def _decode_kind(plan: BatchPlan) -> GraphKind:
 def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
     """Whether a graph can do the table writes of its step: one page a request, and no tokens."""
     max_pages = 1 if key.kind is GraphKind.PROMPT else key.size
-    return len(writes.tokens) == 0 and len(writes.pages) <= max_pages
+    has_only_pages = len(writes.tokens) == 0 and not writes.copies
+    return has_only_pages and len(writes.pages) <= max_pages
 
 
 def graph_sizes(max_decodes: int, max_prompt: int) -> dict[GraphKind, list[int]]:

@@ -106,7 +106,9 @@ class GraphRunner:
         self._padding_page = int(context.page_table_RP[-1, 0])
         self._captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
 
-        max_prompt = min(PROMPT_SIZES[-1], self._num_row_tokens, _MAX_PROMPT_WORK // weight_bytes)
+        max_prompt = min(
+            PROMPT_SIZES[-1], self._num_row_tokens - 1, _MAX_PROMPT_WORK // weight_bytes
+        )
         self._sizes = graph_sizes(max_decodes, max_prompt)
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
         capacity = 16 * (max(max_decodes, max_prompt) + 4)

@@ -31,6 +31,15 @@ class EngineLimits:
         """Pages of the longest sequence."""
         return -(-self.max_seq_len // self.page_size)
 
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of the longest sequence, and one more.
+
+        A step samples a token after any prompt, also after one that fills the context and wants
+        none.
+        """
+        return self.max_seq_len + 1
+
 
 def context_length(config: EngineConfig, model: ModelConfig) -> int:
     """Positions that the model can tell apart, or fewer if the user says so.

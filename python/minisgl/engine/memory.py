@@ -17,6 +17,7 @@ from minisgl.utils.arch import available_memory
 
 # Weights are packed if a second copy takes at most this fraction of what is free.
 _MAX_PACKED_FRACTION = 0.2
+_MAX_SLOTS = 2**31 - 2**16  # slots are int32; the padding page comes after them
 _ADVICE = "lower --max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
 
 
@@ -61,15 +62,13 @@ def may_pack(config: EngineConfig, weight_bytes: int, device: torch.device) -> b
 def num_pages(
     config: EngineConfig,
     page_bytes: int,
-    max_seq_len: int,
     device: torch.device,
     comm: DistributedCommunicator,
     step_bytes: int = 0,
 ) -> int:
-    """Pages of the pool, equal on all ranks.
+    """Pages of the pool, equal on all ranks: as many as the option says, or the memory allows.
 
-    They are as many as the option says; else what the memory allows, but not more than all rows
-    together can ever use.
+    What all running requests together cannot use holds cached prefixes.
 
     Args:
         step_bytes: memory that steps will take besides.
@@ -83,13 +82,13 @@ def num_pages(
     assert config.page_size is not None
     pool_bytes = int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio)
     affordable = pool_bytes // page_bytes
-    usable = config.max_running_requests * -(-max_seq_len // config.page_size)
     if affordable < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
             f"steps {step_bytes:,}; {_ADVICE}"
         )
-    agreed = torch.tensor([min(affordable, usable)], dtype=torch.int64, device=device)
+    addressable = _MAX_SLOTS // config.page_size
+    agreed = torch.tensor([min(affordable, addressable)], dtype=torch.int64, device=device)
     return int(comm.all_reduce_min(agreed).item())
 
 

@@ -2,7 +2,8 @@
 
 Ownership: a page is at any time free, held by one request, or in the prefix cache. `insert` moves
 pages from the caller into the cache, `evict` moves them back, and no other method moves a page. A
-locked handle keeps the pages of its prefix in the cache. Next to read: `radix_cache.py`.
+locked handle keeps the pages of its prefix in the cache, and who has locked it is known. Next to
+read: `radix_cache.py`.
 """
 
 # Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
@@ -76,36 +77,49 @@ class InsertResult:
 
 
 class BasePrefixCache(ABC):
-    """Which pages hold the KV of which tokens. Counts in pages, compares namespaces and tokens.
-
-    Attributes:
-        caches_prefixes: whether it keeps anything that is inserted.
-    """
-
-    caches_prefixes = True
+    """Which pages hold the KV of which tokens. Counts in pages, compares namespaces and tokens."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 
     @abstractmethod
-    def match(self, key: PrefixKey) -> BaseCacheHandle:
-        """Find the longest cached prefix, in whole pages; valid until the next evict or lock."""
+    def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
+        """Find the longest cached prefix, in whole pages; valid until the next evict or lock.
+
+        Args:
+            after: a locked prefix of the key, from which the search goes on.
+        """
 
     @abstractmethod
     def pages(self, handle: BaseCacheHandle) -> IntArray:
         """The pages of a handle's prefix, in order."""
 
     @abstractmethod
-    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:
-        """Add the whole pages of a sequence; len(pages) == len(key.tokens) // page_size."""
+    def insert(
+        self, key: PrefixKey, pages: IntArray, after: BaseCacheHandle | None = None
+    ) -> InsertResult:
+        """Add the whole pages of a sequence.
+
+        Args:
+            pages: of all tokens of the key, or of those that follow `after`.
+            after: a locked prefix of the key.
+        """
 
     @abstractmethod
-    def lock(self, handle: BaseCacheHandle) -> None:
-        """Protect a prefix from eviction; counted, every lock needs its unlock."""
+    def lock(self, handle: BaseCacheHandle, owner: int) -> None:
+        """Protect a prefix from eviction. An owner may lock a longer prefix later, not another."""
 
     @abstractmethod
-    def unlock(self, handle: BaseCacheHandle) -> None:
-        """Undo one lock."""
+    def unlock(self, handle: BaseCacheHandle, owner: int) -> None:
+        """Undo the locks of an owner, given the longest prefix that it has locked."""
+
+    @abstractmethod
+    def owner_of(self, handle: BaseCacheHandle) -> int | None:
+        """Any one of those who have locked a prefix; None if it is empty or nobody has."""
+
+    @abstractmethod
+    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_owners: int) -> int:
+        """Leading tokens of a prefix that at least so many owners have locked."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:

@@ -15,22 +15,39 @@ _EMPTY_PREFIX = BaseCacheHandle(0)
 class NaivePrefixCache(BasePrefixCache):
     """Holds no page: every match is empty and every insert leaves the pages with the caller."""
 
-    caches_prefixes = False
-
-    def match(self, key: PrefixKey) -> BaseCacheHandle:  # noqa: ARG002 - it would find nothing
+    def match(
+        self,
+        key: PrefixKey,  # noqa: ARG002 - it would find nothing
+        after: BaseCacheHandle | None = None,  # noqa: ARG002
+    ) -> BaseCacheHandle:
         return _EMPTY_PREFIX
 
     def pages(self, handle: BaseCacheHandle) -> IntArray:  # noqa: ARG002 - all are empty
         return _NO_PAGES
 
-    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:  # noqa: ARG002 - keeps none
+    def insert(
+        self,
+        key: PrefixKey,  # noqa: ARG002 - keeps none
+        pages: IntArray,  # noqa: ARG002
+        after: BaseCacheHandle | None = None,  # noqa: ARG002
+    ) -> InsertResult:
         return InsertResult(_EMPTY_PREFIX, 0)
 
-    def lock(self, handle: BaseCacheHandle) -> None:
+    def lock(self, handle: BaseCacheHandle, owner: int) -> None:
         pass
 
-    def unlock(self, handle: BaseCacheHandle) -> None:
+    def unlock(self, handle: BaseCacheHandle, owner: int) -> None:
         pass
+
+    def owner_of(self, handle: BaseCacheHandle) -> int | None:  # noqa: ARG002 - all are empty
+        return None
+
+    def num_tokens_locked_by(
+        self,
+        handle: BaseCacheHandle,  # noqa: ARG002 - all are empty
+        num_owners: int,  # noqa: ARG002
+    ) -> int:
+        return 0
 
     def evict(self, num_pages: int) -> IntArray:
         if num_pages > 0:

@@ -8,12 +8,12 @@ An edge carries a run of whole pages: their tokens and their page ids. A node fi
 tokens of its first page, the root by a namespace and that page. A namespace exists only in the
 root's keys: when its last page is evicted, nothing of it remains.
 
-Locking a node locks the path from the root to it. Unlocked nodes therefore have no locked
-descendants. Eviction removes pages from the end of the least recently used unlocked leaf, which a
-heap finds. An entry becomes stale when its node is used, locked or given a child. Stale entries are
-skipped when they are popped (lazy deletion). Each use of a node pushes at most one entry, so
-eviction costs O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks
-evict alike.
+Locking a node locks the path from the root to it, and each node knows who has locked it: which
+requests have a prefix in common is read off the tree. Unlocked nodes have no locked descendants.
+Eviction removes pages from the end of the least recently used unlocked leaf, which a heap finds. An
+entry becomes stale when its node is used, locked or given a child. Stale entries are skipped when
+they are popped (lazy deletion). Each use of a node pushes at most one entry, so eviction costs
+O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks evict alike.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Node:
         key: of this node among its parent's children; `_child_key` makes it.
         parent: None for the root, and for a node that was evicted.
         heap_key: `last_used` in its newest entry of the heap; None if that was popped.
+        owners: who has locked it. They own its parent too.
     """
 
     __slots__ = (
@@ -46,7 +47,7 @@ class _Node:
         "heap_key",
         "key",
         "last_used",
-        "num_locks",
+        "owners",
         "pages",
         "parent",
         "tokens",
@@ -58,13 +59,13 @@ class _Node:
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
-        self.num_locks = 0
+        self.owners: set[int] = set()
         self.last_used = 0
         self.heap_key: int | None = None
 
     @property
     def is_evictable(self) -> bool:
-        return self.num_locks == 0 and not self.children and self.parent is not None
+        return not self.owners and not self.children and self.parent is not None
 
     def path(self) -> Iterator[_Node]:
         """From here up to the root, without it."""
@@ -91,37 +92,53 @@ class RadixPrefixCache(BasePrefixCache):
         self._heap: list[tuple[int, int, _Node]] = []
         self._num_pushed = 0
 
-    def match(self, key: PrefixKey) -> BaseCacheHandle:
-        node, length = self._walk(key.namespace, key.tokens)
+    def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
+        node, length = self._walk(key, after)
         return _RadixHandle(length, node)
 
     def pages(self, handle: BaseCacheHandle) -> IntArray:
         runs = [node.pages for node in _node_of(handle).path()]
         return np.concatenate(runs[::-1]) if runs else _EMPTY
 
-    def insert(self, key: PrefixKey, pages: IntArray) -> InsertResult:
-        num_tokens = len(pages) * self.page_size
-        tokens = key.tokens[:num_tokens]
-        node, existing = self._walk(key.namespace, tokens)
+    def insert(
+        self, key: PrefixKey, pages: IntArray, after: BaseCacheHandle | None = None
+    ) -> InsertResult:
+        first = after.num_tokens if after else 0
+        num_tokens = first + len(pages) * self.page_size
+        key = PrefixKey(key.namespace, key.tokens[:num_tokens])
+        node, existing = self._walk(key, after)
         if existing < num_tokens:
-            first_key = self._child_key(node, key.namespace, tokens[existing:])
-            new_pages = pages[existing // self.page_size :]
-            node = self._add_leaf(node, first_key, tokens[existing:], new_pages)
+            tokens = key.tokens[existing:]
+            first_key = self._child_key(node, key.namespace, tokens)
+            new_pages = pages[(existing - first) // self.page_size :]
+            node = self._add_leaf(node, first_key, tokens, new_pages)
         return InsertResult(_RadixHandle(num_tokens, node), existing)
 
-    def lock(self, handle: BaseCacheHandle) -> None:
+    def lock(self, handle: BaseCacheHandle, owner: int) -> None:
         for node in _node_of(handle).path():
-            if node.num_locks == 0:
+            if owner in node.owners:
+                break
+            if not node.owners:
                 self._num_evictable -= len(node.pages)
-            node.num_locks += 1
+            node.owners.add(owner)
 
-    def unlock(self, handle: BaseCacheHandle) -> None:
+    def unlock(self, handle: BaseCacheHandle, owner: int) -> None:
         for node in _node_of(handle).path():
-            assert node.num_locks > 0
-            node.num_locks -= 1
-            if node.num_locks == 0:
+            node.owners.remove(owner)
+            if not node.owners:
                 self._num_evictable += len(node.pages)
                 self._push_evictable(node)
+
+    def owner_of(self, handle: BaseCacheHandle) -> int | None:
+        return next(iter(_node_of(handle).owners), None)
+
+    def num_tokens_locked_by(self, handle: BaseCacheHandle, num_owners: int) -> int:
+        num_tokens = handle.num_tokens
+        for node in _node_of(handle).path():
+            if len(node.owners) >= num_owners:
+                break
+            num_tokens -= len(node.tokens)
+        return num_tokens
 
     def evict(self, num_pages: int) -> IntArray:
         if num_pages > self._num_evictable:
@@ -145,8 +162,11 @@ class RadixPrefixCache(BasePrefixCache):
     def num_pages(self) -> int:
         return self._num_pages
 
-    def _walk(self, namespace: str, tokens: IntArray) -> tuple[_Node, int]:
+    def _walk(self, key: PrefixKey, after: BaseCacheHandle | None) -> tuple[_Node, int]:
         """Find the longest cached prefix of tokens, and split the last edge if it ends within it.
+
+        Args:
+            after: a prefix of these tokens that the cache holds; it is not compared again.
 
         Returns:
             the node at the end of the prefix, whose path is used now, and the prefix's length.
@@ -154,7 +174,13 @@ class RadixPrefixCache(BasePrefixCache):
         self._clock += 1
         node = self._root
         length = 0
-        while child := node.children.get(self._child_key(node, namespace, tokens[length:])):
+        if after is not None:
+            node = _node_of(after)
+            length = after.num_tokens
+            for ancestor in node.path():
+                self._touch(ancestor)
+        tokens = key.tokens
+        while child := node.children.get(self._child_key(node, key.namespace, tokens[length:])):
             common = common_prefix_length(child.tokens, tokens[length:])
             common -= common % self.page_size
             node = child if common == len(child.tokens) else self._split(child, common)
@@ -182,7 +208,7 @@ class RadixPrefixCache(BasePrefixCache):
         assert node.parent is not None
         num_pages = num_tokens // self.page_size
         upper = _Node(node.key, node.tokens[:num_tokens], node.pages[:num_pages], node.parent)
-        upper.num_locks = node.num_locks
+        upper.owners = node.owners.copy()
         upper.last_used = node.last_used
         node.parent.children[node.key] = upper
 
@@ -246,7 +272,7 @@ class RadixPrefixCache(BasePrefixCache):
                 self._check_edge(node, key, child)
             if node is not self._root:
                 runs.append(node.pages)
-                num_evictable += 0 if node.num_locks else len(node.pages)
+                num_evictable += 0 if node.owners else len(node.pages)
             if node.is_evictable:
                 ages = [last_used for last_used, _, other in self._heap if other is node]
                 assert ages.count(node.last_used) == 1
@@ -262,7 +288,7 @@ class RadixPrefixCache(BasePrefixCache):
         assert len(child.tokens) == len(child.pages) * self.page_size > 0
         if node is not self._root:
             assert len(key) == self.page_size * child.tokens.itemsize
-            assert child.num_locks <= node.num_locks
+            assert child.owners <= node.owners
             assert child.last_used <= node.last_used
 
 

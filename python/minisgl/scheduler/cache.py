@@ -2,17 +2,16 @@
 
 The page-table row of a request, and who owns the pages:
 
-    row      │ cached prefix │ duplicates │ published │ tail    │
-    owner    │ cache         │ request    │ cache     │ request │
+    row      │ prefix │ own     │
+    owner    │ cache  │ request │
 
-    cached prefix   pages that the cache had when the request was admitted
-    duplicates      pages whose tokens the cache already held when they were published
-    published       pages that the request gave to the cache
-    tail            pages that are not published yet
+The row only grows. The prefix is cached, and locked by the request. `publish` moves pages from the
+request's own to the prefix. Where another request has published pages for the same tokens before,
+the request keeps its own until it ends or is retracted: launched steps may read them.
 
-The row only grows. `publish` moves pages from the tail to the cache. Where another request has
-published pages for these tokens before, the request keeps its own as duplicates: launched steps may
-read them. They are released when the request ends or is retracted.
+Rows whose prefix is the same node of the cache begin alike. A row that is admitted is therefore
+copied from another one on the device as far as possible, and what all rows have in common is known
+without comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
 `num_pages_for` counts pages of tokens, so admission and allocation agree.
@@ -24,25 +23,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core import IntArray, Req
-from minisgl.kvcache import BaseCacheHandle, BasePrefixCache, PrefixKey
+from minisgl.core import IntArray, Req, ReqSlice
+from minisgl.kvcache import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
 from minisgl.scheduler.table import TableManager
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What one admitted request holds: a locked prefix, and pages of its own.
+    """What one admitted request holds.
 
     Attributes:
-        pages: its row of the page table, from the start.
+        prefix: its row begins with exactly these pages of the cache.
+        own: the pages of its row after them.
+        capacity: tokens that all pages of its row can hold.
     """
 
-    handle: BaseCacheHandle
-    pages: list[int] = field(default_factory=list)
-    duplicates: list[int] = field(default_factory=list)
-
-    def own_pages(self, page_size: int) -> list[int]:
-        return self.duplicates + self.pages[self.handle.num_tokens // page_size :]
+    row: int
+    prefix: BaseCacheHandle
+    own: list[int] = field(default_factory=list)
+    capacity: int = 0
 
 
 class CacheManager:
@@ -56,11 +55,6 @@ class CacheManager:
         self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack of _num_free pages
         self._num_free = num_pages
         self._held: dict[int, _Holding] = {}
-
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether a published prefix is kept for other requests."""
-        return self._cache.caches_prefixes
 
     @property
     def num_available(self) -> int:
@@ -80,76 +74,116 @@ class CacheManager:
         Returns:
             False, and nothing has changed, if the pages do not suffice.
         """
-        tokens = req.tokens[: req.num_known]
         # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
-        num_matched = 0 if req.scores_prompt else len(tokens) - 1
-        handle = self._cache.match(_key_of(req, num_matched))
-        self._cache.lock(handle)
-        wanted = self.num_pages_for(req.num_tokens) - handle.num_tokens // self.page_size
+        num_matched = 0 if req.scores_prompt else req.num_known - 1
+        prefix = self._cache.match(_key_of(req, num_matched))
+        neighbour = self._cache.owner_of(prefix)
+        self._cache.lock(prefix, req.uid)
+        wanted = self.num_pages_for(req.num_tokens) - self._num_pages_of(prefix)
         if wanted + reserve > self.num_available:
-            self._cache.unlock(handle)
+            self._cache.unlock(prefix, req.uid)
             return False
-        req.row = self._table.allocate(tokens)
-        self._held[req.uid] = _Holding(handle)
-        self._append(req, self._cache.pages(handle))
-        self._append(req, self._allocate(wanted))
-        req.num_computed = handle.num_tokens
+        req.row = self._table.allocate()
+        self._write_prefix(req, prefix, neighbour)
+        self._held[req.uid] = _Holding(req.row, prefix, capacity=prefix.num_tokens)
+        self._append(req, wanted)
+        req.num_computed = prefix.num_tokens
         if req.num_cached is None:
-            req.num_cached = handle.num_tokens
+            req.num_cached = prefix.num_tokens
         return True
+
+    def _write_prefix(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
+        """Write a request's known tokens to its row, and the pages of its prefix.
+
+        Args:
+            neighbour: another request whose row begins with this prefix.
+        """
+        assert req.row is not None
+        first = 0
+        if neighbour is not None:
+            first = prefix.num_tokens
+            self._table.copy(self._held[neighbour].row, req.row, first)
+        else:
+            self._table.append_pages(req.row, 0, self._cache.pages(prefix))
+        self._table.append_tokens(req.row, first, req.tokens[first : req.num_known])
 
     def try_extend(self, req: Req) -> bool:
         """Make room for all tokens of a running request; False if there is no page."""
-        wanted = self.num_pages_for(req.num_tokens) - len(self._held[req.uid].pages)
-        if wanted <= 0:
+        missing = req.num_tokens - self._held[req.uid].capacity
+        if missing <= 0:
             return True
+        wanted = self.num_pages_for(missing)
         if wanted > self.num_available:
             return False
-        self._append(req, self._allocate(wanted))
+        self._append(req, wanted)
         return True
 
-    def publish(self, req: Req) -> None:
-        """Put what is computed of a request into the prefix cache, where other requests find it."""
-        holding = self._held[req.uid]
-        num_pages = min(req.num_computed, req.num_known) // self.page_size
-        key = _key_of(req, num_pages * self.page_size)
-        result = self._cache.insert(key, np.array(holding.pages[:num_pages], dtype=np.int32))
-        first_own = holding.handle.num_tokens // self.page_size
-        holding.duplicates += holding.pages[first_own : result.num_cached_tokens // self.page_size]
-        self._cache.lock(result.handle)
-        self._cache.unlock(holding.handle)
-        holding.handle = result.handle
+    def publish(self, req: Req, num_tokens: int) -> None:
+        """Put the first tokens of a request into the prefix cache, where other requests find them.
 
-    def num_shared_tokens(self, reqs: list[Req]) -> int:
-        """Leading tokens whose pages all these requests have in common."""
-        first, *others = (self._held[req.uid].pages for req in reqs)
-        if not others:
+        Nothing changes if the cache has other pages for them.
+
+        Args:
+            num_tokens: they are computed, or will be in the next step.
+        """
+        holding = self._held[req.uid]
+        key = _key_of(req, num_tokens)
+        if self._cache.match(key, holding.prefix).num_tokens > holding.prefix.num_tokens:
+            return
+        prefix = self._insert(holding, key).handle
+        self._cache.lock(prefix, req.uid)
+        del holding.own[: self._num_pages_of(prefix) - self._num_pages_of(holding.prefix)]
+        holding.prefix = prefix
+
+    def _insert(self, holding: _Holding, key: PrefixKey) -> InsertResult:
+        """Give a request's own pages to the cache, as far as a key goes and it has no others."""
+        num_new = len(key.tokens) // self.page_size - self._num_pages_of(holding.prefix)
+        pages = np.array(holding.own[:num_new], dtype=np.int32)
+        return self._cache.insert(key, pages, holding.prefix)
+
+    def num_shared_tokens(self, chunks: list[ReqSlice]) -> int:
+        """Leading tokens whose pages all admitted requests have in common.
+
+        Args:
+            chunks: of prompts, that the next step computes. What it computes does not count.
+        """
+        if len(self._held) < 2:
             return 0
-        length = len(first)
-        for pages in others:
-            if pages[:length] != first[:length]:
-                length = _num_equal(first[:length], pages)
-            if length == 0:
-                break
-        return length * self.page_size
+        holding = next(iter(self._held.values()))
+        num_common = self._cache.num_tokens_locked_by(holding.prefix, len(self._held))
+        num_computed = min((chunk.start for chunk in chunks), default=num_common)
+        return min(num_common, num_computed // self.page_size * self.page_size)
 
     def release(self, req: Req) -> None:
-        """Release all that a request holds. No launched step may refer to it."""
+        """Release all that a request holds. No launched step may refer to it.
+
+        What is computed of it goes to the cache.
+        """
         assert req.num_in_flight == 0
         assert req.row is not None
-        self.publish(req)
         holding = self._held.pop(req.uid)
-        self._cache.unlock(holding.handle)
-        self._give_back(np.array(holding.own_pages(self.page_size), dtype=np.int32))
+        result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
+        self._cache.unlock(holding.prefix, req.uid)
+        num_prefix = holding.prefix.num_tokens
+        begin = (result.num_cached_tokens - num_prefix) // self.page_size
+        end = (result.handle.num_tokens - num_prefix) // self.page_size
+        del holding.own[begin:end]
+        self._give_back(np.array(holding.own, dtype=np.int32))
         self._table.release(req.row)
         req.row = None
         req.num_computed = 0
 
-    def _append(self, req: Req, pages: IntArray) -> None:
+    def _num_pages_of(self, prefix: BaseCacheHandle) -> int:
+        return prefix.num_tokens // self.page_size
+
+    def _append(self, req: Req, num_pages: int) -> None:
+        """Allocate pages at the end of a request's row."""
         assert req.row is not None
-        held = self._held[req.uid].pages
-        self._table.append_pages(req.row, len(held), pages)
-        held += pages.tolist()
+        holding = self._held[req.uid]
+        pages = self._allocate(num_pages)
+        self._table.append_pages(req.row, holding.capacity // self.page_size, pages)
+        holding.own += pages.tolist()
+        holding.capacity += num_pages * self.page_size
 
     def _allocate(self, num_pages: int) -> IntArray:
         if num_pages > self._num_free:
@@ -163,27 +197,22 @@ class CacheManager:
 
     def check_integrity(self, admitted: list[Req]) -> None:
         """Assert that each page has exactly one owner, and rows name pages that they may read."""
-        own = [page for held in self._held.values() for page in held.own_pages(self.page_size)]
+        own = [page for holding in self._held.values() for page in holding.own]
         cached = self._cache.check_integrity()
         free = self._free[: self._num_free]
         every_page = np.concatenate([free, cached, np.array(own, dtype=np.int32)])
         assert np.array_equal(np.sort(every_page), np.arange(self.num_pages))
-        assert {req.uid for req in admitted} == self._held.keys()
+        assert {req.uid: req.row for req in admitted} == {
+            uid: holding.row for uid, holding in self._held.items()
+        }
+        pages_of_cache = set(cached.tolist())
         for req in admitted:
             holding = self._held[req.uid]
-            num_cached = holding.handle.num_tokens // self.page_size
-            pages_of_cache = set(holding.pages[:num_cached]) - set(holding.duplicates)
-            assert pages_of_cache <= set(cached.tolist())
-            assert len(holding.pages) >= self.num_pages_for(req.num_computed)
+            assert pages_of_cache.issuperset(self._cache.pages(holding.prefix).tolist())
+            num_pages = self._num_pages_of(holding.prefix) + len(holding.own)
+            assert holding.capacity == num_pages * self.page_size >= req.num_computed
 
 
 def _key_of(req: Req, num_tokens: int) -> PrefixKey:
     """The first tokens of a request, in its namespace."""
     return PrefixKey(req.namespace, req.tokens[:num_tokens])
-
-
-def _num_equal(pages: list[int], others: list[int]) -> int:
-    """Leading pages that two rows have in common."""
-    pairs = enumerate(zip(pages, others, strict=False))
-    differing = (i for i, (page, other) in pairs if page != other)
-    return next(differing, min(len(pages), len(others)))

@@ -132,7 +132,7 @@ class Scheduler:
         is_on_gpu = config.device == "cuda"
         self.is_running = True
         self.events = Events()
-        self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.max_seq_len)
+        self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.num_row_tokens)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table, self.events)
@@ -216,7 +216,7 @@ class Scheduler:
         num_half_computed = int(self.prefill.half_computed is not None)
         return EngineStats(
             num_running=len(self.decode) + num_half_computed,
-            num_waiting=len(self.pending_grammars) + len(self.prefill) - num_half_computed,
+            num_waiting=len(self.pending_grammars) + len(self.prefill),
             num_pages_used=self.cache.num_pages - self.cache.num_available,
             num_pages=self.cache.num_pages,
             num_retractions=self._counts.num_retractions,
@@ -284,14 +284,15 @@ class Scheduler:
             slices = running.without(self._retract())
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
-        slices += self.prefill.plan(
+        chunks = self.prefill.plan(
             running.budget,
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
+        slices += chunks
         if not slices:
             return None
-        num_shared_tokens = self.cache.num_shared_tokens([req_slice.req for req_slice in slices])
+        num_shared_tokens = self.cache.num_shared_tokens(chunks)
         plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
@@ -329,12 +330,11 @@ class Scheduler:
             self._advance_prompt(req_slice)
 
     def _advance_prompt(self, chunk: ReqSlice) -> None:
-        """Account for a launched chunk. A prompt is published now, before the next plan is made."""
+        """Account for a launched chunk."""
         if self.events.chunk_launched:
             event = ChunkLaunched(chunk.req.uid, chunk.start, chunk.end)
             self.events.chunk_launched.emit(event)
         if chunk.samples:
-            self.cache.publish(chunk.req)
             self.decode.add(chunk.req)
 
     def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:

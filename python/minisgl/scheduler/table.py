@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minisgl.core import IntArray, TableWrites
+from minisgl.core import IntArray, RowCopy, TableWrites
 
 _Write = tuple[int, IntArray]  # flat index of the first value, values
 
@@ -30,16 +30,18 @@ class TableManager:
         self._free = list(range(num_rows))[::-1]
         self._pages: dict[int, list[_Write]] = {}
         self._tokens: dict[int, list[_Write]] = {}
+        self._copies: list[RowCopy] = []
 
     @property
     def has_free(self) -> bool:
         return bool(self._free)
 
-    def allocate(self, tokens: IntArray) -> int:
-        """Allocate a row and write the request's known tokens to it."""
-        row = self._free.pop()
-        self.append_tokens(row, 0, tokens)
-        return row
+    def allocate(self) -> int:
+        return self._free.pop()
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Write the first tokens of a row in use, and their pages, to a row without any."""
+        self._copies.append(RowCopy(source, target, num_tokens))
 
     def append_tokens(self, row: int, start: int, tokens: IntArray) -> None:
         """Write tokens that the host knows to the positions from start on."""
@@ -60,9 +62,11 @@ class TableManager:
         writes = TableWrites(
             *_flatten(self._pages.values()),
             *_flatten(self._tokens.values()),
+            tuple(self._copies),
         )
         self._pages = {}
         self._tokens = {}
+        self._copies = []
         return writes
 
     def check_integrity(self, rows_in_use: list[int]) -> None:
