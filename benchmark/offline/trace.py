@@ -122,6 +122,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.engine.get("tp", 1) > 1:
+        raise SystemExit("--engine: only one rank is traced, others run in their own processes")
     figures = []
     options = {"max_seq_len": 4352, "max_prefill_length": 16384, **args.engine}
     with LLM(MODELS / args.model, skip_tokenizer_init=True, dummy_weight=True, **options) as llm:

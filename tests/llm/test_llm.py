@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,9 @@ from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLErr
 from minisgl.llm import LLM
 from minisgl.llm.llm import _TextReader
 from minisgl.message import DetokenizeMsg
+from minisgl.scheduler import Scheduler
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tests.system.harness import TIMEOUT_S, wait_until
 
 ARCH = "qwen2"
 PROMPTS = ["the dog", "The quick brown fox jumps", "語 👍", " and then", "x" * 50]
@@ -40,7 +46,7 @@ def make(folder: Path, **options: Any) -> LLM:
         "max_running_requests": 4,
     }
     llm = LLM(folder, **{**small, **options})
-    if options.get("overlap"):
+    if options.get("overlap") and isinstance(llm._scheduler, Scheduler):
         llm._scheduler.grammars._executor = LLExecutor(2)
     return llm
 
@@ -365,12 +371,13 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
     alone = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
     before = children()
     with make(folder, tp=2, overlap=True) as pair:
-        (rank,) = multiprocessing.active_children()
+        ranks = multiprocessing.active_children()
+        assert len(ranks) == 2
         together = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
         stream = pair.stream(PROMPTS, LONG)
         next(stream)
         stream.close()
-        assert pair._scheduler.is_idle
+        assert not pair._unread
         with pytest.raises(RequestError):
             pair.generate([PROMPTS[0], []], LONG, use_tqdm=False)
         again = pair.generate(PROMPTS, greedy(12), use_tqdm=False)
@@ -383,7 +390,7 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
         == [output.token_ids for output in again]
         == expected
     )
-    assert not rank.is_alive()
+    assert not any(rank.is_alive() for rank in ranks)
     left = [
         child
         for child in children() - before
@@ -392,15 +399,53 @@ def test_two_ranks_say_what_one_does_and_leave_nothing(
     assert left == []
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_is_an_error_and_closing_still_works(folder: Path) -> None:
-    with make(folder, tp=2) as pair:
-        (rank,) = multiprocessing.active_children()
-        rank.kill()
-        rank.join()
-        with pytest.raises(EngineFailed):
-            pair.generate(PROMPTS, greedy(12), use_tqdm=False)
+def child(name: str) -> BaseProcess:
+    """A process that this one has started, or is about to start."""
+
+    def find() -> list[BaseProcess]:
+        return [each for each in multiprocessing.active_children() if each.name == name]
+
+    return wait_until(find, f"{name} starts")[0]
+
+
+def assert_all_end() -> None:
+    for process in multiprocessing.active_children():
+        process.join(TIMEOUT_S)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_step_is_an_error_and_ends_the_others(folder: Path) -> None:
+    """Rank 1 has stopped, so rank 0 is in a collective or comes to one."""
+    with make(folder, tp=2) as pair, ThreadPoolExecutor() as pool:
+        os.kill(child("scheduler-1").pid, signal.SIGSTOP)
+        answers = pool.submit(pair.generate, PROMPTS, LONG, use_tqdm=False)
+        os.kill(child("scheduler-1").pid, signal.SIGKILL)
+        message = r"scheduler-1 died with exit code -9 \(SIGKILL\)"
+        with pytest.raises(EngineFailed, match=message):
+            answers.result(TIMEOUT_S)
+        assert_all_end()
+        with pytest.raises(EngineFailed, match=message):
+            pair.generate(PROMPTS, LONG, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_between_two_calls_ends_the_others(folder: Path) -> None:
+    with make(folder, tp=2) as pair:
+        child("scheduler-0").kill()
+        assert_all_end()
+        with pytest.raises(EngineFailed, match="scheduler-0 died with exit code -9"):
+            pair.generate(PROMPTS, greedy(12), use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_starts_is_an_error(folder: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        pair = pool.submit(make, folder, tp=2)
+        child("scheduler-1").kill()
+        with pytest.raises(EngineFailed, match="scheduler-1 died with exit code -9"):
+            pair.result(TIMEOUT_S)
+    assert_all_end()
 
 
 @pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])

@@ -87,9 +87,7 @@ class Crowd:
             self.step()
 
 
-@pytest.mark.parametrize(
-    "options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": False}], ids=str)
 def test_each_of_a_crowd_has_one_end_and_its_own_answer(
     checkpoint: Callable[[str], Path], options: dict[str, int]
 ) -> None:

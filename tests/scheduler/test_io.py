@@ -33,7 +33,8 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue, private_folder
+from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.private_folder import private_folder
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 

@@ -25,7 +25,8 @@ from minisgl.message import (
 )
 from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue, private_folder
+from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
+from minisgl.utils.private_folder import private_folder
 
 T = TypeVar("T")
 DEADLINE_S = 20.0

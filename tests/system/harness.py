@@ -110,7 +110,7 @@ class Program:
         return self.process.wait(TIMEOUT_S)
 
     def assert_nothing_is_left(self, *, folder: bool = False) -> None:
-        """No process is left, and no folder unless `folder`: a killed program cannot remove it."""
+        """No process is left, and no folder unless `folder`: a killed program leaves that."""
         assert self._processes
         wait_until(lambda: all(map(_has_ended, self._processes)), f"all of {self._processes} end")
         if not folder:

@@ -101,7 +101,7 @@ def test_a_signal_ends_it_and_every_request(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "index", "argv"),
     [
-        ("scheduler-0", 0, ["--tp", "2"]),
+        ("scheduler-1", 1, ["--tp", "2"]),
         ("detokenizer", 1, ["--num-tokenizer", "0"]),
         ("tokenizer-1", 3, ["--num-tokenizer", "2"]),
     ],

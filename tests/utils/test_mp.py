@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import stat
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
-from minisgl.errors import ConfigError
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PullQueue, PushQueue, private_folder
+from minisgl.utils.mp import Addresses, AsyncPullQueue, PullQueue, PushQueue
+from minisgl.utils.private_folder import private_folder
 
 NUM_MSGS = 100_000
 
@@ -120,57 +115,6 @@ def test_an_event_loop_reads_in_order_and_is_not_blocked(address: str) -> None:
         return got
 
     assert asyncio.run(asyncio.wait_for(main(), timeout=20)) == list(range(100))
-
-
-def test_only_this_user_can_enter_the_folder() -> None:
-    with private_folder() as folder:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_two_servers_do_not_meet() -> None:
-    with private_folder() as one, private_folder() as other:
-        assert one != other
-
-
-def test_the_folder_goes_with_its_sockets_also_after_an_error() -> None:
-    with pytest.raises(KeyError), private_folder() as folder:
-        pull = PullQueue(Addresses(folder).frontend, from_bytes)
-        assert list(folder.iterdir())
-        raise KeyError
-    pull.close()
-
-    assert not folder.exists()
-
-
-def test_a_folder_too_deep_for_a_socket_is_refused_and_left_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-
-    with (
-        pytest.raises(ConfigError, match=r"too long for a socket name; set TMPDIR"),
-        private_folder(),
-    ):
-        pass
-    assert not list(deep.iterdir())
-
-
-@pytest.mark.parametrize("letter", ["d", "ö"])
-def test_a_folder_that_is_not_refused_has_room_for_every_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str
-) -> None:
-    """However many bytes a letter has: it is bytes that the system counts."""
-    longest = 0
-    for length in range(1, 80):
-        deep = tmp_path / (letter * length)
-        deep.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(deep))
-        with contextlib.suppress(ConfigError), private_folder() as folder:
-            longest = max(longest, len(os.fsencode(folder / "tokenizer-99")))
-
-    assert zmq.IPC_PATH_MAX_LEN - 5 < longest <= zmq.IPC_PATH_MAX_LEN
 
 
 def test_every_queue_has_an_address_of_its_own(tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.supervisor import Ready, Supervisor
+from minisgl.utils.supervisor import Ready, StartupReport, Supervisor
 
 
 def fails(ready: Ready) -> None:
@@ -16,6 +21,56 @@ def fails(ready: Ready) -> None:
 
 def refuses(ready: Ready) -> None:
     raise ConfigError("the cause")
+
+
+def waits(ready: Ready) -> None:
+    ready(StartupReport())
+    signal.pause()
+
+
+@contextmanager
+def two_children() -> Iterator[Supervisor]:
+    with Supervisor("CRITICAL") as supervisor:
+        for name in ("one", "two"):
+            supervisor.start(name, f"{__name__}:waits")
+        supervisor.wait_ready(60)
+        yield supervisor
+
+
+def end(name: str, number: signal.Signals) -> None:
+    (child,) = (each for each in multiprocessing.active_children() if each.name == name)
+    assert child.pid
+    os.kill(child.pid, number)
+
+
+def assert_all_end() -> None:
+    for child in multiprocessing.active_children():
+        child.join(60)
+    assert multiprocessing.active_children() == []
+
+
+def test_when_a_child_dies_the_others_are_killed_without_a_call() -> None:
+    with two_children() as supervisor:
+        supervisor.end_together()
+        end("two", signal.SIGTERM)
+        assert_all_end()
+        assert supervisor.death() == "two died with exit code -15 (SIGTERM)"
+
+
+def test_an_event_loop_that_watches_kills_the_others_too() -> None:
+    with two_children() as supervisor:
+        end("one", signal.SIGKILL)
+        death = asyncio.run(asyncio.wait_for(supervisor.watch(), 60))
+        assert death == "one died with exit code -9 (SIGKILL)"
+        assert_all_end()
+
+
+def test_children_that_end_with_their_supervisor_have_not_died() -> None:
+    with two_children() as supervisor:
+        supervisor.end_together()
+        with pytest.raises(KeyError), supervisor:
+            raise KeyError
+        assert supervisor.death() == ""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Offline use, without a server.
 
-`LLM` has a scheduler and its engine in this process and steps them itself. Other tensor-parallel
-ranks run in processes of their own, as they do under the server. Next to read:
+`LLM` has a scheduler and its engine in this process and steps them itself. Tensor-parallel ranks
+run in processes of their own, as they do under the server (`rank_group.py`). Next to read:
 `scheduler/scheduler.py`.
 """
 
@@ -27,6 +27,7 @@ from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest, RequestError
+from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
@@ -38,13 +39,10 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
-from minisgl.scheduler import Scheduler, SchedulerConfig, leader_inbox
+from minisgl.scheduler import Scheduler, SchedulerConfig
 from minisgl.tokenizer import Detokenizer, Tokenizer
 from minisgl.utils import detect_hardware
-from minisgl.utils.mp import Addresses, private_folder
-from minisgl.utils.supervisor import Supervisor
 
-_START_TIMEOUT_S = 900.0
 Prompt: TypeAlias = str | Sequence[int]
 
 
@@ -131,23 +129,24 @@ class LLM:
             model = str(model)
         config = SchedulerConfig(model=model, **options)
         folder = fetch_model(config.model, config.model_source)
-        config = config.agree(folder).resolve(detect_hardware())
-        self._queues = LocalQueues()
+        config = config.agree(folder)
         self._uids = itertools.count()
         self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
-        self._has_failed = False
+        self._failure: str | None = None
+        self._queues: LocalQueues | RankGroup
+        self._scheduler: Scheduler | RankGroup
         with ExitStack() as stack:
-            addresses = Addresses(stack.enter_context(private_folder()))
-            supervisor = stack.enter_context(Supervisor("WARNING"))
-            body = "minisgl.scheduler:scheduler_worker"
-            for rank in range(1, config.tp):
-                supervisor.start(f"scheduler-{rank}", body, config, rank, addresses)
-            engine = Engine(config, DistributedInfo(0, config.tp), addresses.rendezvous)
-            stack.callback(engine.close)
-            supervisor.wait_ready(_START_TIMEOUT_S)
-            inbox = leader_inbox(self._queues, config.tp, addresses)
-            stack.callback(inbox.close)
-            self._scheduler = Scheduler(config, engine, inbox, self._queues)
+            if config.tp > 1:
+                ranks = stack.enter_context(RankGroup(config))
+                self._queues = ranks
+                self._scheduler = ranks
+            else:
+                config = config.resolve(detect_hardware())
+                engine = Engine(config, DistributedInfo())
+                stack.callback(engine.close)
+                queues = LocalQueues()
+                self._queues = queues
+                self._scheduler = Scheduler(config, engine, queues, queues)
             self._optional_tokenizer = None
             if not skip_tokenizer_init:
                 self._optional_tokenizer = Tokenizer(
@@ -331,8 +330,8 @@ class LLM:
         return prompt
 
     def _check_usable(self) -> None:
-        if self._has_failed:
-            raise EngineFailed("a step of this LLM was broken off")
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
         if not self._scheduler.is_running:
             raise EngineFailed("this LLM is closed")
 
@@ -340,10 +339,12 @@ class LLM:
         """Make one step; file its outputs."""
         try:
             self._scheduler.step()
+        except EngineFailed as error:
+            self._failure = str(error)
+            raise
         except BaseException as error:  # also Ctrl-C: the step is half done, its state is lost
-            self._has_failed = True
-            # A collective whose peer has died and a device that failed raise RuntimeError.
-            if not isinstance(error, RuntimeError):
+            self._failure = "a step of this LLM was broken off"
+            if not isinstance(error, RuntimeError):  # what torch raises if the device fails
                 raise
             raise EngineFailed(f"the engine failed: {error}") from error
         for msg in self._queues.drain_outputs():
@@ -353,7 +354,7 @@ class LLM:
 
     def _abort(self, uids: set[int]) -> None:
         """Abort requests, and step until the scheduler has ended them."""
-        if self._has_failed or not self._scheduler.is_running:
+        if self._failure is not None or not self._scheduler.is_running:
             return
         for uid in sorted(uids):
             self._queues.post(AbortBackendMsg(uid))

@@ -54,7 +54,11 @@ class GrammarCompiledMsg(BaseBackendMsg, frozen=True):
 
 
 class BatchBackendMsg(BaseBackendMsg, frozen=True):
-    """Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it."""
+    """Messages that a scheduler gets before one step.
+
+    Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it. `LLM` →
+    scheduler 0: the prompts of a call.
+    """
 
     msgs: list[UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | ExitMsg]
 

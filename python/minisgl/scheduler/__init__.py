@@ -24,7 +24,7 @@ from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqI
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.scheduler import Executor, Scheduler
 from minisgl.scheduler.table import TableManager
-from minisgl.scheduler.worker import leader_inbox, scheduler_worker
+from minisgl.scheduler.worker import scheduler_worker
 
 __all__ = [
     "CacheManager",
@@ -41,6 +41,5 @@ __all__ = [
     "TableManager",
     "ZmqInbox",
     "ZmqOutbox",
-    "leader_inbox",
     "scheduler_worker",
 ]

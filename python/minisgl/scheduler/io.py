@@ -40,19 +40,24 @@ class Outbox(Protocol):
 
 
 class ZmqInbox:
-    """The tokenizers' queue.
+    """The queue of the tokenizers, or of an `LLM`, whose messages come together.
 
     Args:
         writer: another end of the queue, for what is posted.
     """
 
-    def __init__(self, queue: PullQueue[BackendMsg], writer: PushQueue[BackendMsg]) -> None:
+    def __init__(
+        self, queue: PullQueue[BackendMsg | BatchBackendMsg], writer: PushQueue[BackendMsg]
+    ) -> None:
         self._queue = queue
         self._writer = writer
         self._lock = threading.Lock()
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        return self._queue.drain(block=block)
+        msgs: list[BackendMsg] = []
+        for msg in self._queue.drain(block=block):
+            msgs += msg.msgs if isinstance(msg, BatchBackendMsg) else [msg]
+        return msgs
 
     def post(self, msg: BackendMsg) -> None:
         with self._lock:

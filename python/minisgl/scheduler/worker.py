@@ -50,14 +50,12 @@ def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[I
         return FollowerInbox(
             PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))
         ), DiscardOutbox()
-    queue: PullQueue[BackendMsg] = PullQueue(addresses.backend, decoder(BackendMsg))
+    queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
+        addresses.backend, decoder(BackendMsg | BatchBackendMsg)
+    )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
     outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))
-    return leader_inbox(inbox, config.tp, addresses), outbox
-
-
-def leader_inbox(inbox: Inbox, num_ranks: int, addresses: Addresses) -> LeaderInbox:
-    """Rank 0's inbox: it broadcasts the messages of the given one to the other ranks, if any."""
-    return LeaderInbox(
-        inbox, [PushQueue(addresses.rank(rank), encode) for rank in range(1, num_ranks)]
-    )
+    followers: list[PushQueue[BatchBackendMsg]] = [
+        PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
+    ]
+    return LeaderInbox(inbox, followers), outbox

@@ -29,7 +29,8 @@ from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.capacity import BACKLOG, fit_connections, raise_limit
 from minisgl.utils import set_up_logging
-from minisgl.utils.mp import Addresses, private_folder
+from minisgl.utils.mp import Addresses
+from minisgl.utils.private_folder import private_folder
 from minisgl.utils.supervisor import Supervisor
 
 

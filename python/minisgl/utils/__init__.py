@@ -1,12 +1,13 @@
 """Tools that do not know the engine.
 
-arch.py         the hardware; memory; a process that ends with its parent
-env.py          environment variables
-logger.py       logging
-mp.py           queues between processes
-registry.py     tables of named backends and models
-staging.py      copies from pinned host memory to the device
-supervisor.py   child processes
+arch.py            the hardware; memory; a process that ends with its parent
+env.py             environment variables
+logger.py          logging
+mp.py              queues between processes
+private_folder.py  the folder of their sockets
+registry.py        tables of named backends and models
+staging.py         copies from pinned host memory to the device
+supervisor.py      child processes
 """
 
 from minisgl.utils.arch import Hardware, detect_hardware, die_with_parent

@@ -7,18 +7,13 @@ message type: functions that encode and decode are arguments.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Generic, TypeVar
 
 import zmq
 import zmq.asyncio
-
-from minisgl.errors import ConfigError
 
 M = TypeVar("M")
 _LINGER_MS = 1000
@@ -66,21 +61,6 @@ class Addresses:
         return f"ipc://{self.folder / name}"
 
 
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """Make a folder that only this user can enter (0700); remove it at the end.
-
-    Raises:
-        ConfigError: the path is too long for the name of a socket.
-    """
-    with TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True) as name:
-        if len(os.fsencode(name)) + len("/tokenizer-000") > zmq.IPC_PATH_MAX_LEN:
-            raise ConfigError(
-                f"the temporary folder {name} is too long for a socket name; set TMPDIR"
-            )
-        yield Path(name)
-
-
 class PushQueue(Generic[M]):
     """The writing end. `put` returns at once; messages wait here until the reader has connected."""
 
@@ -113,6 +93,17 @@ class PullQueue(Generic[M]):
     def get(self) -> M:
         """Wait for the next message."""
         return self._decode(self._socket.recv())
+
+    def wait(self, *descriptors: int) -> bool:
+        """Wait for a message, or until one of these descriptors can be read.
+
+        Returns:
+            whether there is a message.
+        """
+        poller = zmq.Poller()
+        for readable in (self._socket, *descriptors):
+            poller.register(readable, zmq.POLLIN)
+        return self._socket in dict(poller.poll())
 
     def drain(self, *, block: bool = False) -> list[M]:
         """Return all messages that have arrived; with `block`, wait for at least one."""

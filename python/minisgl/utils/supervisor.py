@@ -1,7 +1,9 @@
 """Child processes: they start together, are ready together, and all end when one dies.
 
 Owns the processes. Each child reports over a pipe, in JSON, that it is ready or why it cannot
-start. No child outlives this process (`die_with_parent`).
+start. No child outlives this process (`die_with_parent`). None outlives another one for long: the
+rest of a tensor-parallel group would wait for the dead rank in a collective, which nothing but the
+end of a process interrupts.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import multiprocessing
 import os
 import pkgutil
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -80,14 +83,23 @@ class _Child:
 class Supervisor:
     """A set of named children.
 
-    `start` them, `wait_ready`, then `watch` for the first death. At the end of the `with` block
-    they have a few seconds to end; then they are killed. After an error they are killed at once.
+    `start` them, `wait_ready`, then `watch` for the first death in an event loop, or
+    `end_together`. At the end of the `with` block they have a few seconds to end; then they are
+    killed. After an error they are killed at once.
     """
 
     def __init__(self, log_level: str) -> None:
         self._log_level = log_level
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, _Child] = {}
+        self._guard: threading.Thread | None = None
+        self._is_stopping = False
+        self._death = ""
+
+    @property
+    def sentinels(self) -> list[int]:
+        """A descriptor for each child, which can be read when the child has died."""
+        return [child.process.sentinel for child in self._children.values()]
 
     def start(self, name: str, body: str, *args: Any) -> None:
         """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
@@ -130,29 +142,74 @@ class Supervisor:
         return reports
 
     async def watch(self) -> str:
-        """Wait until a child dies; return its name and exit code as a sentence."""
+        """Wait until a child dies, and kill the others.
+
+        Returns:
+            the name of the first and its exit code, as a sentence.
+        """
         loop = asyncio.get_running_loop()
-        dead: asyncio.Future[str] = loop.create_future()
-        sentinels = {child.process.sentinel: name for name, child in self._children.items()}
-
-        def on_death(name: str) -> None:
-            if not dead.done():
-                dead.set_result(name)
-
-        for sentinel, name in sentinels.items():
-            loop.add_reader(sentinel, on_death, name)
+        has_died = asyncio.Event()
+        sentinels = self.sentinels
+        for sentinel in sentinels:
+            loop.add_reader(sentinel, has_died.set)
         try:
-            return self._describe_death(await dead)
+            await has_died.wait()
         finally:
             for sentinel in sentinels:
                 loop.remove_reader(sentinel)
+        return self._end_after_a_death()
+
+    def end_together(self) -> None:
+        """From now on, when a child dies, kill the others at once.
+
+        A thread does that, whatever the other threads of this process wait for.
+        """
+        self._guard = threading.Thread(target=self._wait_for_a_death, name="guard", daemon=True)
+        self._guard.start()
+
+    def death(self) -> str:
+        """Wait, after `end_together`, until a child has died and the others are killed.
+
+        Returns:
+            the name of the first and its exit code, as a sentence.
+        """
+        assert self._guard
+        self._guard.join()
+        return self._death
+
+    def _wait_for_a_death(self) -> None:
+        wait(self.sentinels)
+        if not self._is_stopping:
+            self._death = self._end_after_a_death()
+
+    def _end_after_a_death(self) -> str:
+        dead = set(wait(self.sentinels, timeout=0))
+        names = [name for name in self._children if self._child_sentinel(name) in dead]
+        # Others may have failed since, because they lack the first. It was rather killed than
+        # that it failed in the same way.
+        first = min(names, key=self._exit_code)
+        description = self._describe_death(first)
+        for child in self._children.values():
+            child.process.kill()
+        return description
+
+    def _child_sentinel(self, name: str) -> int:
+        return self._children[name].process.sentinel
+
+    def _exit_code(self, name: str) -> int:
+        """The exit code of a dead child, negative for a signal."""
+        process = self._children[name].process
+        process.join(_EXIT_TIMEOUT_S)
+        return 0 if process.exitcode is None else process.exitcode
 
     def _describe_death(self, name: str) -> str:
         """Exit code of a dead child, and its last report's reason."""
         child = self._children[name]
-        child.process.join(_EXIT_TIMEOUT_S)
+        code = self._exit_code(name)
         report = child.read_report() if child.reader.poll() else None
-        death = f"{name} died with exit code {child.process.exitcode}"
+        death = f"{name} died with exit code {code}"
+        if -code in set(signal.Signals):
+            death += f" ({signal.Signals(-code).name})"
         if report and report.failure:
             death += f": {report.failure}"
         return death
@@ -173,6 +230,7 @@ class Supervisor:
 
     def _stop(self, timeout_s: float) -> None:
         """Wait until all have ended; kill those that still run after the timeout."""
+        self._is_stopping = True
         processes = [child.process for child in self._children.values()]
         deadline = time.monotonic() + timeout_s
         for process in processes:
@@ -182,6 +240,8 @@ class Supervisor:
                 process.kill()
         for process in processes:
             process.join()
+        if self._guard:
+            self._guard.join()
         for child in self._children.values():
             child.reader.close()
         self._children.clear()

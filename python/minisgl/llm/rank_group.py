@@ -1,0 +1,103 @@
+"""The ranks of a tensor-parallel `LLM`: processes of their own, rank 0 among them.
+
+A rank that waits for a dead one, in a collective on a CPU or in a kernel of NCCL, cannot be
+interrupted from Python; only the end of its process ends the wait. So no rank runs in the process
+of the caller, which waits for messages alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from minisgl.config import SchedulerConfig
+from minisgl.errors import EngineFailed
+from minisgl.message import (
+    BackendMsg,
+    BatchBackendMsg,
+    BatchTokenizerMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    ShutdownMsg,
+    decoder,
+    encode,
+)
+from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.private_folder import private_folder
+from minisgl.utils.supervisor import Supervisor
+
+_START_TIMEOUT_S = 900.0
+
+
+class RankGroup:
+    """The schedulers of a group, with the methods of a `Scheduler` and its queues for one process.
+
+    When a rank dies, the others are killed at once, also between two calls.
+
+    Raises:
+        ConfigError: an option or the model cannot work.
+        EngineFailed: a rank did not start.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.is_running = True
+        self._posted: list[BackendMsg] = []
+        self._unread: list[DetokenizeMsg] = []
+        with ExitStack() as stack:
+            addresses = Addresses(stack.enter_context(private_folder()))
+            self._outputs: PullQueue[BatchTokenizerMsg | ShutdownMsg] = PullQueue(
+                addresses.detokenizer, decoder(BatchTokenizerMsg | ShutdownMsg)
+            )
+            stack.callback(self._outputs.close)
+            self._inbox: PushQueue[BatchBackendMsg] = PushQueue(addresses.backend, encode)
+            stack.callback(self._inbox.close)
+            self._supervisor = stack.enter_context(Supervisor("WARNING"))
+            for rank in range(config.tp):
+                body = "minisgl.scheduler:scheduler_worker"
+                self._supervisor.start(f"scheduler-{rank}", body, config, rank, addresses)
+            self._supervisor.wait_ready(_START_TIMEOUT_S)
+            self._supervisor.end_together()
+            self._resources = stack.pop_all()
+
+    def post(self, msg: BackendMsg) -> None:
+        """Leave a message for the next `step`."""
+        self._posted.append(msg)
+
+    def step(self) -> None:
+        """Send what was posted, together; wait for outputs, if it is not the end.
+
+        Raises:
+            EngineFailed: a rank died; the message names it.
+        """
+        if self._posted:
+            self._inbox.put(BatchBackendMsg(self._posted))
+        self.is_running = not any(isinstance(msg, ExitMsg) for msg in self._posted)
+        self._posted = []
+        if self.is_running:
+            self._receive()
+
+    def _receive(self) -> None:
+        if not self._outputs.wait(*self._supervisor.sentinels):
+            raise EngineFailed(self._supervisor.death())
+        for batch in self._outputs.drain():
+            if isinstance(batch, BatchTokenizerMsg):
+                self._unread += batch.msgs
+
+    def drain_outputs(self) -> list[DetokenizeMsg]:
+        """Remove and return what has come."""
+        msgs = self._unread
+        self._unread = []
+        return msgs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait a few seconds until the ranks have ended, then kill them; after an error at once."""
+        self._resources.__exit__(kind, error, trace)

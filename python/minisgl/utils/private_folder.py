@@ -1,0 +1,89 @@
+"""The folder of a server's sockets, which does not outlive its process for long.
+
+A process that is killed cannot remove its folder, so the next one does. A folder says by a lock
+whether its process lives: the kernel releases the lock with the process, in whatever way it ends.
+A process id would not do, since ids are used again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+
+import zmq
+
+from minisgl.errors import ConfigError
+
+_PREFIX = "minisgl-"
+_LOCK = "lock"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder that only this user can enter (0700); remove it at the end.
+
+    Folders that killed processes of this user have left are removed before.
+
+    Raises:
+        ConfigError: the path is too long for the name of a socket.
+    """
+    _remove_stale_folders(Path(gettempdir()))
+    with TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+        if len(os.fsencode(name)) + len("/tokenizer-000") > zmq.IPC_PATH_MAX_LEN:
+            raise ConfigError(
+                f"the temporary folder {name} is too long for a socket name; set TMPDIR"
+            )
+        lock = _lock(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Mark a folder as one whose process lives, until the returned descriptor is closed.
+
+    The file gets its name when it is locked, so that nobody takes a new folder for a stale one.
+    """
+    unnamed = folder / f"{_LOCK}-new"
+    descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unnamed.rename(folder / _LOCK)
+    return descriptor
+
+
+def _remove_stale_folders(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is locked, another process removes it, or it is none of ours
+            _remove_if_stale(path)
+
+
+def _remove_if_stale(path: Path) -> None:
+    """Remove a folder with a lock that no process holds.
+
+    Everything goes through descriptors of what was checked. No link is followed, no folder in the
+    folder is entered, and nothing else is removed if the path is exchanged meanwhile.
+
+    Raises:
+        OSError: the folder is not stale, not this user's, or cannot be removed.
+    """
+    with ExitStack() as stack:
+        flags = os.O_RDONLY | os.O_NOFOLLOW
+        folder = os.open(path, flags | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+            return
+        lock = os.open(_LOCK, flags, dir_fd=folder)
+        stack.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in os.listdir(folder):
+            if name != _LOCK:
+                os.unlink(name, dir_fd=folder)
+        os.unlink(_LOCK, dir_fd=folder)  # last: what fails is tried again by the next process
+    path.rmdir()
