@@ -40,6 +40,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "served_model_name": (["--served-model-name", "m"], "m"),
     "num_tokenizer": (["--num-tokenizer", "0"], 0),
     "api_key": (["--api-key", "a, b", "--api-key", "c"], ("a", "b", "c")),
+    "strict_fields": (["--strict-fields"], True),
     "share_prefixes_between_keys": (["--share-prefixes-between-keys"], True),
     "tool_call_parser": (["--tool-call-parser", "mistral"], "mistral"),
     "reasoning_parser": (["--reasoning-parser", "qwen3"], "qwen3"),

@@ -44,6 +44,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     *,
     shares_prefixes: bool = False,
+    strict_fields: bool = False,
     body_timeout_s: float = 60,
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
@@ -55,11 +56,13 @@ def create_app(
         cors_origins: origins whose pages may call the server from a browser; "*" is all.
         body_timeout_s: how long a body may take to come.
         shares_prefixes: whether a request may use prefixes that another key's request has computed.
+        strict_fields: whether a field that a request does not declare is an error.
     """
     app = _Application(title="Mini-SGLang", version=__version__, redoc_url=None)
+    app.state.strict_fields = strict_fields
     app.state.frontend = frontend
     app.state.model = model
-    bounds = RequestBounds(model.max_seq_len, frontend.max_open)
+    bounds = RequestBounds(model.max_seq_len, frontend.max_open, strict_fields)
     app.state.body_reader = BodyReader(bounds, max_body_bytes)
     salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
     app.state.methods_of_path = methods_of_path([*open_router.routes, *router.routes])

@@ -58,6 +58,9 @@ class ServerConfig(SchedulerConfig):
         "how the model marks its thoughts, to tell them from content; auto: not at all",
         REASONING_PARSERS,
     )
+    strict_fields: bool = option(
+        False, "refuse a request with a field that is not known, instead of ignoring the field"
+    )
     cors_origins: tuple[str, ...] = option(
         (), "origins whose pages may call this server, with commas; * is all"
     )

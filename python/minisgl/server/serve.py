@@ -84,6 +84,7 @@ async def _serve(
         config.api_key,
         config.cors_origins,
         shares_prefixes=config.share_prefixes_between_keys,
+        strict_fields=config.strict_fields,
         body_timeout_s=config.body_timeout_s,
     )
     server = create_server(app, connection_limits(config), config.keep_alive_timeout_s)

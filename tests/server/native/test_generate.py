@@ -169,7 +169,8 @@ def test_ids_go_on_as_they_are_and_a_model_may_be_named() -> None:
         ({"prompt": "hi", "max_new_tokens": 3}, "max_new_tokens"),
         ({"prompt": "hi", "temperature": -1}, "temperature"),
         ({"prompt": "hi", "messages": []}, "messages"),
-        ({"prompt": "hi", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "hi", "text": "hi"}, "text"),
+        ({"prompt": "hi", "sampling_params": {"top_k": 1}}, "sampling_params"),
     ],
 )
 def test_what_it_does_not_take_is_refused_by_name(body: dict[str, Any], param: str) -> None:

@@ -84,7 +84,6 @@ def test_ids_go_on_as_they_are() -> None:
         ({"input": ["a"] * 9}, 400, "input"),
         ({"dimensions": 3}, 400, "dimensions"),
         ({"encoding_format": "int8"}, 400, "encoding_format"),
-        ({"temperature": 1}, 400, "temperature"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused_by_name(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ from pydantic import ValidationError
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import TokenIds, pack_ids
+from minisgl.server.native.generate import GenerateRequest
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
+from minisgl.server.openai.embeddings import EmbeddingRequest
+from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.validation import NeutralOnly, RequestBounds
 from tests.server.openai.harness import BODIES, both, read, sampling
 
 OF_CHAT: dict[str, list[Any]] = {
     "top_logprobs": [1],
     "chat_template_kwargs": [{"enable_thinking": False}],
-    "continue_final_message": [True],
-    "add_generation_prompt": [False],
     "tools": [[{"type": "function", "function": {"name": "f"}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
 }
@@ -100,19 +103,38 @@ def test_a_value_that_changes_nothing_is_accepted(kind: Any, name: str, value: A
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "kind", "other"),
+    ("name", "value", "kind"),
     [
-        *((*pair.values, ChatRequest, CompletionRequest) for pair in pairs(NEUTRAL_OF_CHAT)),
-        *((*pair.values, CompletionRequest, ChatRequest) for pair in pairs(NEUTRAL_OF_TEXT)),
+        *((*pair.values, ChatRequest) for pair in pairs(NEUTRAL_OF_CHAT)),
+        *((*pair.values, CompletionRequest) for pair in pairs(NEUTRAL_OF_TEXT)),
     ],
 )
 def test_a_value_that_changes_nothing_is_accepted_where_the_field_is(
-    name: str, value: Any, kind: Any, other: Any
+    name: str, value: Any, kind: Any
 ) -> None:
     assert effect(read(kind, **{name: value})) == effect(read(kind))
-    with pytest.raises(ValidationError) as error:
-        read(other, **{name: value})
-    assert error.value.errors()[0]["loc"] == (name,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        (kind, entry.alias or name, mark)
+        for kind in BODIES
+        for name, entry in kind.model_fields.items()
+        for mark in entry.metadata
+        if isinstance(mark, NeutralOnly)
+    ],
+)
+def test_a_field_that_is_not_supported_takes_what_changes_nothing(
+    kind: Any, name: str, change: NeutralOnly
+) -> None:
+    for value in change.neutral:
+        assert effect(read(kind, **{name: value})) == effect(read(kind))
+    for value in ("x", 17, 0.5, {"x": 1}, ["x"], True, False):
+        if value not in change.neutral:
+            with pytest.raises(ValidationError) as error:
+                read(kind, **{name: value})
+            assert error.value.errors()[0]["loc"] == (name,)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +239,20 @@ def test_what_the_template_is_told(fields: dict[str, Any], options: Any, variabl
 
 
 @both
-@pytest.mark.parametrize(
-    "name", ["temprature", "messages_", "Model", "", "max_new_tokens", "stream_option"]
-)
-def test_an_unknown_field_is_an_error_that_names_it(kind: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["temprature", "messages_", "Model", "", "stream_option"])
+def test_an_unknown_field_is_ignored_or_an_error_that_names_it(kind: Any, name: str) -> None:
+    assert effect(read(kind, **{name: 1})) == effect(read(kind))
     with pytest.raises(ValidationError) as error:
-        read(kind, **{name: 1})
+        kind.read({**BODIES[kind], name: 1}, RequestBounds(strict_fields=True))
     assert error.value.errors()[0]["loc"] == (name,)
+
+
+@both
+def test_a_refusal_says_what_to_send_instead(kind: Any) -> None:
+    with pytest.raises(ValidationError, match="send max_tokens instead, or null"):
+        read(kind, max_new_tokens=5)
+    with pytest.raises(ValidationError, match="leave it out or send false or null"):
+        read(kind, use_beam_search=True)
 
 
 @both
@@ -233,7 +262,7 @@ def test_an_unknown_field_is_an_error_that_names_it(kind: Any, name: str) -> Non
         ("model", 1),
         ("model", None),
         ("max_tokens", "5"),
-        ("max_tokens", 5.0),
+        ("max_tokens", 5.5),
         ("max_tokens", True),
         ("temperature", "0.5"),
         ("temperature", True),
@@ -243,20 +272,60 @@ def test_an_unknown_field_is_an_error_that_names_it(kind: Any, name: str) -> Non
         ("top_k", "all"),
         ("min_p", {}),
         ("seed", "7"),
-        ("seed", 1.0),
+        ("seed", 1.5),
+        ("n", 1.5),
+        ("stop_token_ids", [1.5]),
         ("ignore_eos", 1),
         ("ignore_eos", "true"),
         ("stream", 1),
         ("stream", "true"),
         ("stream_options", True),
         ("stream_options", {"include_usage": 1}),
-        ("stream_options", {"usage": True}),
     ],
 )
 def test_types_are_not_guessed(kind: Any, name: str, value: Any) -> None:
     with pytest.raises(ValidationError) as error:
         read(kind, **{name: value})
     assert error.value.errors()[0]["loc"][0] == name
+
+
+@both
+def test_an_integer_may_be_written_as_a_float(kind: Any) -> None:
+    integers: dict[str, Any] = {
+        "max_tokens": 4,
+        "top_k": 3,
+        "seed": -5,
+        "n": 2,
+        "best_of": 2,
+        "min_tokens": 1,
+        "priority": 0,
+        "stop_token_ids": [7],
+    }
+    if kind is ChatRequest:
+        integers |= {"max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    else:
+        integers |= {"logprobs": 2}
+    floats = json.loads(re.sub(r"(\d+)", r"\1.0", json.dumps(integers)))
+    assert floats["max_tokens"] == 4
+    assert isinstance(floats["max_tokens"], float)
+    assert effect(read(kind, **floats)) == effect(read(kind, **integers))
+    assert sampling(kind, max_tokens=1e0).max_tokens == 1
+    assert type(sampling(kind, max_tokens=4.0).max_tokens) is int
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body", "name"),
+    [
+        (ResponsesRequest, {"model": "m", "input": "a"}, "max_output_tokens"),
+        (EmbeddingRequest, {"model": "m", "input": "a"}, "dimensions"),
+        (GenerateRequest, {"prompt": "a"}, "prompt_logprobs"),
+    ],
+)
+def test_an_integer_of_another_endpoint_may_be_written_as_a_float(
+    request_type: Any, body: dict[str, Any], name: str
+) -> None:
+    value = getattr(request_type.model_validate({**body, name: 4.0}), name)
+    assert (value, type(value)) == (4, int)
 
 
 @both

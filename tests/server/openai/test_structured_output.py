@@ -47,7 +47,8 @@ def test_an_answer_follows_one_format_at_most(kind: Any) -> None:
     ("name", "value", "reason"),
     [
         ("response_format", {"type": "json_schema"}, r"(?s)json_schema.*required"),
-        ("response_format", {"type": "text", "json_schema": {"name": "x"}}, "not permitted"),
+        ("response_format", {"type": "text", "json_schema": {"name": "x"}}, "not supported"),
+        ("response_format", {"type": "json_object", "schema": {"type": "object"}}, "not supported"),
         (
             "response_format",
             {"type": "json_schema", "json_schema": {"schema": {}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import pytest
@@ -21,6 +22,7 @@ from minisgl.server.openai.validation import (
     FITS_CONTEXT,
     AtMost,
     RequestBounds,
+    RequestContext,
     RequestModel,
 )
 
@@ -36,8 +38,10 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [TURN]}
 
 
 def errors_of(model: type[BaseModel], body: dict[str, Any], bounds: RequestBounds) -> list[Any]:
+    """The errors of a server that refuses unknown fields."""
+    context = RequestContext(replace(bounds, strict_fields=True))
     with pytest.raises(ValidationError) as caught:
-        model.model_validate(body, context=bounds)
+        model.model_validate(body, context=context, extra="forbid")
     return caught.value.errors()
 
 
@@ -66,7 +70,7 @@ def errors_of(model: type[BaseModel], body: dict[str, Any], bounds: RequestBound
         (ResponsesRequest, {"model": "m", "input": "a", "tools": [None] * MANY}),
         (ResponsesRequest, {"model": "m", "input": [{"role": "user", "content": [None] * MANY}]}),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_a_value_of_many_errors_has_few(model: type[BaseModel], body: dict[str, Any]) -> None:
     for bounds in (RequestBounds(), BOUNDS):
@@ -99,10 +103,10 @@ def test_the_first_bad_item_ends_a_list() -> None:
 def test_a_list_of_a_request_has_the_bound_of_the_model(count: int, fits: bool) -> None:
     adapter = TypeAdapter(Annotated[list[int], FITS_CONTEXT])
     if fits:
-        assert len(adapter.validate_python([5] * count, context=BOUNDS)) == count
+        assert len(adapter.validate_python([5] * count, context=RequestContext(BOUNDS))) == count
         return
     with pytest.raises(ValidationError, match=r"length is 100 tokens\. .* 101 items"):
-        adapter.validate_python([5] * count, context=BOUNDS)
+        adapter.validate_python([5] * count, context=RequestContext(BOUNDS))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from minisgl.server.http.body_parser import (
     unpack_request,
 )
 from minisgl.server.http.body_worker import BodyWorker
+from minisgl.server.http.ignored_fields import IgnoredFieldsLog
 from minisgl.server.http.streaming import run_while_connected
 from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.validation import RequestBounds
@@ -42,14 +43,21 @@ class BodyReader:
         self._worker = BodyWorker(bounds, max_body_bytes)
         self._max_held_bytes = _MAX_HELD * max_body_bytes
         self._num_held_bytes = 0
+        self._ignored_fields = IgnoredFieldsLog()
 
     async def read(self, request: Request, model: type[R]) -> R:
-        """
+        """Read a request; what it has in vain is logged.
+
         Raises:
             InvalidRequest: the body is no such request.
             TooManyBodies: other bodies take all the memory that there is for them.
             ClientDisconnect: the client went away.
         """
+        body = await self._read(request, model)
+        self._ignored_fields.add(body.ignored_fields)
+        return body
+
+    async def _read(self, request: Request, model: type[R]) -> R:
         chunks: list[bytes] = []
         try:
             num_bytes = await self._receive(request, chunks)

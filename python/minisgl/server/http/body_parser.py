@@ -60,7 +60,7 @@ def pack_body(raw: bytes, model: type[PromptRequest], bounds: RequestBounds) -> 
 
 def unpack_request(packed: PackedRequest, model: type[R], bounds: RequestBounds) -> R:
     """The request that was packed."""
-    return model.unpack(from_json(packed.parameters), packed.prompts, bounds)
+    return model.unpack(from_json(packed.parameters), packed, bounds)
 
 
 def _decode(raw: bytes) -> Any:
@@ -87,7 +87,7 @@ def _decode_json(raw: bytes) -> Any:
 
 def _validate(body: Any, model: type[R], bounds: RequestBounds) -> R:
     try:
-        return model.model_validate(body, context=bounds)
+        return model.read(body, bounds)
     except RecursionError:
         raise InvalidRequest("the body is nested too deep", code="json_invalid") from None
     except ValidationError as error:

@@ -28,7 +28,7 @@ from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import ReplyError
 from minisgl.server.http.body_parser import pack_body
 from minisgl.server.openai.prompts import PackedRequest, PromptRequest
-from minisgl.server.openai.validation import RequestBounds
+from minisgl.server.openai.validation import IgnoredField, RequestBounds
 from minisgl.utils.arch import die_with_parent
 from minisgl.utils.fair_queue import FairQueue
 
@@ -61,6 +61,7 @@ class _Result(msgspec.Struct, frozen=True):
     peak_memory: int
     parameters: bytes = b""
     num_prompts: int = 0
+    ignored_fields: list[IgnoredField] = []
     error: ReplyError | None = None
 
 
@@ -156,7 +157,7 @@ class _Process:
             self._end()
         if result.error is not None:
             raise result.error.rebuild()
-        return PackedRequest(result.parameters, prompts)
+        return PackedRequest(result.parameters, prompts, result.ignored_fields)
 
     def _connect(self) -> Connection:
         """The pipe to the process, which is started if there is none."""
@@ -218,7 +219,7 @@ def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
         refusal = _Result(_peak_memory(), error=ReplyError.of(error))
         pipe.send_bytes(msgspec.msgpack.encode(refusal))
         return
-    result = _Result(_peak_memory(), packed.parameters, len(packed.prompts))
+    result = _Result(_peak_memory(), packed.parameters, len(packed.prompts), packed.ignored_fields)
     pipe.send_bytes(msgspec.msgpack.encode(result))
     for prompt in packed.prompts:
         pipe.send_bytes(prompt)

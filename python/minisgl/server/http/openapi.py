@@ -31,10 +31,13 @@ REQUIRES_KEY: dict[str, Any] = {
 
 
 class DocumentedApp(FastAPI):
-    """Its document has no status that is never sent."""
+    """Its document has no status that is never sent, and it knows if unknown fields are refused."""
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
+        for schema in document["components"]["schemas"].values():
+            if "properties" in schema and "additionalProperties" in schema:  # part of a request
+                schema["additionalProperties"] = not self.state.strict_fields
         for methods in document["paths"].values():
             for operation in methods.values():
                 operation["responses"].pop(str(_UNSENT), None)

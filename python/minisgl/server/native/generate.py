@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from minisgl.message import Prompt, TextLogprobs
 from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
@@ -14,16 +14,40 @@ from minisgl.server.openai.generation_request import (
     PromptIds,
     parse_prompts,
 )
-from minisgl.server.openai.validation import ValidText
+from minisgl.server.openai.unsupported import (
+    EmptyListOnly,
+    EmptyObjectOnly,
+    FalseOnly,
+    OneOnly,
+    TrueOnly,
+)
+from minisgl.server.openai.validation import Integer, NeutralOnly, ValidText
 
 
 class GenerateRequest(GenerationRequest):
     """A text gets the model's special tokens, ids are taken as they are."""
 
     prompt: ValidText | PromptIds
-    max_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Integer | None = None
+    logprobs: Integer | None = None
+    prompt_logprobs: Integer | None = None
+
+    # Fields of other endpoints and servers.
+    add_special_tokens: TrueOnly = None
+    best_of: OneOnly = None
+    echo: FalseOnly = None
+    inputs: Annotated[Any, NeutralOnly(instead="prompt")] = None
+    logprob_start_len: Annotated[Any, NeutralOnly(-1, instead="prompt_logprobs")] = None
+    max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    messages: Annotated[Any, NeutralOnly(instead="prompt")] = None
+    n: OneOnly = None
+    parameters: EmptyObjectOnly = None
+    response_format: Annotated[Any, NeutralOnly({"type": "text"}, instead="guided_json")] = None
+    return_logprob: Annotated[Any, NeutralOnly(False, instead="logprobs")] = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
+    text: Annotated[Any, NeutralOnly(instead="prompt")] = None
+    tools: EmptyListOnly = None
+    top_logprobs_num: Annotated[Any, NeutralOnly(0, instead="logprobs")] = None
 
     def read_prompts(self) -> list[Prompt]:
         return parse_prompts(self.prompt)
@@ -35,6 +59,10 @@ class GenerateRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
 
 class TokenLogprob(ResponseModel):

@@ -12,6 +12,13 @@ from minisgl.server.openai.common import ResponseModel
 from minisgl.server.openai.generation_request import PromptIds
 from minisgl.server.openai.messages import Message
 from minisgl.server.openai.prompts import PromptRequest
+from minisgl.server.openai.unsupported import (
+    EmptyListOnly,
+    EmptyObjectOnly,
+    FalseOnly,
+    Refused,
+    TrueOnly,
+)
 from minisgl.server.openai.validation import FITS_CONTEXT, ValidText
 
 
@@ -24,6 +31,12 @@ class TokenizeRequest(PromptRequest):
     prompt: ValidText | None = None
     messages: Annotated[list[Message], Field(min_length=1), FITS_CONTEXT] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: TrueOnly = None
+    chat_template: Refused = None
+    chat_template_kwargs: EmptyObjectOnly = None
+    continue_final_message: FalseOnly = None
+    return_token_strs: FalseOnly = None
+    tools: EmptyListOnly = None
 
     @model_validator(mode="after")
     def _check_one_of_two(self) -> Self:

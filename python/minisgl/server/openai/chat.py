@@ -21,6 +21,7 @@ from minisgl.server.openai.generation_request import (
 )
 from minisgl.server.openai.messages import PLACEHOLDER_TURNS, Message, TextPart
 from minisgl.server.openai.tools import MAX_TOOLS, Function, NamedTool, Tool
+from minisgl.server.openai.unsupported import EmptyObjectOnly, FalseOnly, Refused
 from minisgl.server.openai.validation import (
     FITS_CONTEXT,
     AtMost,
@@ -65,15 +66,25 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
-    functions: Annotated[Any, NeutralOnly([])] = None
-    function_call: Annotated[Any, NeutralOnly("none", "auto")] = None
+    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
     modalities: Annotated[Any, NeutralOnly(["text"])] = None
-    audio: Annotated[Any, NeutralOnly()] = None
-    reasoning_effort: Annotated[Any, NeutralOnly()] = None
+    audio: Refused = None
+    reasoning_effort: Refused = None
     verbosity: Annotated[Any, NeutralOnly("medium")] = None
-    web_search_options: Annotated[Any, NeutralOnly()] = None
-    moderation: Annotated[Any, NeutralOnly()] = None
-    prompt_cache_options: Annotated[Any, NeutralOnly({})] = None
+    web_search_options: Refused = None
+    moderation: Refused = None
+    prompt_cache_options: EmptyObjectOnly = None
+
+    # Fields of other endpoints and servers.
+    prompt: Annotated[Any, NeutralOnly(instead="messages")] = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
+    echo: FalseOnly = None
+    input: Annotated[Any, NeutralOnly(instead="messages")] = None
+    instructions: Annotated[Any, NeutralOnly(instead="messages")] = None
+    max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    prompt_logprobs: Refused = None
+    reasoning: Annotated[Any, NeutralOnly({}, instead="chat_template_kwargs")] = None
 
     def read_prompts(self) -> list[Prompt]:
         messages = [message.for_template() for message in self.messages]

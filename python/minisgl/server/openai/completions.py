@@ -18,7 +18,8 @@ from minisgl.server.openai.generation_request import (
     check_positive,
     parse_prompts,
 )
-from minisgl.server.openai.validation import NeutralOnly
+from minisgl.server.openai.unsupported import EmptyListOnly, EmptyObjectOnly, Refused, TrueOnly
+from minisgl.server.openai.validation import Integer, NeutralOnly
 
 DEFAULT_MAX_TOKENS = 16
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -29,10 +30,27 @@ class CompletionRequest(ChoicesRequest):
 
     model: str
     prompt: Prompts
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
-    logprobs: int | None = None
+    max_tokens: Integer | None = DEFAULT_MAX_TOKENS
+    logprobs: Integer | None = None
     echo: bool | None = None
     suffix: Annotated[Any, NeutralOnly("")] = None
+
+    # Fields of other endpoints and servers.
+    add_special_tokens: TrueOnly = None
+    audio: Refused = None
+    chat_template_kwargs: EmptyObjectOnly = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto")] = None
+    functions: EmptyListOnly = None
+    max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    messages: Annotated[Any, NeutralOnly(instead="prompt")] = None
+    modalities: Annotated[Any, NeutralOnly(["text"])] = None
+    prompt_logprobs: Annotated[Any, NeutralOnly(instead="echo and logprobs")] = None
+    reasoning_effort: Refused = None
+    tool_choice: Annotated[Any, NeutralOnly("none", "auto")] = None
+    tools: EmptyListOnly = None
+    top_logprobs: Annotated[Any, NeutralOnly(0, instead="logprobs")] = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
+    web_search_options: Refused = None
 
     def read_prompts(self) -> list[Prompt]:
         return parse_prompts(self.prompt)
@@ -47,7 +65,7 @@ class CompletionRequest(ChoicesRequest):
         return self.logprobs
 
     @property
-    def prompt_logprobs(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """A prompt that is echoed has as many log probabilities a token as the answer."""
         return self.logprobs if self.echo else None
 
@@ -101,7 +119,7 @@ class CompletionBuilder(ChoicesBuilder):
         self._echoes = echoes or [""] * len(prompts)
         # Characters before the next token that has log probabilities.
         self._text_offsets = [len(self._echo(index)) for index in range(len(self._outputs))]
-        if request.prompt_logprobs is not None:
+        if request.num_prompt_logprobs is not None:
             self._text_offsets = [0] * len(self._outputs)
         # A character that is spread over several tokens counts with the token that completes it.
         self._utf8_decoders = [_Utf8Decoder(errors="replace") for _ in self._outputs]

@@ -7,7 +7,7 @@ Reference: https://platform.openai.com/docs/api-reference/embeddings
 from __future__ import annotations
 
 import base64
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from minisgl.message import Prompt, UserReply
 from minisgl.server.openai.common import ResponseModel, Usage
 from minisgl.server.openai.generation_request import Prompts, parse_prompts
 from minisgl.server.openai.prompts import PromptRequest
-from minisgl.server.openai.validation import ValidText
+from minisgl.server.openai.unsupported import Refused, TrueOnly
+from minisgl.server.openai.validation import Integer, NeutralOnly, ValidText
 
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0, embeds=True)
 
@@ -30,8 +31,15 @@ class EmbeddingRequest(PromptRequest):
     model: str
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Integer | None = None
     user: ValidText | None = None
+    add_special_tokens: TrueOnly = None
+    embed_dtype: Annotated[Any, NeutralOnly("float32")] = None
+    endianness: Annotated[Any, NeutralOnly("native", "little")] = None
+    input_type: Refused = None
+    messages: Annotated[Any, NeutralOnly(instead="input")] = None
+    normalize: TrueOnly = None
+    truncate_prompt_tokens: Refused = None
 
     def read_prompts(self) -> list[Prompt]:
         return parse_prompts(self.input, "input")

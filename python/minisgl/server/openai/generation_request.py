@@ -1,8 +1,8 @@
 """What all requests that generate text have in common: their fields, and what these become.
 
 A field that would change the output is honoured or refused, never ignored. `NeutralOnly` marks
-fields that are accepted with a value that changes nothing. A field that is not declared is an error
-that names it. Reference: https://platform.openai.com/docs/api-reference
+fields that are refused unless their value changes nothing. A field that is not declared is ignored,
+or refused by a strict server. Reference: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from minisgl.sampling_params import MAX_STOPS
 from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.structured_output import ResponseFormat, StructuredOutputFields
 from minisgl.server.openai.tools import Function, ToolUse
+from minisgl.server.openai.unsupported import UnsupportedChatFields, UnsupportedFields
 from minisgl.server.openai.validation import (
     FEW_PAIRS,
+    MAX_ID,
     AtMost,
     FitsContext,
+    Integer,
     RequestBounds,
     RequestModel,
     Schema,
@@ -51,7 +54,7 @@ Prompts: TypeAlias = (
 )
 
 
-class GenerationRequest(PromptRequest, StructuredOutputFields):
+class GenerationRequest(PromptRequest, StructuredOutputFields, UnsupportedFields):
     """A request that generates text. The last seven fields never change an answer.
 
     A field that `SamplingParams` has under the same name goes there as it is.
@@ -60,18 +63,20 @@ class GenerationRequest(PromptRequest, StructuredOutputFields):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     stop: ValidText | Annotated[list[ValidText], AtMost(MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], AtMost(MAX_STOPS)] | None = None
-    min_tokens: int | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[Integer, Field(ge=0, le=MAX_ID)]], AtMost(MAX_STOPS)] | None
+    ) = None
+    min_tokens: Integer | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], FEW_PAIRS] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     cache_salt: ValidText | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -104,6 +109,11 @@ class GenerationRequest(PromptRequest, StructuredOutputFields):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens come with each token; None means no logprobs."""
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for each token of the prompt."""
+        return None
+
     def sampling(self, defaults: dict[str, float]) -> SamplingParams:
         """The parameters of the request; `defaults` are the model's, for fields that are left out.
 
@@ -116,6 +126,7 @@ class GenerationRequest(PromptRequest, StructuredOutputFields):
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given["logit_bias"] = _parse_logit_bias(self.logit_bias or {})
         given["logprobs"] = self.num_logprobs
+        given["prompt_logprobs"] = self.num_prompt_logprobs
         given["grammar"] = self.grammar()
         if self.top_k in (0, -1):  # as other servers write "all tokens"
             given["top_k"] = None
@@ -144,9 +155,9 @@ class StreamOptions(RequestModel):
 class ChoicesRequest(GenerationRequest):
     """Fields of chat and text completions: a prompt may have several answers."""
 
-    max_tokens: int | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    best_of: int | None = None
+    max_tokens: Integer | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: Integer | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamingOnly[StreamOptions] | None = None
 
@@ -174,7 +185,7 @@ class ChoicesRequest(GenerationRequest):
         return {"response_format": format_grammar, **super().grammar_of_field()}
 
 
-class ConversationRequest(GenerationRequest):
+class ConversationRequest(GenerationRequest, UnsupportedChatFields):
     """Fields of chats and responses: tool calls, and reasoning before the answer."""
 
     tools: Any = None

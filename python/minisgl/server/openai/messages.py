@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from minisgl.message import ChatMessage
 from minisgl.server.openai.tools import ToolCall
-from minisgl.server.openai.validation import FITS_CONTEXT, RequestModel, ValidText
+from minisgl.server.openai.unsupported import EmptyListOnly
+from minisgl.server.openai.validation import (
+    FITS_CONTEXT,
+    NeutralOnly,
+    RequestModel,
+    ValidText,
+)
 
 PLACEHOLDER_TURNS = [{"role": "user", "content": "-"}]
 
 
 class TextPart(RequestModel):
-    type: Literal["text"]
+    """Text. It may also come as the `refusal` of a part of that type, as in answers of OpenAI's."""
+
+    type: Literal["text", "refusal"]
     text: ValidText
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_refusal(cls, part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "refusal" or "refusal" not in part:
+            return part
+        others = {name: value for name, value in part.items() if name != "refusal"}
+        return {**others, "text": part["refusal"]}
+
+
+_ByPrefill: TypeAlias = Annotated[Any, NeutralOnly(False, instead="continue_final_message")]
 
 
 class Message(RequestModel):
     """One turn. Content may come in text parts, which are joined.
 
-    An assistant's turn with tool calls needs no content.
+    An assistant's turn with tool calls, reasoning or a refusal needs no content.
 
-    A client may send an answer back as it got it, with null in fields that are absent.
+    A client may send an answer back as it got it, from this server or another: with null in fields
+    that are absent, and with fields that are ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ValidText | Annotated[list[TextPart], FITS_CONTEXT] | None = None
     name: ValidText | None = None
+    refusal: ValidText | None = None
     reasoning_content: ValidText | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1), FITS_CONTEXT] | None = None
+    reasoning: ValidText | None = None
+    tool_calls: Annotated[list[ToolCall], FITS_CONTEXT] | None = None
     tool_call_id: ValidText | None = None
+
+    audio: Annotated[Any, NeutralOnly(instead="its transcript as content")] = None
+    function_call: Annotated[Any, NeutralOnly(instead="tool_calls")] = None
+    images: EmptyListOnly = None
+    partial: _ByPrefill = None
+    prefix: _ByPrefill = None
 
     @model_validator(mode="before")
     @classmethod
@@ -41,13 +69,31 @@ class Message(RequestModel):
         return {name: value for name, value in turn.items() if value is not None}
 
     @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        if self.content is None and not self.tool_calls:
+    def _check_content(self) -> Self:
+        if self.content is not None and self.refusal is not None:
+            raise ValueError("send either content or refusal")
+        if None not in (self.reasoning, self.reasoning_content) and (
+            self.reasoning != self.reasoning_content
+        ):
+            raise ValueError("reasoning and reasoning_content differ; send one of them")
+        if not (self._has_text or self.tool_calls):
             raise ValueError("there is no content")
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
-            raise ValueError(
-                f"only an assistant has tool_calls and reasoning_content, not a {self.role}"
-            )
+        return self
+
+    @property
+    def _has_text(self) -> bool:
+        return any(text is not None for text in (self.content, self.refusal, self._thoughts))
+
+    @property
+    def _thoughts(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+                if getattr(self, name):
+                    raise ValueError(f"only an assistant has {name}, not a {self.role}")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("a tool, and nobody else, has a tool_call_id")
         return self
@@ -59,8 +105,8 @@ class Message(RequestModel):
             message["role"] = "system"
         if self.name is not None:
             message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
+        if self._thoughts is not None:
+            message["reasoning_content"] = self._thoughts
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -70,4 +116,4 @@ class Message(RequestModel):
     def _text(self) -> str:
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
-        return self.content or ""
+        return self.content or self.refusal or ""

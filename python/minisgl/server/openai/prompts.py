@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import PrivateAttr
 
 from minisgl.message import Prompt, encode_prompt, encoded_prompt
-from minisgl.server.openai.validation import RequestBounds, RequestModel
+from minisgl.server.openai.validation import (
+    IgnoredField,
+    RequestBounds,
+    RequestContext,
+    RequestModel,
+)
 
 
 class PackedRequest(msgspec.Struct, frozen=True):
@@ -24,10 +29,12 @@ class PackedRequest(msgspec.Struct, frozen=True):
     Attributes:
         parameters: its other fields, in JSON.
         prompts: each of its prompts, as `encode_prompt` writes it.
+        ignored_fields: what the request had beside them.
     """
 
     parameters: bytes
     prompts: list[bytes]
+    ignored_fields: list[IgnoredField]
 
 
 class PromptRequest(RequestModel):
@@ -43,6 +50,25 @@ class PromptRequest(RequestModel):
     other_prompt_fields: ClassVar[tuple[str, ...]] = ()
     placeholder: ClassVar[Any] = "-"
     _packed_prompts: list[Prompt] | None = PrivateAttr(None)
+    _ignored_fields: list[IgnoredField] = PrivateAttr([])
+
+    @classmethod
+    def read(cls, body: Any, bounds: RequestBounds) -> Self:
+        """The request, from a decoded body.
+
+        Raises:
+            ValidationError: the body is no such request.
+        """
+        context = RequestContext(bounds)
+        extra: Literal["forbid", "ignore"] = "forbid" if bounds.strict_fields else "ignore"
+        request = cls.model_validate(body, context=context, extra=extra)
+        request._ignored_fields = sorted(context.ignored_fields)
+        return request
+
+    @property
+    def ignored_fields(self) -> list[IgnoredField]:
+        """Fields that no model declares, at any depth."""
+        return self._ignored_fields
 
     @abstractmethod
     def read_prompts(self) -> list[Prompt]:
@@ -67,14 +93,17 @@ class PromptRequest(RequestModel):
             InvalidRequest: there is no prompt, or an empty one.
         """
         prompt_fields = {self.prompt_field, *self.other_prompt_fields}
-        fields = {name: value for name, value in body.items() if name not in prompt_fields}
+        declared = self.declared_fields(body)
+        fields = {name: value for name, value in declared.items() if name not in prompt_fields}
         parameters = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-        return PackedRequest(parameters, [encode_prompt(prompt) for prompt in self.read_prompts()])
+        prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
+        return PackedRequest(parameters, prompts, self._ignored_fields)
 
     @classmethod
-    def unpack(cls, parameters: Any, prompts: list[bytes], bounds: RequestBounds) -> Self:
-        """The request again, from its decoded parameters and its prompts."""
+    def unpack(cls, parameters: Any, packed: PackedRequest, bounds: RequestBounds) -> Self:
+        """The request again, from its decoded parameters and the rest of it."""
         fields = {**parameters, cls.prompt_field: cls.placeholder}
-        request = cls.model_validate(fields, context=bounds)
-        request._packed_prompts = [encoded_prompt(raw) for raw in prompts]
+        request = cls.read(fields, bounds)
+        request._packed_prompts = [encoded_prompt(raw) for raw in packed.prompts]
+        request._ignored_fields = packed.ignored_fields
         return request

@@ -19,6 +19,13 @@ from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.openai.generation_request import ConversationRequest
 from minisgl.server.openai.structured_output import PlainFormat, TextFormat
 from minisgl.server.openai.tools import MAX_TOOLS, CalledFunction, Function, ToolCall, ToolName
+from minisgl.server.openai.unsupported import (
+    EmptyListOnly,
+    EmptyObjectOnly,
+    FalseOnly,
+    OneOnly,
+    Refused,
+)
 from minisgl.server.openai.validation import (
     FITS_CONTEXT,
     AtMost,
@@ -196,9 +203,9 @@ ToolChoice = Annotated[
 class ReasoningOptions(RequestModel):
     """Not supported: how much a model reasons cannot be chosen."""
 
-    effort: Annotated[Any, NeutralOnly()] = None
-    summary: Annotated[Any, NeutralOnly()] = None
-    generate_summary: Annotated[Any, NeutralOnly()] = None
+    effort: Refused = None
+    summary: Refused = None
+    generate_summary: Refused = None
 
 
 class ResponsesStreamOptions(RequestModel):
@@ -221,24 +228,43 @@ class ResponsesRequest(ConversationRequest):
     top_logprobs: NumTopLogprobs | None = None
     reasoning: ReasoningOptions | None = None
     stream_options: StreamingOnly[ResponsesStreamOptions] | None = None
-    access_programs: Annotated[Any, NeutralOnly()] = None
-    background: Annotated[Any, NeutralOnly(False)] = None
-    background_options: Annotated[Any, NeutralOnly()] = None
-    context_management: Annotated[Any, NeutralOnly([])] = None
-    conversation: Annotated[Any, NeutralOnly()] = None
-    image: Annotated[Any, NeutralOnly()] = None
-    max_tool_calls: Annotated[Any, NeutralOnly()] = None
-    moderation: Annotated[Any, NeutralOnly()] = None
-    previous_response_id: Annotated[Any, NeutralOnly()] = None
-    prompt: Annotated[Any, NeutralOnly()] = None
-    prompt_cache_options: Annotated[Any, NeutralOnly({})] = None
+    access_programs: Refused = None
+    background: FalseOnly = None
+    background_options: Refused = None
+    context_management: EmptyListOnly = None
+    conversation: Refused = None
+    image: Refused = None
+    max_tool_calls: Refused = None
+    moderation: Refused = None
+    previous_response_id: Refused = None
+    prompt: Refused = None
+    prompt_cache_options: EmptyObjectOnly = None
     truncation: Annotated[Any, NeutralOnly("disabled")] = None
+
+    # Fields of other endpoints.
+    audio: Refused = None
+    best_of: OneOnly = None
+    echo: FalseOnly = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
+    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
+    logprobs: Annotated[Any, NeutralOnly(False, instead="include")] = None
+    max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_output_tokens")] = None
+    max_tokens: Annotated[Any, NeutralOnly(instead="max_output_tokens")] = None
+    messages: Annotated[Any, NeutralOnly(instead="input")] = None
+    modalities: Annotated[Any, NeutralOnly(["text"])] = None
+    n: OneOnly = None
+    prompt_logprobs: Refused = None
+    reasoning_effort: Refused = None
+    response_format: Annotated[Any, NeutralOnly({"type": "text"}, instead="text.format")] = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
+    web_search_options: Refused = None
 
     def read_prompts(self) -> list[Prompt]:
         variables = self.chat_template_kwargs or {}
-        return [Conversation(self.messages(), {}, variables, self.tool_use.for_template())]
+        return [Conversation(self.chat_messages(), {}, variables, self.tool_use.for_template())]
 
-    def messages(self) -> list[ChatMessage]:
+    def chat_messages(self) -> list[ChatMessage]:
         """Instructions and input as a chat."""
         messages: list[ChatMessage] = []
         if self.instructions is not None:

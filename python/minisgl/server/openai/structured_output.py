@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -12,6 +12,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.openai.validation import (
     AtMost,
+    NeutralOnly,
     RequestModel,
     Schema,
     ShortText,
@@ -42,8 +43,14 @@ SchemaOrText = Annotated[
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024), AtMost(1024)]
 
 
+# A schema beside another type would not be followed.
+_OnlyNull: TypeAlias = Annotated[Any, NeutralOnly(instead='the type "json_schema"')]
+
+
 class PlainFormat(RequestModel):
     type: Literal["text"] = "text"
+    json_schema: _OnlyNull = Field(None, exclude=True)
+    schema_: _OnlyNull = Field(None, alias="schema", exclude=True)
 
     def grammar(self) -> None:
         return None
@@ -51,6 +58,8 @@ class PlainFormat(RequestModel):
 
 class ObjectFormat(RequestModel):
     type: Literal["json_object"]
+    json_schema: _OnlyNull = Field(None, exclude=True)
+    schema_: _OnlyNull = Field(None, alias="schema", exclude=True)
 
     def grammar(self) -> Grammar:
         return schema_grammar({"type": "object"})

@@ -85,7 +85,7 @@ class ToolCall(RequestModel):
     """A call of an earlier answer."""
 
     id: ValidText
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:

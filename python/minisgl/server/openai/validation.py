@@ -1,20 +1,29 @@
 """Types of which the fields of requests are made.
 
-Requests are strict. Texts can be encoded as UTF-8, values have a bounded depth and can be sent to
-other processes. Whether a request is valid is decided in time linear in its size, and the number of
-its errors is bounded: lists are counted before their items are looked at, and the first bad item
-ends the validation of its list. Knows no endpoint.
+Types are not converted. Texts can be encoded as UTF-8, values have a bounded depth and can be sent
+to other processes. Whether a request is valid is decided in time linear in its size, and the number
+of its errors is bounded: lists are counted before their items are looked at, and the first bad item
+ends the validation of its list. A field that no model declares is ignored, and its name is noted.
+Knows no endpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from minisgl.errors import PromptTooLong
@@ -28,43 +37,99 @@ TOO_LONG = "too_long"
 COUNT_ERRORS = (TOO_LONG, PromptTooLong.code)  # the types of errors about too many items
 MAX_NODES = 2**15  # of a schema or another value of any form
 MAX_PAIRS = 1024  # of an object that maps names to values
-
-
-class RequestModel(BaseModel):
-    """Part of a request: types are not converted, and an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown_field(cls, fields: Any) -> Any:
-        """Each unknown field is an error. Of a million of them, one is enough."""
-        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
-            return fields
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        kept = {name: fields[name] for name in names if name in fields}
-        unknown = next(name for name in fields if name not in names)
-        kept[unknown] = None
-        return kept
+MAX_IGNORED = 64  # fields of one request whose names are noted
+MAX_NAME = 64  # characters of such a name
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """What the served model and its server can take: the context of a validation.
+    """What the served model and its server can take.
 
     Attributes:
         max_tokens: the length of the model's context. A request has no longer list of token ids,
             and no more messages or parts of messages.
         max_prompts: the number of requests that may be open.
+        strict_fields: whether a field that no model declares is an error.
     """
 
     max_tokens: int = MAX_ID
     max_prompts: int = MAX_ID
+    strict_fields: bool = False
 
     @staticmethod
     def of(info: ValidationInfo) -> RequestBounds:
         """The bounds of a validation. Without a context there are none."""
-        return info.context if isinstance(info.context, RequestBounds) else RequestBounds()
+        return info.context.bounds if info.context else _NO_BOUNDS
+
+
+_NO_BOUNDS = RequestBounds()
+
+
+class IgnoredField(NamedTuple):
+    """A field that no model declares.
+
+    Attributes:
+        model: the name of the model in whose place the field was, as in the OpenAPI document.
+        name: shortened, and written as a literal in ASCII.
+    """
+
+    model: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """The context of one validation: its bounds, and the ignored fields so far."""
+
+    bounds: RequestBounds
+    ignored_fields: set[IgnoredField] = field(default_factory=set)
+
+    def ignore(self, model: str, names: Iterable[str]) -> None:
+        """Note the first of these fields, up to 64 of one request."""
+        for name in names:
+            if len(self.ignored_fields) == MAX_IGNORED:
+                return
+            self.ignored_fields.add(IgnoredField(model, ascii(name[:MAX_NAME])))
+
+
+class RequestModel(BaseModel):
+    """Part of a request: types are not converted, and unknown fields are ignored.
+
+    Where `RequestBounds.strict_fields` is set, the caller has pydantic refuse them.
+    """
+
+    model_config = ConfigDict(
+        extra="ignore",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": True},
+    )
+    _names: ClassVar[frozenset[str]]  # of the fields, as requests spell them
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        cls._names = frozenset(
+            entry.alias or name for name, entry in cls.__pydantic_fields__.items()
+        )
+
+    @classmethod
+    def declared_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Those fields of a body that the model declares."""
+        return {name: value for name, value in fields.items() if name in cls._names}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_unknown_fields(cls, fields: Any, info: ValidationInfo) -> Any:
+        if not isinstance(fields, dict) or fields.keys() <= cls._names or not info.context:
+            return fields
+        context: RequestContext = info.context
+        unknown = (name for name in fields if name not in cls._names)
+        if context.bounds.strict_fields:
+            # Each of them is an error. Of a million of them, one is enough.
+            return {**cls.declared_fields(fields), next(unknown): None}
+        context.ignore(cls.__name__, (name for name in unknown if fields[name] is not None))
+        return fields
 
 
 class AtMost:
@@ -187,26 +252,41 @@ def _check_streaming(options: T, info: ValidationInfo) -> T:
 
 
 class NeutralOnly:
-    """Marks a field that is not supported: only null and these values, which change nothing."""
+    """Marks a field that is not supported: only null and these values, which change nothing.
 
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = (*neutral, None)
+    Args:
+        instead: what a client sends for the same purpose.
+    """
+
+    def __init__(self, *neutral: Any, instead: str | None = None) -> None:
+        self.neutral = (*neutral, None)
+        allowed = " or ".join(map(json.dumps, self.neutral))
+        advice = f"send {instead} instead, or" if instead else "leave it out or send"
+        self._message = f"it is not supported; {advice} {allowed}"
 
     def _check(self, value: Any) -> Any:
-        neutral_values = [neutral for neutral in self._neutral if type(neutral) is type(value)]
-        if value in neutral_values:  # compared within its type, because True == 1
+        if any(_is_same(value, neutral) for neutral in self.neutral):
             return value
-        message = "it is not supported; leave it out or send {neutral}"
-        allowed = " or ".join(map(json.dumps, self._neutral))
-        raise PydanticCustomError("unsupported_parameter", message, {"neutral": allowed})
+        raise PydanticCustomError("unsupported_parameter", "{message}", {"message": self._message})
 
     def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, _schema: Any, _handler: Any) -> dict[str, Any]:
-        return {"enum": list(self._neutral)}
+        return {"enum": list(self.neutral)}
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are equal in JSON, where 1 is 1.0 but not true."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _to_integer(value: Any) -> Any:
+    """4 for 4.0: languages without integers write them as floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_to_integer)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 ValidText = Annotated[str, AfterValidator(_check_text)]
 ShortText = Annotated[ValidText, AfterValidator(_check_length)]
@@ -215,5 +295,5 @@ Schema = Shallow[dict[str, Any]]
 FITS_CONTEXT = FitsContext()
 FEW_PAIRS = AtMost(MAX_PAIRS)
 StreamingOnly = Annotated[T, AfterValidator(_check_streaming)]
-TokenLimit = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TokenLimit = Annotated[Integer, Field(ge=1, le=MAX_COUNT)]
+NumTopLogprobs = Annotated[Integer, Field(ge=0, le=20)]
