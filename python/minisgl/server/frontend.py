@@ -111,6 +111,13 @@ class Generation:
         if self.error is not None:
             raise self.error
 
+    def unread_replies(self) -> dict[int, UserReply]:
+        """A reply to each prompt, by its index, of those that wait to be read."""
+        return {
+            self._index_of[uid] // self._num_answers: replies[0]
+            for uid, replies in self._unread.items()
+        }
+
     async def next(self) -> tuple[int, UserReply]:
         """Wait for a reply to any of the prompts, and return its index with it.
 

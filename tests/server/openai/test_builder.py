@@ -41,6 +41,38 @@ def test_a_stream_that_asks_for_usage_ends_with_it(route: str) -> None:
 
 
 @routes
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_every_chunk_has_the_usage_so_far_of_its_answer(route: str, include_usage: bool) -> None:
+    options = {"include_usage": include_usage, "continuous_usage_stats": True}
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a", "b", num_prompt=7, num_cached=6))
+        call = app.post(route, stream=True, stream_options=options, n=2)
+        await call.done
+        *chunks, done = events_of(call)
+        last = chunks.pop() if include_usage else None
+        for chunk in chunks:
+            assert chunk["usage"]["prompt_tokens"] == 7
+            assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+        for index in range(2):
+            usages = [
+                chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index
+            ]
+            first = [0] if route == CHAT else []  # the chunk with the role comes before any token
+            end = [2] if route == CHAT else []  # and one with the finish reason after all
+            assert [usage["completion_tokens"] for usage in usages] == [*first, 1, 2, *end]
+            assert [usage["total_tokens"] for usage in usages] == [
+                7 + usage["completion_tokens"] for usage in usages
+            ]
+        if last:
+            assert last["choices"] == []
+            assert last["usage"]["completion_tokens"] == 4
+        assert done == "[DONE]"
+
+    run_with_app(scenario)
+
+
+@routes
 def test_a_stream_that_does_not_ask_for_usage_has_none(route: str) -> None:
     async def scenario(app: App) -> None:
         app.worker.answer_with(token_replies("a"))

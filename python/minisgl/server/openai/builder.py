@@ -65,6 +65,7 @@ class AnswerBuilder(ABC):
         self._outputs = [ParsedOutput() for _ in indexes]
         self._logprobs: list[list[TextLogprobs]] = [[] for _ in indexes]
         self._last_replies: dict[int, UserReply] = {}
+        self._first_replies: dict[int, UserReply] = {}  # of each prompt, for a stream
 
     async def read_to_end(self, generation: Generation) -> None:
         while not generation.has_ended:
@@ -85,6 +86,7 @@ class AnswerBuilder(ABC):
 
         An error of the engine ends the stream with `error_events`.
         """
+        self._first_replies = generation.unread_replies()
         try:
             for event in self.first_events():
                 yield event
@@ -113,12 +115,7 @@ class AnswerBuilder(ABC):
         num_prompt = sum(reply.num_prompt for reply in firsts)
         num_cached = sum(reply.num_cached for reply in firsts)
         num_output = sum(reply.num_output for _, reply in replies)
-        return Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_output,
-            total_tokens=num_prompt + num_output,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-        )
+        return _usage(num_prompt, num_cached, num_output)
 
     @abstractmethod
     def first_events(self) -> Iterable[str]:
@@ -148,11 +145,20 @@ class ChoicesBuilder(AnswerBuilder):
 
     def first_events(self) -> Iterable[str]:
         for index in range(len(self._outputs)):
+            first = self._first_replies.get(index // self._num_answers)
+            usage = self._usage_so_far(first, num_output=0)
             for choice in self.first_choices(index):
-                yield self._chunk_event([choice])
+                yield self._chunk_event([choice], usage)
 
     def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
-        return [self._chunk_event([choice]) for choice in self.reply_choices(parsed)]
+        usage = self._usage_so_far(parsed.reply, parsed.reply.num_output)
+        return [self._chunk_event([choice], usage) for choice in self.reply_choices(parsed)]
+
+    def _usage_so_far(self, reply: UserReply | None, num_output: int) -> Usage | None:
+        """The usage of one answer and its prompt, if every chunk has it."""
+        if reply is None or not self._request.continuous_usage:
+            return None
+        return _usage(reply.num_prompt, reply.num_cached, num_output)
 
     def last_events(self) -> Iterable[str]:
         if self._request.include_usage:
@@ -167,7 +173,7 @@ class ChoicesBuilder(AnswerBuilder):
             "model": self.model,
             "choices": choices,
         }
-        if self._request.include_usage:
+        if self._request.include_usage or self._request.continuous_usage:
             chunk["usage"] = usage.model_dump() if usage else None
         return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
@@ -178,3 +184,12 @@ class ChoicesBuilder(AnswerBuilder):
     @abstractmethod
     def reply_choices(self, parsed: ParsedReply) -> list[dict[str, Any]]:
         """The choices of chunks with the text or the finish reason of a reply; may be empty."""
+
+
+def _usage(num_prompt: int, num_cached: int, num_output: int) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )

@@ -100,6 +100,11 @@ class GenerationRequest(PromptRequest, StructuredOutputFields, UnsupportedFields
         return False
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return False
+
+    @property
     @abstractmethod
     def token_limit(self) -> int | None:
         """The largest number of tokens of an answer."""
@@ -148,8 +153,9 @@ class GenerationRequest(PromptRequest, StructuredOutputFields, UnsupportedFields
 
 
 class StreamOptions(RequestModel):
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class ChoicesRequest(GenerationRequest):
@@ -163,7 +169,11 @@ class ChoicesRequest(GenerationRequest):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def num_answers(self) -> int:
