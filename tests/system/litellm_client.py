@@ -17,6 +17,7 @@ SCHEMA = {
     "required": ["kind"],
     "additionalProperties": False,
 }
+QUESTION = {"role": "user", "content": "the dog"}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
 TOOL = {
     "type": "function",
@@ -27,7 +28,7 @@ TOOL = {
 def main(url: str, model: str) -> None:
     def ask(**options: Any) -> Any:
         defaults = {
-            "messages": [{"role": "user", "content": "the dog"}],
+            "messages": [QUESTION],
             "max_tokens": 30,
             "temperature": 0,
             "extra_body": {"ignore_eos": True},
@@ -41,6 +42,7 @@ def main(url: str, model: str) -> None:
 
     whole = ask()
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))
+    history = [QUESTION, whole.choices[0].message.model_dump(), QUESTION]
     called = ask(
         tools=[TOOL], tool_choice="required", max_tokens=200, temperature=1, seed=1, extra_body={}
     )
@@ -62,6 +64,7 @@ def main(url: str, model: str) -> None:
     seen = {
         "whole": whole.choices[0].message.content,
         "streamed": streamed,
+        "after_history": ask(messages=history).usage.completion_tokens,
         "tokens": whole.usage.completion_tokens,
         "city": json.loads(called.choices[0].message.tool_calls[0].function.arguments)["city"],
         "object": json.loads(formed.choices[0].message.content),

@@ -142,6 +142,7 @@ def test_litellm(server: Program) -> None:
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["streamed"] == seen["whole"] != ""
     assert seen["tokens"] == 30
+    assert seen["after_history"] == 30
     assert seen["city"] in ("Ulm", "Bonn")
     assert seen["object"]["kind"] in ("fox", "dog")
     assert seen["error"] == 400

@@ -43,6 +43,23 @@ def test_parse_gives_an_object(server: Program) -> None:
             assert answer.choices[0].finish_reason == "stop"
 
 
+def test_what_parse_and_stream_give_goes_back_in_as_history(server: Program) -> None:
+    options = {**ASK, "max_tokens": 2000, "seed": 1, "response_format": Animal}
+    with server.client() as client:
+        parsed = client.chat.completions.parse(**options)
+        with client.chat.completions.stream(**options) as stream:
+            streamed = stream.get_final_completion()
+        for completion in (parsed, streamed):
+            message: Any = completion.choices[0].message.model_dump(warnings=False)
+            assert message["parsed"] is not None
+            turns = [*ASK["messages"], message, *ASK["messages"]]
+            answer = client.chat.completions.create(
+                model=MODEL, messages=turns, max_tokens=5, extra_body={"ignore_eos": True}
+            )
+            assert answer.usage
+            assert answer.usage.completion_tokens == 5
+
+
 def test_n_streams_with_a_stop_text_follow_the_schema(server: Program) -> None:
     """Three answers side by side, one piece after the other; a stop text ends them earlier."""
     with server.client() as client:
@@ -73,6 +90,8 @@ def test_an_object_choices_and_a_pattern(server: Program) -> None:
             return answer.choices[0].text
 
         assert say(guided_regex="[0-9]{3}-[a-f]{2}").replace("-", "").isalnum()
+        assert say(structured_outputs={"regex": "[0-9]{3}"}).isdigit()
+        assert say(ebnf='root ::= "a" digit{2}\ndigit ::= [0-9]')[1:].isdigit()
         assert say(guided_choice=["ja", 'n"ein\n']) in ("ja", 'n"ein\n')
         assert isinstance(
             json.loads(say(guided_json={"type": "array", "items": {"type": "boolean"}})), list

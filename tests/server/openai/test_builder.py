@@ -55,12 +55,12 @@ def test_every_chunk_has_the_usage_so_far_of_its_answer(route: str, include_usag
             assert chunk["usage"]["prompt_tokens"] == 7
             assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
         for index in range(2):
-            usages = [
-                chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index
-            ]
-            first = [0] if route == CHAT else []  # the chunk with the role comes before any token
-            end = [2] if route == CHAT else []  # and one with the finish reason after all
-            assert [usage["completion_tokens"] for usage in usages] == [*first, 1, 2, *end]
+            usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            counts = [usage["completion_tokens"] for usage in usages]
+            assert counts == sorted(counts)  # a reader that is behind gets several at once
+            assert counts[-1] == 2
+            if route == CHAT:
+                assert counts[0] == 0  # the chunk with the role
             assert [usage["total_tokens"] for usage in usages] == [
                 7 + usage["completion_tokens"] for usage in usages
             ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
+from minisgl.server.openai.ebnf import ebnf_to_lark, is_ebnf
+from minisgl.server.openai.unsupported import FalseOnly, Refused
 from minisgl.server.openai.validation import (
     AtMost,
     NeutralOnly,
@@ -42,6 +45,13 @@ SchemaOrText = Annotated[
 ]
 Choices = Annotated[list[ValidText], Field(min_length=1, max_length=1024), AtMost(1024)]
 
+
+# Short: a longer grammar in Lark may take seconds to compile.
+LarkOrEbnf = Annotated[
+    ShortText, AfterValidator(lambda text: ebnf_to_lark(text) if is_ebnf(text) else text)
+]
+Ebnf = Annotated[ShortText, AfterValidator(ebnf_to_lark)]
+Makers: TypeAlias = dict[str, Callable[[Any], Grammar | None]]
 
 # A schema beside another type would not be followed.
 _OnlyNull: TypeAlias = Annotated[Any, NeutralOnly(instead='the type "json_schema"')]
@@ -106,14 +116,59 @@ def choice_grammar(choices: list[str]) -> Grammar:
     return Grammar("lark", "start: " + " | ".join(literals))
 
 
-class StructuredOutputFields(RequestModel):
-    """The fields, not OpenAI's, that make an answer match a grammar."""
+def regex_grammar(pattern: str) -> Grammar:
+    return Grammar("regex", pattern)
 
+
+def text_grammar(text: str) -> Grammar:
+    """Lark, or EBNF that was translated to it."""
+    return Grammar("lark", text)
+
+
+def object_grammar(is_wanted: bool) -> Grammar | None:
+    return schema_grammar({"type": "object"}) if is_wanted else None
+
+
+class StructuredOutputs(RequestModel):
+    """What an answer has to match, as in vLLM since 0.12: one of the first five fields."""
+
+    json_: SchemaOrText | None = Field(None, alias="json")
+    regex: ValidText | None = None
+    choice: Choices | None = None
+    grammar: LarkOrEbnf | None = None
+    json_object: bool | None = None
+    structural_tag: Refused = None
+    whitespace_pattern: Refused = None
+    disable_any_whitespace: FalseOnly = None
+    disable_additional_properties: FalseOnly = None
+
+    def grammar_of_field(self) -> dict[str, Grammar]:
+        """The grammar of each field that has one."""
+        makers: Makers = {
+            "json_": schema_grammar,
+            "regex": regex_grammar,
+            "choice": choice_grammar,
+            "grammar": text_grammar,
+            "json_object": object_grammar,
+        }
+        grammars = _make_grammars(self, makers)
+        return {f"structured_outputs.{name.strip('_')}": made for name, made in grammars.items()}
+
+
+class StructuredOutputFields(RequestModel):
+    """The fields, not OpenAI's, that make an answer match a grammar.
+
+    The guided ones are vLLM's before 0.12, the last three SGLang's.
+    """
+
+    structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaOrText | None = None
     guided_regex: ValidText | None = None
     guided_choice: Choices | None = None
-    # Short: a longer Lark grammar may take seconds to compile, and other requests would wait.
-    guided_grammar: ShortText | None = None
+    guided_grammar: LarkOrEbnf | None = None
+    json_schema: SchemaOrText | None = None
+    regex: ValidText | None = None
+    ebnf: Ebnf | None = None
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match.
@@ -130,13 +185,22 @@ class StructuredOutputFields(RequestModel):
 
     def grammar_of_field(self) -> dict[str, Grammar]:
         """The grammar of each field that has one."""
-        grammars = {}
-        if self.guided_json is not None:
-            grammars["guided_json"] = schema_grammar(self.guided_json)
-        if self.guided_regex is not None:
-            grammars["guided_regex"] = Grammar("regex", self.guided_regex)
-        if self.guided_choice is not None:
-            grammars["guided_choice"] = choice_grammar(self.guided_choice)
-        if self.guided_grammar is not None:
-            grammars["guided_grammar"] = Grammar("lark", self.guided_grammar)
-        return grammars
+        makers: Makers = {
+            "guided_json": schema_grammar,
+            "guided_regex": regex_grammar,
+            "guided_choice": choice_grammar,
+            "guided_grammar": text_grammar,
+            "json_schema": schema_grammar,
+            "regex": regex_grammar,
+            "ebnf": text_grammar,
+        }
+        grammars = _make_grammars(self, makers)
+        nested = self.structured_outputs
+        return {**(nested.grammar_of_field() if nested else {}), **grammars}
+
+
+def _make_grammars(fields: RequestModel, makers: Makers) -> dict[str, Grammar]:
+    """The grammars of those fields that are given."""
+    given = {name: getattr(fields, name) for name in makers}
+    made = {name: makers[name](value) for name, value in given.items() if value is not None}
+    return {name: grammar for name, grammar in made.items() if grammar is not None}
