@@ -43,6 +43,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "strict_fields": (["--strict-fields"], True),
     "share_prefixes_between_keys": (["--share-prefixes-between-keys"], True),
     "tool_call_parser": (["--tool-call-parser", "mistral"], "mistral"),
+    "open_tool_schemas": (["--open-tool-schemas"], True),
     "reasoning_parser": (["--reasoning-parser", "qwen3"], "qwen3"),
     "cors_origins": (
         ["--cors-origins", "https://a.org,http://b:80"],

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.core import SamplingParams
+from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
 from minisgl.server.args import REASONING_PARSERS, TOOL_CALL_PARSERS
+from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
@@ -36,16 +40,41 @@ def test_a_prompt_may_be_as_long_as_its_ranks_can_hold(model: ModelConfig) -> No
     assert (served.name, served.max_seq_len, served.width) == ("m", 8, model.width)
 
 
+def dialect_of(model: ModelConfig, tokenizer: TokenizerInfo, **options: Any) -> Dialect:
+    reports = [*RANKS, StartupReport(tokenizer=tokenizer), StartupReport()]
+    return served_model("m", model, reports, ServerConfig(**options)).dialect
+
+
+def test_tools_that_the_template_does_not_show_are_described_and_called_as_hermes_has_it(
+    model: ModelConfig,
+) -> None:
+    described = TokenizerInfo("{{ messages }}", {}, describes_tools=True, call_format="hermes")
+    assert type(dialect_of(model, described).tool_format) is Hermes
+    assert type(dialect_of(model, described, tool_call_parser="hermes").tool_format) is Hermes
+    with pytest.raises(ConfigError, match="--tool-call-parser must be hermes, got mistral"):
+        dialect_of(model, described, tool_call_parser="mistral")
+
+
+def test_schemas_of_tools_are_closed_unless_the_option_opens_them(model: ModelConfig) -> None:
+    tokenizer = TokenizerInfo("<tool_call>", {}, call_format="hermes")
+    function = Function(name="f", parameters={"properties": {"a": {}}})
+    use = ToolUse([function], "required")
+    for is_open in (False, True):
+        chosen = dialect_of(model, tokenizer, open_tool_schemas=is_open)
+        grammar = chosen.constrain(SamplingParams(), use, allows_reasoning=False).grammar
+        assert grammar
+        assert ('"additionalProperties": false' in grammar.text) != is_open
+
+
 def test_how_the_model_calls_and_thinks_is_what_its_tokenizer_says_and_then_the_options(
     model: ModelConfig,
 ) -> None:
     def dialect(template: str | None, markers: dict[str, int], **options: str) -> Dialect:
-        reports = [
-            *RANKS,
-            StartupReport(tokenizer=TokenizerInfo(template, markers)),
-            StartupReport(),
-        ]
-        return served_model("m", model, reports, ServerConfig(**options)).dialect
+        return dialect_of(
+            model,
+            TokenizerInfo(template, markers, call_format=template and "hermes"),
+            **options,
+        )
 
     chosen = dialect("<tool_call>", {"<tool_call>": 7})
     assert (type(chosen.tool_format), chosen.reasoning_format, chosen.added_tokens) == (

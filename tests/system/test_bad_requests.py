@@ -104,7 +104,7 @@ BAD: dict[str, tuple[str, str, bytes]] = {
         CHAT,
         chat(min_tokens=1, stop_token_ids=[2_000_000_000]),
     ),
-    "tools": ("POST", CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}])),
+    "tools": ("POST", CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}])),
     "a field of another server": ("POST", CHAT, chat(use_beam_search=True)),
     "stream in words": ("POST", CHAT, chat(stream="yes")),
     "a refused stream": ("POST", TEXT, text(stream=True, prompt=[301])),

@@ -213,19 +213,6 @@ def test_bias_and_penalties_reach_the_sampler(server: Program) -> None:
     assert len(set(varied)) > len(set(plain))
 
 
-def test_a_model_whose_template_has_no_calls_is_offered_no_tools(server: Program) -> None:
-    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
-    turns: list[Any] = [{"role": "user", "content": PROMPT}]
-    with server.client() as client:
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as refusal:
-            client.chat.completions.create(messages=turns, tools=tools, **GREEDY)
-        assert refusal.value.param == "tools"
-        answer = client.chat.completions.create(
-            messages=turns, tools=tools, tool_choice="none", **GREEDY
-        )
-        assert answer.choices[0].message.tool_calls is None
-
-
 def test_variables_of_the_template_and_an_unfinished_turn(server: Program) -> None:
     turns: list[Any] = [
         {"role": "user", "content": PROMPT},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,17 @@ ASK: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral"])
+@pytest.fixture(scope="module", params=["described", "hermes", "llama3_json", "mistral"])
 def server(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    folder: Path,
+    running_server: Callable[[], Program],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Program]:
+    """A server for each format, and one whose template shows no tools."""
+    if request.param == "described":
+        yield running_server()
+        return
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("tools") / "model")
     (copy / "chat_template.jinja").write_text(TEMPLATE)
     argv = small_server(copy, "--tool-call-parser", request.param, "--reasoning-parser", "qwen3")
@@ -89,6 +96,20 @@ def test_a_schema_that_cannot_be_followed_is_a_400(server: Program) -> None:
     ):
         client.chat.completions.create(tools=tools, tool_choice="required", **ASK)
     assert refusal.value.param == "tools"
+
+
+def test_tools_are_shown_and_strict_ones_leave_a_choice(server: Program) -> None:
+    tools: list[Any] = [
+        {"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS
+    ]
+    with server.client() as client:
+        asked: dict[str, Any] = {**ASK, "max_tokens": 8, "tools": tools}
+        answer = client.chat.completions.create(tool_choice="auto", **asked)
+        without_tools = client.chat.completions.create(tool_choice="none", **asked)
+    assert answer.choices[0].message.content
+    assert answer.usage
+    assert without_tools.usage
+    assert answer.usage.prompt_tokens > without_tools.usage.prompt_tokens
 
 
 NO_THINKING: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}

@@ -156,9 +156,9 @@ def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
 def test_the_template_that_is_shown_is_the_one_for_tools(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, "plain")
     assert tokenizer.chat_template == "plain"
-    tokenizer._tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
-    assert tokenizer.chat_template == "tools"
-    assert tokenizer.render(Conversation([TURN], tools=[{}])) == "tools"
+    tokenizer._tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools }}"}
+    assert tokenizer.chat_template == "{{ tools }}"
+    assert tokenizer.render(Conversation([TURN], tools=[{}])) == "[{}]"
     assert with_template(tmp_path / "without", None).chat_template is None
 
 

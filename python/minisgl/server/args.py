@@ -51,7 +51,13 @@ class ServerConfig(SchedulerConfig):
         "whoever has a key can then find out what others have sent",
     )
     tool_call_parser: str | None = option(
-        None, "how the model calls tools; auto: as its chat template says", TOOL_CALL_PARSERS
+        None,
+        "how the model calls tools; auto: as its chat template says, else as Hermes does",
+        TOOL_CALL_PARSERS,
+    )
+    open_tool_schemas: bool = option(
+        False,
+        "let calls have arguments that the tool's schema does not list, unless the tool is strict",
     )
     reasoning_parser: str | None = option(
         None,

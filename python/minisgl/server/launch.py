@@ -131,4 +131,5 @@ def _start_workers(
             inbox,
             addresses,
             config.allow_control_tokens,
+            config.tool_call_parser is None,
         )

@@ -40,14 +40,17 @@ def served_model(
     """What the API says of a model, from the reports of its workers.
 
     Those of all tokenizers are equal.
+
+    Raises:
+        ConfigError: the options name a format of tool calls that the prompts cannot have.
     """
     limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
     tokenizer = next(report.tokenizer for report in reports if report.tokenizer)
     dialect = Dialect.of(
-        tokenizer.chat_template,
-        tokenizer.added_tokens,
+        tokenizer,
         config.tool_call_parser,
         config.reasoning_parser,
+        opens_tool_schemas=config.open_tool_schemas,
     )
     return ServedModel(name, limit, model.sampling_defaults, now(), model.width, dialect)
 

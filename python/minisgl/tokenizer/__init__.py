@@ -1,6 +1,7 @@
 """Text to ids and ids to text, in processes of their own.
 
     tokenize.py        `Tokenizer`: prompts of all kinds to token ids
+    tool_prompt.py     tools in prompts, where the chat template shows none
     detokenize.py      `Detokenizer`: outputs of the scheduler to replies with text
     text_decoders.py   token ids of one answer to text, as they come
     vocabulary.py      `Vocabulary`: the bytes of each token

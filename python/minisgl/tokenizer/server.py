@@ -61,7 +61,7 @@ class TokenizeWorker:
 
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
-        allow_control_tokens: as for `Tokenizer`.
+        allow_control_tokens, needs_known_calls: as for `Tokenizer`.
     """
 
     def __init__(
@@ -72,9 +72,12 @@ class TokenizeWorker:
         frontend: PushQueue[FrontendMsg],
         *,
         allow_control_tokens: bool = False,
+        needs_known_calls: bool = False,
     ) -> None:
         self._max_seq_len = max_seq_len
-        self._tokenizer = Tokenizer(folder, allow_control_tokens=allow_control_tokens)
+        self._tokenizer = Tokenizer(
+            folder, allow_control_tokens=allow_control_tokens, needs_known_calls=needs_known_calls
+        )
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
         self._frontend = frontend
@@ -83,7 +86,13 @@ class TokenizeWorker:
 
     @property
     def info(self) -> TokenizerInfo:
-        return TokenizerInfo(self._tokenizer.chat_template, self._tokenizer.added_tokens)
+        tokenizer = self._tokenizer
+        return TokenizerInfo(
+            tokenizer.chat_template,
+            tokenizer.added_tokens,
+            tokenizer.describes_tools,
+            tokenizer.call_format,
+        )
 
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
         shutdown: ShutdownMsg | None = None
@@ -197,6 +206,7 @@ def tokenize_worker(
     inbox: str,
     addresses: Addresses,
     allow_control_tokens: bool,
+    needs_known_calls: bool,
 ) -> None:
     """Body of a process: a tokenizer, the detokenizer, or both.
 
@@ -211,7 +221,12 @@ def tokenize_worker(
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
     worker = TokenizeWorker(
-        folder, max_seq_len, backend, frontend, allow_control_tokens=allow_control_tokens
+        folder,
+        max_seq_len,
+        backend,
+        frontend,
+        allow_control_tokens=allow_control_tokens,
+        needs_known_calls=needs_known_calls,
     )
     start_serving()
     ready(StartupReport(tokenizer=worker.info))

@@ -16,6 +16,7 @@ from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
+from minisgl.tokenizer.tool_prompt import HERMES_TEXTS, call_format_of, describe_tools
 from minisgl.tokenizer.vocabulary import Vocabulary
 
 _RESERVED = {  # parameters of apply_chat_template that are not variables of the template
@@ -37,6 +38,15 @@ _RESERVED = {  # parameters of apply_chat_template that are not variables of the
     "tools",
     "truncation",
 }
+_PROBE = "probe_of_the_template"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE,
+        "description": "-",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 _USUAL_CHARACTERS = 8  # of a token, at most; a longer text is looked at piece by piece
 _PIECE = 2**14  # characters
 _PIECE_SLACK = 256  # tokens
@@ -53,12 +63,16 @@ class Tokenizer:
     Args:
         allow_control_tokens: whether control tokens in the texts of a conversation are more than
             text. In a text alone they always are.
+        needs_known_calls: whether calls of tools have to be written in a form that can be parsed,
+            also where the chat template has another.
 
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
 
-    def __init__(self, folder: Path, *, allow_control_tokens: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, allow_control_tokens: bool = False, needs_known_calls: bool = False
+    ) -> None:
         # Imported here: it takes seconds, and the API server need not wait for it.
         from transformers import AutoTokenizer
 
@@ -72,6 +86,7 @@ class Tokenizer:
             reason = lines[0] if lines else type(error).__name__
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
         self._allow_control_tokens = allow_control_tokens
+        self._needs_known_calls = needs_known_calls
 
     def encode(
         self,
@@ -147,7 +162,16 @@ class Tokenizer:
         return np.array(ids, dtype=np.int32)
 
     def render(self, conversation: Conversation) -> str:
-        """Apply the chat template. By default the text ends where the answer begins."""
+        """Apply the chat template. By default the text ends where the answer begins.
+
+        Raises:
+            InvalidRequest: the template refuses the conversation, or there is no template.
+        """
+        if self.describes_tools:
+            conversation = describe_tools(conversation, has_system=self._has_system)
+        return self._apply_template(conversation)
+
+    def _apply_template(self, conversation: Conversation) -> str:
         reserved = sorted(conversation.variables.keys() & _RESERVED)
         if reserved:
             raise InvalidRequest(
@@ -197,6 +221,8 @@ class Tokenizer:
         Other added tokens are words or blanks to their models.
         """
         template = str(self._tokenizer.chat_template)  # or several templates, by their names
+        if self.describes_tools:
+            template += "".join(HERMES_TEXTS)
         added = self._tokenizer.added_tokens_decoder.values()
         written = [token for token in added if token.content in template]
         controls = [token.content for token in added if token.special]
@@ -235,6 +261,41 @@ class Tokenizer:
             return None
         text: str = self._tokenizer.get_chat_template(tools=[])
         return text
+
+    @cached_property
+    def describes_tools(self) -> bool:
+        """Whether tools are described in a system text, since the template cannot show them."""
+        template = self.chat_template
+        if template is None:
+            return False
+        if self._needs_known_calls and call_format_of(template) is None:
+            return True
+        question = {"role": "user", "content": "-"}
+        conversations = [[question], [{"role": "system", "content": "-"}, question]]
+        return not any(
+            self._shows(_PROBE, Conversation(messages, tools=[_PROBE_TOOL]))
+            for messages in conversations
+        )
+
+    @property
+    def call_format(self) -> str | None:
+        """The name of the format in which prompts have calls of tools, if it is known."""
+        if self.describes_tools:
+            return "hermes"
+        return None if self.chat_template is None else call_format_of(self.chat_template)
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """Whether the template takes a turn of the system and shows it."""
+        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
+        return self._shows(_PROBE, Conversation(messages))
+
+    def _shows(self, text: str, conversation: Conversation) -> bool:
+        """Whether the prompt of a conversation has a text."""
+        try:
+            return text in self._apply_template(conversation)
+        except InvalidRequest:  # some templates need or refuse a system's turn
+            return False
 
     @property
     def added_tokens(self) -> dict[str, int]:

@@ -40,10 +40,14 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.
+        describes_tools: whether it describes tools in Hermes' form, since the template cannot.
+        call_format: name of the format in which its prompts have calls of tools, if it is known.
     """
 
     chat_template: str | None
     added_tokens: dict[str, int]
+    describes_tools: bool = False
+    call_format: str | None = None
 
 
 class StartupReport(msgspec.Struct, frozen=True):

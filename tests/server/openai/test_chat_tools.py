@@ -296,12 +296,12 @@ def test_what_the_engine_and_the_template_are_told(fields: Any, has_grammar: boo
     run(scenario())
 
 
-def test_a_model_that_is_not_known_to_call_tools_says_so() -> None:
+def test_a_model_without_a_chat_template_says_that_it_takes_no_tools() -> None:
     async def scenario() -> None:
         async with running_app() as app:
             call = app.post(CHAT, tools=TOOLS)
             await call.done
-            assert "--tool-call-parser" in assert_is_error(call, 400, param="tools")["message"]
+            assert "no chat template" in assert_is_error(call, 400, param="tools")["message"]
 
     run(scenario())
 

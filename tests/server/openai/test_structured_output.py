@@ -19,7 +19,7 @@ GRAMMARS = [  # name, value, what the scheduler gets
     ("response_format", {"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
     (
         "response_format",
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
         Grammar("json_schema", json.dumps(SCHEMA)),
     ),
     ("guided_json", SCHEMA, Grammar("json_schema", json.dumps(SCHEMA))),

@@ -219,7 +219,7 @@ def test_without_tools_and_thoughts_nothing_changes() -> None:
 def test_tools_that_cannot_be_offered_are_refused() -> None:
     big = ToolUse([Function(name="f", parameters={"enum": ["x" * MAX_GRAMMAR]})], "required")
     for dialect, use, message in (
-        (Dialect(), USE, "--tool-call-parser"),
+        (Dialect(), USE, "no chat template"),
         (Dialect(TOOL_FORMATS["hermes"]("")), big, f"more than {MAX_GRAMMAR} characters"),
     ):
         with pytest.raises(InvalidRequest, match=message) as refusal:

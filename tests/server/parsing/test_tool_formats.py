@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from minisgl.core import Grammar
-from minisgl.errors import InvalidRequest
 from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing.deltas import (
     OutputParser,
@@ -23,7 +22,7 @@ from minisgl.server.parsing.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
-from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat, choose_format
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
 from tests.checkpoints import tiny_tokenizer
 
 CITY = {
@@ -41,13 +40,6 @@ HERMES = TOOL_FORMATS["hermes"]("")
 LLAMA = TOOL_FORMATS["llama3_json"]("")
 MISTRAL = TOOL_FORMATS["mistral"]("")
 NEW_MISTRAL = TOOL_FORMATS["mistral"]("[TOOL_CALLS] [ARGS]")
-TEMPLATES = {
-    "hermes": "{% if tools %}<tools>{{ tools }}</tools> "
-    "<tool_call>{{ call.arguments }}</tool_call>{% endif %}",
-    "llama3_json": "{{- 'Respond in the format "
-    '{"name": function name, "parameters": dictionary}.\' }}',
-    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}[TOOL_CALLS]",
-}
 
 
 def calls(*items: tuple[str, str], style: ToolFormat) -> str:
@@ -376,22 +368,6 @@ def test_a_careful_reader_loses_nothing_but_calls_and_breaks_no_json(
         assert content == text
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_shows_the_format(name: str) -> None:
-    style = choose_format(TEMPLATES[name], None)
-    assert type(style) is TOOL_FORMATS[name]
-    assert all(
-        type(choose_format(TEMPLATES[name], other)) is TOOL_FORMATS[other] for other in TOOL_FORMATS
-    ), "named is named"
-
-
-@pytest.mark.parametrize(
-    "template", [None, "", "{{ messages }}", "<tool_call>\n<function=f>\n<parameter=x>"]
-)
-def test_of_other_templates_nothing_is_known(template: str | None) -> None:
-    assert choose_format(template, None) is None
-
-
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")])
 TOKENIZER.add_special_tokens(
@@ -401,12 +377,20 @@ VOCABULARY = llguidance.hf.from_tokenizer(TOKENIZER)
 MARKERS = TOKENIZER.get_added_vocab()
 
 
+def spell(text: str) -> list[int]:
+    """Ids of a text in which no marker is one token."""
+    return [index for char in text for index in TOKENIZER.encode(char, add_special_tokens=False)]
+
+
 def matches(grammar: Grammar, text: str) -> bool:
     """Whether a text is all that the grammar asks for."""
+    return matches_ids(grammar, TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def matches_ids(grammar: Grammar, ids: list[int]) -> bool:
     spec = llguidance.grammar_from(grammar.kind, grammar.text)
     matcher = llguidance.LLMatcher(VOCABULARY, spec, log_level=0)
     assert not matcher.get_error(), matcher.get_error()
-    ids: list[Any] = TOKENIZER.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
@@ -467,15 +451,30 @@ def test_strict_tools_leave_a_choice_but_not_of_their_arguments(style: ToolForma
 @pytest.mark.parametrize("style", [HERMES, MISTRAL], ids=["hermes", "mistral"])
 def test_a_marker_that_is_no_token_is_spelled_out(style: ToolFormat) -> None:
     grammar = style.grammar(REQUIRED, {})
-    text = calls(GOOD[1], style=style)
-    ids = [index for char in text for index in TOKENIZER.encode(char, add_special_tokens=False)]
-    matcher = llguidance.LLMatcher(
-        VOCABULARY, llguidance.grammar_from(grammar.kind, grammar.text), log_level=0
-    )
-    assert matcher.try_consume_tokens(ids) == len(ids)
-    assert matcher.is_accepting()
-    with pytest.raises(InvalidRequest, match="as a token; send 'required'"):
-        style.grammar(USE, {})
+    ids = spell(calls(GOOD[1], style=style))
+    assert matches_ids(grammar, ids)
+
+
+@pytest.mark.parametrize(
+    ("markers", "spelled"),
+    [(MARKERS, False), (MARKERS, True), ({}, True)],
+    ids=["a token", "a token that is spelled", "no token"],
+)
+@marked
+def test_strict_tools_need_no_marker_token(
+    style: ToolFormat, markers: dict[str, int], spelled: bool
+) -> None:
+    grammar = style.grammar(USE, markers)
+
+    def matches_either(text: str) -> bool:
+        if not spelled:
+            return matches(grammar, text)
+        return matches_ids(grammar, spell(text))
+
+    for before in ("", "Let me see [<to. ", "<tool_cal", "[TOOL_"):
+        assert matches_either(before)
+        assert matches_either(before + calls(*GOOD, style=style))
+        assert not any(matches_either(before + calls(bad, style=style)) for bad in BAD)
 
 
 def test_references_in_a_schema_are_to_the_schema() -> None:

@@ -13,6 +13,7 @@ What they share:
     common.py               ids, usage, errors, logprobs
     messages.py, tools.py   turns of a conversation; tools that a request offers
     structured_output.py    what an answer has to match
+    closed_schemas.py       objects of schemas without other properties
     unsupported.py          fields of other servers that are refused by name
     validation.py           types of fields
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
+from minisgl.server.openai.closed_schemas import close_objects
 from minisgl.server.openai.ebnf import ebnf_to_lark, is_ebnf
 from minisgl.server.openai.unsupported import FalseOnly, Refused
 from minisgl.server.openai.validation import (
@@ -76,7 +77,7 @@ class ObjectFormat(RequestModel):
 
 
 class JsonSchema(RequestModel):
-    """`strict` makes no difference: the answer always follows the schema.
+    """The answer always follows the schema; with `strict` its objects are closed, too.
 
     A schema with a keyword that cannot be followed is refused.
     """
@@ -87,6 +88,8 @@ class JsonSchema(RequestModel):
     strict: bool | None = None
 
     def grammar(self) -> Grammar:
+        if self.strict:
+            return schema_grammar(close_objects(self.schema_, free_form=True))
         return schema_grammar(self.schema_)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field
 
 from minisgl.errors import InvalidRequest
+from minisgl.server.openai.closed_schemas import close_objects
 from minisgl.server.openai.validation import (
     RequestModel,
     Schema,
@@ -46,6 +47,17 @@ class Function(RequestModel):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         return {"type": "object", **(self.parameters or {})}
+
+    def close_schema(self, *, only_strict: bool) -> Function:
+        """Without arguments that its schema does not list, unless the schema lets them be.
+
+        Args:
+            only_strict: a function that is not strict stays as it is.
+        """
+        if only_strict and not self.strict:
+            return self
+        schema = close_objects(self.schema_of_arguments, free_form=bool(self.strict))
+        return self.model_copy(update={"parameters": schema})
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: parameters are always there."""
@@ -147,6 +159,12 @@ class ToolUse:
     def callable_tools(self) -> list[Function]:
         """The tools that an answer may call."""
         return [tool for tool in self.offered_tools if self.named_tool in (None, tool.name)]
+
+    def close_schemas(self, *, only_strict: bool) -> Self:
+        """Each tool as `Function.close_schema` has it."""
+        return replace(
+            self, tools=[tool.close_schema(only_strict=only_strict) for tool in self.tools]
+        )
 
     @property
     def is_enforced(self) -> bool:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from minisgl.core import Grammar, SamplingParams
-from minisgl.errors import InvalidRequest
+from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.server.openai.tools import ToolUse
 from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import AddedTokens
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
-from minisgl.server.parsing.tool_formats import ToolFormat, choose_format
+from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
+from minisgl.utils.supervisor import TokenizerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +21,46 @@ class Dialect:
     """How the served model writes tool calls and reasoning. Chosen once, when the model is loaded.
 
     Attributes:
-        tool_format: None if the format of tool calls is not known.
+        tool_format: None if the model has no chat template, and so is never shown a tool.
         reasoning_format: None if reasoning is not told apart from content.
         added_tokens: the tokens that the tokenizer never splits, and their ids.
+        opens_tool_schemas: whether calls of tools that are not strict may have arguments that the
+            tools' schemas do not list.
     """
 
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     added_tokens: AddedTokens = field(default_factory=dict)
+    opens_tool_schemas: bool = False
 
     @classmethod
     def of(
         cls,
-        template: str | None,
-        added_tokens: AddedTokens,
+        tokenizer: TokenizerInfo,
         tool_parser: str | None,
         reasoning_parser: str | None,
+        *,
+        opens_tool_schemas: bool = False,
     ) -> Self:
         """
         Args:
-            tool_parser: name of a tool format; None means what the chat template has.
+            tool_parser: name of a tool format; None means what prompts have.
             reasoning_parser: name of a reasoning format; None means none.
+
+        Raises:
+            ConfigError: prompts cannot have tools in this format.
         """
+        if tokenizer.describes_tools and tool_parser not in (None, "hermes"):
+            raise ConfigError(
+                "the model's chat template shows no tools, so they are described in the form of "
+                f"hermes; --tool-call-parser must be hermes, got {tool_parser}"
+            )
+        tool_format = None
+        name = tool_parser or tokenizer.call_format
+        if name and tokenizer.chat_template is not None:
+            tool_format = TOOL_FORMATS[name](tokenizer.chat_template)
         reasoning_format = REASONING_FORMATS[reasoning_parser] if reasoning_parser else None
-        return cls(choose_format(template, tool_parser), reasoning_format, added_tokens)
+        return cls(tool_format, reasoning_format, tokenizer.added_tokens, opens_tool_schemas)
 
     def constrain(
         self, sampling: SamplingParams, use: ToolUse, *, allows_reasoning: bool
@@ -57,7 +74,8 @@ class Dialect:
             return sampling
         grammar = sampling.grammar
         if use.offered_tools and (use.is_enforced or grammar):
-            grammar = self._required_tool_format.grammar(use, self.added_tokens, grammar)
+            closed = use.close_schemas(only_strict=self.opens_tool_schemas)
+            grammar = self._required_tool_format.grammar(closed, self.added_tokens, grammar)
             if len(grammar.text) > MAX_GRAMMAR:
                 raise InvalidRequest(
                     f"the tools' schemas have more than {MAX_GRAMMAR} characters", param="tools"
@@ -83,8 +101,6 @@ class Dialect:
     @property
     def _required_tool_format(self) -> ToolFormat:
         if self.tool_format is None:
-            message = (
-                "the model's chat template does not say how it calls tools; --tool-call-parser does"
-            )
+            message = "this model has no chat template, so it cannot be shown tools"
             raise InvalidRequest(message, param="tools")
         return self.tool_format

@@ -39,6 +39,18 @@ def text_rules(end: str, added_tokens: AddedTokens) -> list[str]:
     return [f"text[lazy]: /(?s:.*){_escape_slashes(re.escape(end))}/"]
 
 
+def text_then(marker: str, rest: str, added_tokens: AddedTokens) -> list[str]:
+    """A rule `start`: any text, in which whatever comes after a marker is a `rest`."""
+    starts = ["TEXT", f"before {rest}"]
+    if marker in added_tokens:
+        starts.append(f"TEXT <[{added_tokens[marker]}]> {rest}")
+    return [
+        f"start: {' | '.join(starts)}",
+        f"TEXT: {text_without(marker)}",
+        f"before[lazy]: /(?s:.*){_escape_slashes(re.escape(marker))}/",
+    ]
+
+
 def nested_grammar(grammar: Grammar) -> str:
     """A whole grammar as the body of a rule."""
     match grammar.kind:

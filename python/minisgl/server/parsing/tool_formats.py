@@ -11,20 +11,18 @@ A model is trained on one of them, which its chat template shows.
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
 from minisgl.core import Grammar
-from minisgl.errors import InvalidRequest
 from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing.grammar_rules import (
     AddedTokens,
     marker_rule,
     nested_grammar,
-    text_without,
+    text_then,
 )
 from minisgl.server.parsing.tool_calls import CallSyntax, ToolCallParser
 
@@ -44,22 +42,17 @@ class ToolFormat(ABC):
     def __init__(self, template: str) -> None:
         self._template = template
 
-    @staticmethod
     @abstractmethod
-    def suits(template: str) -> bool:
-        """Whether a chat template has calls in this format."""
+    def begin(self, added_tokens: AddedTokens) -> str:
+        """What begins calls, as part of a Lark rule; empty if nothing does."""
 
     @abstractmethod
     def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
-        """A Lark grammar of one call, or with `several` of one or more."""
+        """A Lark grammar of one call, or with `several` of one or more, without `begin`."""
 
     @abstractmethod
-    def text(self, added_tokens: AddedTokens) -> str:
-        """The body of a Lark terminal: text that may come before calls or instead of them.
-
-        Raises:
-            InvalidRequest: such text cannot be told apart from calls.
-        """
+    def text_or_calls(self, added_tokens: AddedTokens) -> list[str]:
+        """A Lark rule `start`: any text, then `calls` or no call. And the rules that it needs."""
 
     def grammar(
         self, use: ToolUse, added_tokens: AddedTokens, answer: Grammar | None = None
@@ -68,19 +61,17 @@ class ToolFormat(ABC):
 
         Args:
             answer: what an answer without calls has to match; None means any text.
-
-        Raises:
-            InvalidRequest: the answer need not call, and text cannot be told apart from calls.
         """
         calls = Grammar(
             "lark", self.calls(use.callable_tools, added_tokens, several=use.allows_several_calls)
         )
+        begin = self.begin(added_tokens)
         if use.must_call:
-            return calls
-        if answer:
-            rules = ["start: answer | calls", f"answer: {nested_grammar(answer)}"]
+            rules = [f"start: {begin} calls"]
+        elif answer:
+            rules = [f"start: answer | {begin} calls", f"answer: {nested_grammar(answer)}"]
         else:
-            rules = ["start: TEXT calls?", f"TEXT: {self.text(added_tokens)}"]
+            rules = self.text_or_calls(added_tokens)
         rules.append(f"calls: {nested_grammar(calls)}")
         return Grammar("lark", "\n".join(rules))
 
@@ -91,23 +82,27 @@ class ToolFormat(ABC):
         return self.id_format.format(uuid.uuid4().hex)
 
 
-class Hermes(ToolFormat):
+class MarkedFormat(ToolFormat):
+    """A format whose calls a marker begins, wherever they stand."""
+
+    marker: ClassVar[str]
+
+    def begin(self, added_tokens: AddedTokens) -> str:
+        return marker_rule(self.marker, added_tokens)
+
+    def text_or_calls(self, added_tokens: AddedTokens) -> list[str]:
+        return text_then(self.marker, "calls", added_tokens)
+
+
+class Hermes(MarkedFormat):
+    marker = "<tool_call>"
     syntax = CallSyntax(rf"(?<!\s)\s*<tool_call>\s*{_HEAD}", _TAIL, closing=r"\s*</tool_call>")
 
-    @staticmethod
-    def suits(template: str) -> bool:
-        others = ("<function=", "<arg_key>")  # other formats with this marker
-        return "<tool_call>" in template and not any(other in template for other in others)
-
     def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
-        begin = marker_rule("<tool_call>", added_tokens)
         end = marker_rule("</tool_call>", added_tokens)
-        start = f"start: {_one_or('call', several, chr(10))}"
-        call = rf'call: {begin} "\n" object "\n" {end}'
-        return "\n".join([start, call, *_objects(tools, "arguments")])
-
-    def text(self, added_tokens: AddedTokens) -> str:
-        return _text_before("<tool_call>", added_tokens)
+        call = rf'call: "\n" object "\n" {end}'
+        more = rf' ("\n" {self.begin(added_tokens)} call)*' if several else ""
+        return "\n".join([f"start: call{more}", call, *_objects(tools, "arguments")])
 
 
 class Llama3Json(ToolFormat):
@@ -118,22 +113,19 @@ class Llama3Json(ToolFormat):
         opens_answer=True,
     )
 
-    @staticmethod
-    def suits(template: str) -> bool:
-        return (
-            "<|python_tag|>" in template
-            or re.search(r'name\\?": function name, \\?"param', template) is not None
-        )
+    def begin(self, added_tokens: AddedTokens) -> str:  # noqa: ARG002
+        return ""
 
     def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:  # noqa: ARG002
         start = f"start: {_one_or('object', several, '; ')}"
         return "\n".join([start, *_objects(tools, "parameters")])
 
-    def text(self, added_tokens: AddedTokens) -> str:  # noqa: ARG002
-        return r"/([^\s{](?s:.*))?/"
+    def text_or_calls(self, added_tokens: AddedTokens) -> list[str]:  # noqa: ARG002
+        return ["start: TEXT | calls", r"TEXT: /([^\s{](?s:.*))?/"]
 
 
-class Mistral(ToolFormat):
+class Mistral(MarkedFormat):
+    marker = "[TOOL_CALLS]"
     syntax = CallSyntax(
         r"(?<!\s)\s*\[TOOL_CALLS\]\s*"
         rf"(?:\[\s*{_HEAD}|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
@@ -143,24 +135,14 @@ class Mistral(ToolFormat):
     )
     id_format = "{:.9}"  # the templates refuse others
 
-    @staticmethod
-    def suits(template: str) -> bool:
-        return "[TOOL_CALLS]" in template
-
     def calls(self, tools: Sequence[Function], added_tokens: AddedTokens, *, several: bool) -> str:
-        begin = marker_rule("[TOOL_CALLS]", added_tokens)
         if "[ARGS]" not in self._template:
-            start = f'start: {begin} " "? "[" {_one_or("object", several, ", ")} "]"'
+            start = f'start: " "? "[" {_one_or("object", several, ", ")} "]"'
             return "\n".join([start, *_objects(tools, "arguments")])
         arguments = marker_rule("[ARGS]", added_tokens)
-        calls = [
-            f"{begin} {json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools
-        ]
-        start = "start: object+" if several else "start: object"
-        return "\n".join([start, *_any_of(calls)])
-
-    def text(self, added_tokens: AddedTokens) -> str:
-        return _text_before("[TOOL_CALLS]", added_tokens)
+        calls = [f"{json.dumps(tool.name)} {arguments} {_arguments(tool)}" for tool in tools]
+        more = f" ({self.begin(added_tokens)} object)*" if several else ""
+        return "\n".join([f"start: object{more}", *_any_of(calls)])
 
 
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
@@ -168,17 +150,6 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "mistral": Mistral,
     "llama3_json": Llama3Json,
 }
-
-
-def choose_format(template: str | None, name: str | None) -> ToolFormat | None:
-    """The format of that name, else the one that the template has, if it has one."""
-    template = template or ""
-    if name:
-        return TOOL_FORMATS[name](template)
-    for tool_format in TOOL_FORMATS.values():
-        if tool_format.suits(template):
-            return tool_format(template)
-    return None
 
 
 def _one_or(rule: str, several: bool, separator: str) -> str:
@@ -203,13 +174,3 @@ def _arguments(tool: Function) -> str:
 def _any_of(bodies: list[str]) -> list[str]:
     rules = {f"object_{index}": body for index, body in enumerate(bodies)}
     return [f"object: {' | '.join(rules)}", *(f"{name}: {body}" for name, body in rules.items())]
-
-
-def _text_before(text: str, added_tokens: AddedTokens) -> str:
-    if text not in added_tokens:
-        raise InvalidRequest(
-            f"'strict' with tool_choice 'auto' needs a model that has {text} as a token; "
-            "send 'required'",
-            param="tools",
-        )
-    return text_without(text)

@@ -1,0 +1,132 @@
+"""Closes the objects of a JSON schema: they get `additionalProperties: false`.
+
+A model that may add properties adds them, and may never end. JSON Schema leaves objects open by
+default, and clients often mean them closed.
+
+`additionalProperties` sees only the `properties` beside it. Where an object is described in several
+places that hold together (`allOf`; `anyOf` or `$ref` beside `properties`), closing one of them
+would forbid what another lists. Such an object stays as it is, with all below it and all that it
+refers to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+Schema: TypeAlias = dict[str, Any]
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties")
+# Each describes the same value as the schema that it is part of.
+_OF_SAME_VALUE = ("anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
+_OF_PROPERTIES = ("properties", "patternProperties", "required")
+_SAY_OTHERWISE = ("additionalProperties", "unevaluatedProperties", "enum", "const")
+
+
+def close_objects(schema: Schema, *, free_form: bool) -> Schema:
+    """A schema whose objects are closed, unless they say otherwise.
+
+    Args:
+        free_form: whether objects that list no properties are closed, too, and so have to be empty.
+            The schema itself is closed in any case.
+    """
+    return _Closer(schema, free_form=free_form).close(schema)
+
+
+class _Closer:
+    """Closes the objects of one schema; knows which have to stay open."""
+
+    def __init__(self, root: Schema, *, free_form: bool) -> None:
+        self._root = root
+        self._free_form = free_form
+        self._left_open: set[int] = set()  # ids of parts of the root
+        for part in _parts(root):
+            if id(part) not in self._left_open and _has_several_descriptions(part):
+                self._leave_open(part)
+
+    def close(self, schema: Schema) -> Schema:
+        if id(schema) in self._left_open:
+            return schema
+        closed = {name: self._close_value(name, value) for name, value in schema.items()}
+        if self._is_closable(schema):
+            closed["additionalProperties"] = False
+        return closed
+
+    def _close_value(self, keyword: str, value: Any) -> Any:
+        if keyword in _OF_NAMES and isinstance(value, dict):
+            return {name: self._close_schema(schema) for name, schema in value.items()}
+        if keyword in _LISTS and isinstance(value, list):
+            return [self._close_schema(schema) for schema in value]
+        return self._close_schema(value) if keyword in _SINGLE else value
+
+    def _close_schema(self, schema: Any) -> Any:
+        return self.close(schema) if isinstance(schema, dict) else schema
+
+    def _is_closable(self, schema: Schema) -> bool:
+        if any(name in schema for name in (*_SAY_OTHERWISE, *_OF_SAME_VALUE, "allOf")):
+            return False
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            return _is_object(schema) and (self._free_form or schema is self._root)
+        required = schema.get("required")
+        return not isinstance(required, list) or all(
+            isinstance(name, str) and name in properties for name in required
+        )
+
+    def _leave_open(self, schema: Schema) -> None:
+        """Leave a schema open, all below it, and all that is referred to there."""
+        waiting: list[Any] = [schema]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, list):
+                waiting += node
+            elif isinstance(node, dict) and id(node) not in self._left_open:
+                self._left_open.add(id(node))
+                waiting += [*node.values(), self._find(node.get("$ref"))]
+
+    def _find(self, reference: Any) -> Schema | None:
+        """The part of the root that a reference names."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        node: Any = self._root
+        for step in unquote(reference).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            node = _child(node, name)
+        return node if isinstance(node, dict) else None
+
+
+def _parts(schema: Schema) -> Iterator[Schema]:
+    """A schema and all objects in it, those that are no schemas among them."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+
+
+def _child(node: Any, name: str) -> Any:
+    """The value in an object or a list that a step of a reference names; None if there is none."""
+    if isinstance(node, dict):
+        return node.get(name)
+    if isinstance(node, list) and re.fullmatch("[0-9]{1,5}", name) and int(name) < len(node):
+        return node[int(name)]
+    return None
+
+
+def _has_several_descriptions(schema: Schema) -> bool:
+    branches = schema.get("allOf")
+    num_branches = len(branches) if isinstance(branches, list) else 0
+    num_same = sum(name in schema for name in _OF_SAME_VALUE)
+    is_described_here = any(name in schema for name in _OF_PROPERTIES)
+    return num_branches + num_same + is_described_here > 1
+
+
+def _is_object(schema: Schema) -> bool:
+    kinds = schema.get("type")
+    return kinds == "object" or (isinstance(kinds, list) and "object" in kinds)

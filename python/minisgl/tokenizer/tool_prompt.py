@@ -1,0 +1,119 @@
+"""Tools in prompts: what a chat template does with them, and what is done where it does nothing.
+
+Some templates show no tools to the model, and some write calls in a form that is not parsed. For
+these, tools are described in a system text, and calls and results of earlier turns become text,
+all in the form on which Hermes and Qwen2.5 are trained. Most other models can follow it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from msgspec import structs
+
+from minisgl.message import ChatMessage, Conversation
+
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+_CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+_RESULT = "<tool_response>\n{content}\n</tool_response>"
+HERMES_TEXTS = (_TOOLS, _CALL, _RESULT)
+
+
+def call_format_of(template: str) -> str | None:
+    """The name of the format in which a chat template has calls, if calls in it can be parsed."""
+    if "<tool_call>" in template:
+        others = ("<function=", "<arg_key>")  # other formats with this marker
+        return None if any(other in template for other in others) else "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or re.search(r'name\\?": function name, \\?"param', template):
+        return "llama3_json"
+    return None
+
+
+def describe_tools(conversation: Conversation, *, has_system: bool) -> Conversation:
+    """A conversation for a template that knows no tools.
+
+    Args:
+        has_system: whether the template takes a system's turn. Otherwise the tools are described
+            in the user's first.
+    """
+    messages = _as_text(conversation.messages)
+    if conversation.tools:
+        instructions = _TOOLS.format(tools="\n".join(map(_dump, conversation.tools)))
+        put = _put_into_system_turn if has_system else _put_into_first_question
+        messages = put(instructions, messages)
+    return structs.replace(conversation, messages=messages, tools=[])
+
+
+def _put_into_system_turn(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
+    if not messages or messages[0].get("role") != "system":
+        return [{"role": "system", "content": text}, *messages]
+    first = {**messages[0], "content": f"{_text(messages[0])}\n\n{text}"}
+    return [first, *messages[1:]]
+
+
+def _put_into_first_question(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
+    for index, message in enumerate(messages):
+        if message.get("role") == "user":
+            question = {**message, "content": f"{text}\n\n{_text(message)}"}
+            return [*messages[:index], question, *messages[index + 1 :]]
+    return [{"role": "user", "content": text}, *messages]
+
+
+def _as_text(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
+    """Calls as text of the assistant's turn, and results as turns of the user."""
+    turns: list[ChatMessage] = []
+    for is_result, group in groupby(messages, lambda message: message.get("role") == "tool"):
+        if is_result:  # in one turn: some templates refuse two in a row
+            results = [_RESULT.format(content=_text(message)) for message in group]
+            turns.append({"role": "user", "content": "\n".join(results)})
+        else:
+            turns += map(_with_calls_as_text, group)
+    return turns
+
+
+def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    text = _text(message)
+    texts = [text] if text else []
+    turn = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**turn, "content": "\n".join([*texts, *map(_call, calls)])}
+
+
+def _call(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):  # a text is as the model wrote it
+        arguments = _dump(arguments)
+    return _CALL.format(name=_dump(function["name"]), arguments=arguments)
+
+
+def _text(message: ChatMessage) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

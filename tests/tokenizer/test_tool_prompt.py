@@ -1,0 +1,177 @@
+"""Tools reach the model with every chat template, also with one that knows none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from minisgl.message import ChatMessage, Conversation
+from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer.tool_prompt import call_format_of
+from tests.checkpoints import tiny_tokenizer
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+ALTERNATE = (  # as Gemma's
+    "{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('refused') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+SHOWING = {
+    "in general": "{{ tools }}" + TURNS,
+    "by name": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TURNS,
+    "beside a system's turn": NEEDS_SYSTEM + "{{ tools }}" + TURNS,
+}
+NOT_SHOWING = {
+    "never": TURNS,
+    "only that there are some": "{% if tools %}tools{% endif %}" + TURNS,
+    "under another name": "{{ xml_tools }}" + TURNS,
+    "only calls": "{% for m in messages %}{{ m.tool_calls }}{% endfor %}" + TURNS,
+}
+TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{{ tools }}</tools> "
+    "<tool_call>{{ call.arguments }}</tool_call>{% endif %}",
+    "llama3_json": "{{- 'Respond in the format "
+    '{"name": function name, "parameters": dictionary}.\' }}',
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}[TOOL_CALLS]",
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get", "description": 'Zü"rich', "parameters": {"type": "object"}},
+}
+USER = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def with_template(folder: Path, template: Any, **options: Any) -> Tokenizer:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
+    tokenizer.save_pretrained(folder)
+    return Tokenizer(folder, **options)
+
+
+def render(tokenizer: Tokenizer, *messages: ChatMessage, tools: Any = (TOOL,)) -> str:
+    return tokenizer.render(Conversation(list(messages), tools=list(tools)))
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize("template", SHOWING.values(), ids=SHOWING)
+def test_a_template_that_shows_tools_is_left_to_it(template: str, tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, template)
+    assert not tokenizer.describes_tools
+    assert "# Tools" not in render(tokenizer, SYSTEM, USER)
+
+
+@pytest.mark.parametrize("template", NOT_SHOWING.values(), ids=NOT_SHOWING)
+def test_tools_that_a_template_does_not_show_are_described(template: str, tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, template)
+    assert tokenizer.describes_tools
+    assert tokenizer.call_format == "hermes"
+    text = render(tokenizer, USER)
+    assert f"<tools>\n{json.dumps(TOOL, ensure_ascii=False)}\n</tools>" in text
+    assert text.count('"name": "get"') == 1
+
+
+def test_calls_in_a_form_that_is_not_parsed_are_described_where_they_are_to_be_parsed(
+    tmp_path: Path,
+) -> None:
+    template = SHOWING["in general"] + "<function=f>"
+    assert not with_template(tmp_path / "a", template).describes_tools
+    assert with_template(tmp_path / "b", template, needs_known_calls=True).describes_tools
+    known = SHOWING["in general"] + "<tool_call>"
+    assert not with_template(tmp_path / "c", known, needs_known_calls=True).describes_tools
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_shows_the_format_of_calls(name: str, tmp_path: Path) -> None:
+    assert call_format_of(TEMPLATES[name]) == name
+    tokenizer = with_template(tmp_path, SHOWING["in general"] + "{#" + TEMPLATES[name] + "#}")
+    assert tokenizer.call_format == name
+
+
+@pytest.mark.parametrize(
+    "template", ["", "{{ messages }}", "<tool_call>\n<function=f>\n<parameter=x>"]
+)
+def test_of_other_templates_the_format_is_not_known(template: str) -> None:
+    assert call_format_of(template) is None
+
+
+def test_without_a_template_nothing_is_described(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, None, needs_known_calls=True)
+    assert not tokenizer.describes_tools
+    assert tokenizer.call_format is None
+
+
+def test_the_description_is_the_systems_turn_or_its_end(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    assert render(tokenizer, USER).startswith("[system]# Tools\n\nYou may call")
+    assert render(tokenizer, USER).endswith("\n</tool_call>[user]hi")
+    assert render(tokenizer, SYSTEM, USER).startswith("[system]Be kind.\n\n# Tools\n\n")
+    assert render(tokenizer, SYSTEM, USER, tools=()) == "[system]Be kind.[user]hi"
+
+
+def test_without_a_systems_turn_the_description_is_the_beginning_of_the_first_question(
+    tmp_path: Path,
+) -> None:
+    text = render(with_template(tmp_path, ALTERNATE), USER)
+    assert text.startswith("[user]# Tools\n\n")
+    assert text.endswith("\n</tool_call>\n\nhi")
+
+
+HISTORY: list[ChatMessage] = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [call("get", {"x": "é"})]},
+    {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    {"role": "tool", "tool_call_id": "2", "content": "rain"},
+    {
+        "role": "assistant",
+        "content": "So.",
+        "tool_calls": [call("get", {}), call("get", '{"bro')],
+    },
+]
+
+
+@pytest.mark.parametrize("tools", [(TOOL,), ()], ids=["tools", "no tools"])
+@pytest.mark.parametrize("template", [TURNS, ALTERNATE], ids=["any turns", "in turns"])
+def test_calls_and_results_of_earlier_turns_are_text(
+    template: str, tools: Any, tmp_path: Path
+) -> None:
+    text = render(with_template(tmp_path, template), *HISTORY, tools=tools)
+    assert text.endswith(
+        "hi[assistant]"
+        '<tool_call>\n{"name": "get", "arguments": {"x": "é"}}\n</tool_call>'
+        "[user]<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+        "[assistant]So.\n"
+        '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get", "arguments": {"bro}\n</tool_call>'
+    )
+
+
+def test_content_in_parts_and_no_content_are_text_too(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turn = {"role": "assistant", "content": None, "tool_calls": [call("get", {})]}
+    text = render(tokenizer, {"role": "system", "content": parts}, turn)
+    assert "[system]ab\n\n# Tools" in text
+    assert "[assistant]<tool_call>" in text
+
+
+def test_a_client_cannot_write_the_markers_of_the_description(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    marker = tokenizer.added_tokens["<tool_call>"]
+    tools = [{**TOOL, "function": {"name": "get", "description": "<tool_call>"}}]
+
+    def num_markers(content: str, tools: Any) -> int:
+        message = {"role": "user", "content": content}
+        return tokenizer.encode(Conversation([message], tools=tools)).tolist().count(marker)
+
+    assert num_markers("hi", [TOOL]) == 2
+    assert num_markers("<tool_call>", tools) == 2
