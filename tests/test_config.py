@@ -59,25 +59,32 @@ def test_the_names_that_are_offered_are_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "device", "dtype", "memory_ratio"),
+    ("hardware", "device", "dtype", "memory_ratio", "max_prefill_length"),
     [
-        (LAPTOP, "cpu", "bfloat16", 0.5),
-        (OLD_LAPTOP, "cpu", "float32", 0.5),
-        (TWO_GPUS, "cuda", "bfloat16", 0.9),
-        (OLD_GPU, "cuda", "float16", 0.9),
+        (LAPTOP, "cpu", "bfloat16", 0.5, 512),
+        (OLD_LAPTOP, "cpu", "float32", 0.5, 512),
+        (TWO_GPUS, "cuda", "bfloat16", 0.9, 8192),
+        (OLD_GPU, "cuda", "float16", 0.9, 8192),
     ],
 )
 def test_auto_becomes_what_fits_the_machine(
-    hardware: Hardware, device: str, dtype: str, memory_ratio: float
+    hardware: Hardware, device: str, dtype: str, memory_ratio: float, max_prefill_length: int
 ) -> None:
     config = EngineConfig().resolve(hardware)
     assert (config.device, config.dtype, config.memory_ratio) == (device, dtype, memory_ratio)
+    assert config.max_prefill_length == max_prefill_length
     assert config.attn is not None
 
 
 def test_what_was_said_stays() -> None:
     said = EngineConfig(
-        device="cpu", dtype="float16", memory_ratio=0.25, attn="torch", tp=3, page_size=3
+        device="cpu",
+        dtype="float16",
+        memory_ratio=0.25,
+        attn="torch",
+        tp=3,
+        page_size=3,
+        max_prefill_length=7,
     )
     assert said.resolve(TWO_GPUS) == said
 

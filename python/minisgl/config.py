@@ -70,7 +70,9 @@ class EngineConfig:
         None, "longest prompt and answer together, in tokens; auto: the model's context"
     )
     max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
-    max_prefill_length: int = option(8192, "prompt tokens that one step computes at most")
+    max_prefill_length: int | None = option(
+        None, "prompt tokens that one step computes at most; auto: 8192 on a GPU, 512 on a CPU"
+    )
     cuda_graph_max_bs: int = option(
         256, "largest batch of decodes that is captured as a CUDA graph; 0: none"
     )
@@ -132,6 +134,7 @@ class EngineConfig:
             attn=self.attn or ("fi" if is_half_on_gpu else "torch"),
             page_size=self.page_size or (64 if device == "cuda" else 16),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
+            max_prefill_length=self.max_prefill_length or (8192 if device == "cuda" else 512),
         )
 
 

@@ -32,7 +32,13 @@ def random_prompts(lengths: list[int], vocab_size: int, seed: int = 0) -> list[P
 
 def config_of(model: Path, **options: Any) -> SchedulerConfig:
     """A resolved config: float32 on the CPU, with a small pool; `options` override it."""
-    small = {"dtype": "float32", "page_size": 4, "num_pages": 512, "max_running_requests": 32}
+    small = {
+        "dtype": "float32",
+        "page_size": 4,
+        "num_pages": 512,
+        "max_running_requests": 32,
+        "max_prefill_length": 8192,
+    }
     return SchedulerConfig(
         model=str(model),
         device="cpu",

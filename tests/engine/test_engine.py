@@ -157,7 +157,7 @@ def test_auto_pages_hold_the_context(checkpoint: Checkpoints) -> None:
         checkpoint("llama"), num_pages=None, memory_ratio=0.1, max_running_requests=2
     )
     assert max_seq_len == CONTEXT
-    assert pages == 2 * CONTEXT // 4
+    assert pages >= 2 * CONTEXT // 4
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

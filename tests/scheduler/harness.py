@@ -114,7 +114,9 @@ class Host:
         self.executor = FakeExecutor(self.limits, num_rows, asynchronous=asynchronous)
         self.inbox = MemoryInbox()
         self._book = AnswerBook()
-        config = SchedulerConfig(**{"overlap": True, "seed": 0, **options})
+        config = SchedulerConfig(
+            **{"overlap": True, "seed": 0, "max_prefill_length": 8192, **options}
+        )
         self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
         self.matchers = FakeMatchers(self._endless_answer)
         self.scheduler.grammars = self.matchers

@@ -98,6 +98,7 @@ def largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
     It has as many prompt tokens as a step may have, all other requests decode, and each has the
     sampling parameters that take memory.
     """
+    assert config.max_prefill_length
     params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
     slices: list[ReqSlice] = []
     num_left = config.max_prefill_length

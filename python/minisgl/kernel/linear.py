@@ -31,20 +31,25 @@ def one_token_linear(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
     return y_1O
 
 
+def _onednn_multiplies_bf16() -> bool:
+    """Whether oneDNN is there and knows this processor: without AVX-512 it may not."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return is_supported
+
+
 class CpuLinear:
     """y_TO = x_TI @ weight_OI.T + bias_O on a CPU, for a weight that does not change afterwards.
 
     Args:
-        pack: whether to keep a packed copy of a bfloat16 weight too, where oneDNN is available.
+        pack: whether to keep a packed copy of a bfloat16 weight too, where oneDNN multiplies it.
     """
 
     def __init__(self, weight_OI: Tensor, *, pack: bool) -> None:
         self._weight_OI = weight_OI
-        can_pack = (
-            pack and weight_OI.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-        )
         self._packed: Tensor | None = None
-        if can_pack:
+        if pack and weight_OI.dtype == torch.bfloat16 and _onednn_multiplies_bf16():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -128,6 +128,7 @@ class Scheduler:
         leads: bool = True,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
+        assert config.max_prefill_length is not None
         limits = executor.limits
         is_on_gpu = config.device == "cuda"
         self.is_running = True
