@@ -246,8 +246,8 @@ def test_a_graph_finds_its_lengths_on_the_device(
             world.slots(req_slice, 0, req_slice.end).long(),
         )
     backend = world.backend(pair.format(name))
-    row_R = torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32)
-    metadata = backend.make_capture_metadata(row_R, sum(map(len, world.slices)))
+    row_B = torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32)
+    metadata = backend.make_capture_metadata(row_B, sum(map(len, world.slices)))
     last_Y = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
     batch = world.batch(metadata, last_Y)
     backend.prepare_on_device(batch)

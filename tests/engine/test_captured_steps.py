@@ -107,15 +107,15 @@ class CapturableAttention(TorchAttentionBackend):
     captures_graphs = True
 
     def make_capture_metadata(
-        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
     ) -> BaseAttnMetadata:
         return BaseAttnMetadata()
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
     ) -> None:
-        assert len(start_R) == len(end_R)
-        assert (start_R < end_R).any()
+        assert len(start_B) == len(end_B)
+        assert (start_B < end_B).any()
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch

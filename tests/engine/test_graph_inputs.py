@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
-from minisgl.engine.graph_inputs import DecodeInputs, PromptInputs, graph_inputs
+from minisgl.engine.graph_inputs import DecodeInputs, SliceInputs, graph_inputs
 from minisgl.engine.graph_key import GraphKey, GraphKind
 
 PADDING_ROW = 9
@@ -32,8 +32,8 @@ def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
 
 def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 13)])
-    inputs = graph_inputs(plan, GraphKey(GraphKind.PROMPT, 5), PADDING_ROW)
-    assert isinstance(inputs, PromptInputs)
+    inputs = graph_inputs(plan, GraphKey(GraphKind.ONE_SLICE, 5), PADDING_ROW)
+    assert isinstance(inputs, SliceInputs)
     assert inputs.row_T.tolist() == [3, 3, 3, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == [10, 11, 12, 0, 1]
     assert (inputs.row_B.tolist(), inputs.end_B.tolist()) == ([3], [13])

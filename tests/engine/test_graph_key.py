@@ -57,10 +57,10 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
 @pytest.mark.parametrize(
     ("lengths", "samples", "expected"),
     [
-        ([2], True, GraphKey(GraphKind.PROMPT, 32)),
-        ([512], True, GraphKey(GraphKind.PROMPT, 512)),
-        ([513], False, GraphKey(GraphKind.PROMPT, 1024)),
-        ([1], False, GraphKey(GraphKind.PROMPT, 32)),
+        ([2], True, GraphKey(GraphKind.ONE_SLICE, 32)),
+        ([512], True, GraphKey(GraphKind.ONE_SLICE, 512)),
+        ([513], False, GraphKey(GraphKind.ONE_SLICE, 1024)),
+        ([1], False, GraphKey(GraphKind.ONE_SLICE, 32)),
         ([1025], True, None),
         ([1, 2], True, None),
         ([5, 5], True, None),
@@ -92,8 +92,8 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
         (8, 0, GraphKey(GraphKind.DECODES, 8), True),
         (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8), False),
         (0, 1, GraphKey(GraphKind.DECODES, 8), False),
-        (1, 0, GraphKey(GraphKind.PROMPT, 64), True),
-        (2, 0, GraphKey(GraphKind.PROMPT, 64), False),
+        (1, 0, GraphKey(GraphKind.ONE_SLICE, 64), True),
+        (2, 0, GraphKey(GraphKind.ONE_SLICE, 64), False),
     ],
 )
 def test_a_graph_has_room_for_a_page_a_request(

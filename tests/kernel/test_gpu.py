@@ -288,12 +288,13 @@ def test_decodes_that_share_their_first_pages(
     q = numbers(random, batch_size, group * num_kv_heads, width, dtype=dtype)
     row = torch.randperm(40, generator=random, device=DEVICE)[:batch_size]
     position = torch.randint(num_shared_tokens, 100, (batch_size,), generator=random, device=DEVICE)
-    shared = torch.tensor([num_shared_tokens], dtype=torch.int32, device=DEVICE)
+    num_shared_tokens_1 = torch.tensor([num_shared_tokens], dtype=torch.int32, device=DEVICE)
     token = torch.arange(batch_size, device=DEVICE)
     outputs = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
     arguments = (q, *pool, pages, page_size, token, row, position)
-    gpu.attend_decode(*arguments, outputs[0], scale=0.2, softcap=softcap, shared_1=shared)
-    attend_decode_reference(*arguments, outputs[1], scale=0.2, softcap=softcap)
+    options: dict[str, Any] = {"scale": 0.2, "softcap": softcap}
+    gpu.attend_decode(*arguments, outputs[0], **options, num_shared_tokens_1=num_shared_tokens_1)
+    attend_decode_reference(*arguments, outputs[1], **options)
     same(outputs[0], outputs[1])
 
 

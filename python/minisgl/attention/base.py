@@ -1,7 +1,7 @@
-"""Contract of an attention backend."""
+"""Contract of an attention backend. Next to read: `torch_backend.py`."""
 
-# Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables,
-# T tokens of a step.
+# Dimensions: B requests of a step, or of a captured graph, H head width, K kv heads, N query heads,
+# P pages, R rows of the tables, T tokens of a step.
 
 from __future__ import annotations
 
@@ -49,20 +49,21 @@ class BaseAttnBackend(ABC):
         """Make the metadata of a plan, on the host. Valid for this step only."""
 
     def make_capture_metadata(
-        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
     ) -> BaseAttnMetadata:
-        """Make the metadata of a graph over num_tokens tokens of R requests.
+        """Make the metadata of a graph over num_tokens tokens of B requests.
 
-        The requests are decodes, one token each, or else a prompt and its padding.
+        The requests are decodes, one token each, or else one longer slice and its padding.
 
         Args:
-            row_R: int32, where a replay reads the requests' rows of the page table.
-            shared_1: int32 [1], where a replay reads how many leading tokens all requests share.
+            row_B: int32, where a replay reads the requests' rows of the page table.
+            num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all
+                requests share. It is a hint: a backend may ignore it.
         """
         raise NotImplementedError
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
     ) -> None:
         """Update a graph's metadata to slices [start, end), before it is replayed."""
         raise NotImplementedError

@@ -74,14 +74,14 @@ class _SpecMetadata:
             them.
         uses_splits: whether each of them is cut into as many splits (`attend_decode`), and not all
             of them into ranges of equal length (`BalancedDecode`).
-        shared_1: int32 [1], on the device; how many leading tokens they share. None if a kernel
-            does not use it.
+        num_shared_tokens_1: int32 [1], on the device; how many leading tokens they share. None if
+            a kernel does not use it.
     """
 
     groups: list[_Group] = field(default_factory=list)
     num_decodes: int = 0
     uses_splits: bool = False
-    shared_1: Tensor | None = None
+    num_shared_tokens_1: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,22 +178,22 @@ class _SpecAttention:
         return _Group(self._ragged, tokens)
 
     def make_capture_metadata(
-        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None
+        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None
     ) -> _SpecMetadata:
-        num_requests = len(row_R)
+        num_requests = len(row_B)
         indptr = self._numbers(num_requests + 1)
-        page_lists = _PageLists(row_R, indptr, self._pool.graph_page_Z)
+        page_lists = _PageLists(row_B, indptr, self._pool.graph_page_Z)
         if num_tokens > num_requests:
             wrapper = self._graph_prefill_wrapper(num_requests, indptr)
             return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
         is_few = num_requests * self._pool.shape[1] <= _FEW_HEADS
-        uses_splits = is_few or shared_1 is not None or self._needs_splits
+        uses_splits = is_few or num_shared_tokens_1 is not None or self._needs_splits
         if uses_splits or self._balanced:
             is_shared = self._spec.window is None
             return _SpecMetadata(
                 num_decodes=num_requests,
                 uses_splits=uses_splits,
-                shared_1=shared_1 if is_shared else None,
+                num_shared_tokens_1=num_shared_tokens_1 if is_shared else None,
             )
         wrapper = self._graph_decode_wrapper(num_requests, indptr)
         return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
@@ -224,12 +224,12 @@ class _SpecAttention:
         """A place for numbers of a plan that a graph reads."""
         return torch.zeros(size, dtype=torch.int32, device=self._pool.device)
 
-    def update_metadata(self, metadata: _SpecMetadata, start_R: IntArray, end_R: IntArray) -> None:
+    def update_metadata(self, metadata: _SpecMetadata, start_B: IntArray, end_B: IntArray) -> None:
         for group in metadata.groups:
             if isinstance(group.wrapper, self._pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper):
-                self._plan_decode(group.wrapper, end_R)
+                self._plan_decode(group.wrapper, end_B)
             else:
-                self._plan_prompts(group.wrapper, end_R - start_R, end_R)
+                self._plan_prompts(group.wrapper, end_B - start_B, end_B)
 
     def prepare_on_device(self, batch: Batch, metadata: _SpecMetadata) -> None:
         kernels = kernels_for(self._pool.page_table_RP)
@@ -287,7 +287,7 @@ class _SpecAttention:
             scale=self._spec.scale,
             window=self._spec.window,
             softcap=self._spec.softcap,
-            shared_1=metadata.shared_1,
+            num_shared_tokens_1=metadata.num_shared_tokens_1,
         )
 
     def _plan_decode(self, wrapper: Any, end_B: IntArray) -> None:
@@ -361,29 +361,29 @@ class FlashInferBackend(BaseAttnBackend):
         return FlashInferMetadata(of_specs)
 
     def make_capture_metadata(
-        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
     ) -> FlashInferMetadata:
         metadata = FlashInferMetadata(
             [
-                attention.make_capture_metadata(row_R, num_tokens, shared_1)
+                attention.make_capture_metadata(row_B, num_tokens, num_shared_tokens_1)
                 for attention in self._attentions
             ]
         )
-        start_R = np.zeros(len(row_R), dtype=np.int32)
-        end_R = np.ones(len(row_R), dtype=np.int32)
-        end_R[0] += num_tokens - len(row_R)  # a prompt, and a token of padding
-        self.update_metadata(metadata, start_R, end_R)
+        start_B = np.zeros(len(row_B), dtype=np.int32)
+        end_B = np.ones(len(row_B), dtype=np.int32)
+        end_B[0] += num_tokens - len(row_B)  # a prompt, and a token of padding
+        self.update_metadata(metadata, start_B, end_B)
         return metadata
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         if not any(of_spec.groups for of_spec in metadata.of_specs):
             return
         self._planned.synchronize()
         for attention, of_spec in zip(self._attentions, metadata.of_specs, strict=True):
-            attention.update_metadata(of_spec, start_R, end_R)
+            attention.update_metadata(of_spec, start_B, end_B)
         self._planned.record()
 
     def prepare_on_device(self, batch: Batch) -> None:

@@ -1,6 +1,7 @@
 """Two backends as one: prompts go to the first, decodes to the second."""
 
-# Dimensions: H head width, K kv heads, N query heads, R rows of the tables, T tokens of a step.
+# Dimensions: B requests of a step, or of a captured graph, H head width, K kv heads, N query heads,
+# T tokens of a step.
 
 from __future__ import annotations
 
@@ -56,18 +57,18 @@ class HybridBackend(BaseAttnBackend):
         return HybridMetadata(sub_batches)
 
     def make_capture_metadata(
-        self, row_R: Tensor, num_tokens: int, shared_1: Tensor | None = None
+        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
     ) -> HybridMetadata:
-        backend = self._decode if num_tokens == len(row_R) else self._prefill
-        metadata = backend.make_capture_metadata(row_R, num_tokens, shared_1)
+        backend = self._decode if num_tokens == len(row_B) else self._prefill
+        metadata = backend.make_capture_metadata(row_B, num_tokens, num_shared_tokens_1)
         return HybridMetadata([_SubBatch(backend, slice(None), metadata)])
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
     ) -> None:
         assert isinstance(metadata, HybridMetadata)
         [sub_batch] = metadata.sub_batches
-        sub_batch.backend.update_metadata(sub_batch.metadata, start_R, end_R)
+        sub_batch.backend.update_metadata(sub_batch.metadata, start_B, end_B)
 
     def prepare_on_device(self, batch: Batch) -> None:
         assert isinstance(batch.attn_metadata, HybridMetadata)

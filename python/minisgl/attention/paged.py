@@ -31,7 +31,7 @@ class PagedMetadata(BaseAttnMetadata):
         is_fresh: whether each slice begins with its request, so that its keys are just those of
             the batch.
         max_queries, max_keys: bounds, for each slice.
-        row_R: int32; for a graph, where the rows of its requests stand. The tensors below are
+        row_B: int32; for a graph, where the rows of its requests stand. The tensors below are
             then made from it in `prepare_on_device`.
         query_indptr: int32 [B + 1], where the slices' tokens begin in the batch.
         length_B: int32, how many keys a slice has, those in the cache included.
@@ -41,7 +41,7 @@ class PagedMetadata(BaseAttnMetadata):
     is_fresh: bool
     max_queries: int
     max_keys: int
-    row_R: Tensor | None = None
+    row_B: Tensor | None = None
     query_indptr: Tensor | None = None
     length_B: Tensor | None = None
     page_table_BP: Tensor | None = None
@@ -89,26 +89,26 @@ class PagedAttnBackend(BaseAttnBackend):
 
     def make_capture_metadata(
         self,
-        row_R: Tensor,
+        row_B: Tensor,
         num_tokens: int,
-        shared_1: Tensor | None = None,  # noqa: ARG002 - a hint
+        num_shared_tokens_1: Tensor | None = None,  # noqa: ARG002 - a hint
     ) -> PagedMetadata:
         return PagedMetadata(
             is_fresh=False,
-            max_queries=1 if len(row_R) == num_tokens else num_tokens,
+            max_queries=1 if len(row_B) == num_tokens else num_tokens,
             max_keys=self._page_table_RP.shape[1] * self._page_size,
-            row_R=row_R,
+            row_B=row_B,
         )
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_R: IntArray, end_R: IntArray
+        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
     ) -> None:
         """Nothing to do: the device finds lengths and pages itself."""
 
     def prepare_on_device(self, batch: Batch) -> None:
         metadata = batch.attn_metadata
         assert isinstance(metadata, PagedMetadata)
-        if metadata.row_R is None:
+        if metadata.row_B is None:
             return
         num_tokens = len(batch.position_T)
         position_T = batch.position_T.int()
@@ -122,4 +122,4 @@ class PagedAttnBackend(BaseAttnBackend):
             indptr[1:2].copy_(batch.last_Y + 1)
             metadata.length_B = torch.cat((position_T[batch.last_Y] + 1, num_tokens - indptr[1:2]))
         metadata.query_indptr = indptr
-        metadata.page_table_BP = self._page_table_RP.index_select(0, metadata.row_R)
+        metadata.page_table_BP = self._page_table_RP.index_select(0, metadata.row_B)

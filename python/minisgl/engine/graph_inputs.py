@@ -77,8 +77,8 @@ class DecodeInputs(GraphInputs):
 
 
 @dataclass(slots=True)
-class PromptInputs(GraphInputs):
-    """One slice of a prompt; attention sees it and its padding as two slices.
+class SliceInputs(GraphInputs):
+    """One slice of a request; attention sees it and its padding as two slices.
 
     Attributes:
         row: the request's row of the tables.
@@ -91,7 +91,7 @@ class PromptInputs(GraphInputs):
     last_index: int
 
     @classmethod
-    def of(cls, plan: BatchPlan, size: int, padding_row: int) -> PromptInputs:
+    def of(cls, plan: BatchPlan, size: int, padding_row: int) -> SliceInputs:
         """The inputs for a plan of one slice; if it has none, for padding alone."""
         row = padding_row
         start = 0
@@ -126,6 +126,6 @@ class PromptInputs(GraphInputs):
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
     """What the graph of a key reads of a plan."""
-    if key.kind is GraphKind.PROMPT:
-        return PromptInputs.of(plan, key.size, padding_row)
+    if key.kind is GraphKind.ONE_SLICE:
+        return SliceInputs.of(plan, key.size, padding_row)
     return DecodeInputs.of(plan, key.size, padding_row)

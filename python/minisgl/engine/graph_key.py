@@ -11,18 +11,23 @@ from enum import Enum
 
 from minisgl.core import BatchPlan, TableWrites
 
-PROMPT_SIZES = [32, 64, 128, 256, 512, 1024]
+SLICE_SIZES = [32, 64, 128, 256, 512, 1024]
 # Reading a shared prefix once for all decodes pays from this many tokens and decodes on.
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING_DECODES = 16
 
 
 class GraphKind(Enum):
-    """What a graph computes."""
+    """What a graph computes.
+
+    Attributes:
+        ONE_SLICE: of any request that is alone in its step: most often a short prompt, but also a
+            chunk, or an answer with forced tokens.
+    """
 
     DECODES = "decodes"
     SHARED_PREFIX = "decodes with a shared prefix"
-    PROMPT = "a prompt"
+    ONE_SLICE = "one slice that is no decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ def find_graph_key(plan: BatchPlan, captured: dict[GraphKind, list[int]]) -> Gra
         kind = _decode_kind(plan)
         num_tokens = len(slices)
     elif len(slices) == 1 and slices[0].num_hidden_states <= 1:
-        kind = GraphKind.PROMPT
+        kind = GraphKind.ONE_SLICE
         num_tokens = len(slices[0])
     else:
         return None
@@ -63,12 +68,12 @@ def _decode_kind(plan: BatchPlan) -> GraphKind:
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
     """Whether a graph can do the table writes of its step: one page a request, and no tokens."""
-    max_pages = 1 if key.kind is GraphKind.PROMPT else key.size
+    max_pages = 1 if key.kind is GraphKind.ONE_SLICE else key.size
     has_only_pages = len(writes.tokens) == 0 and not writes.copies
     return has_only_pages and len(writes.pages) <= max_pages
 
 
-def graph_sizes(max_decodes: int, max_prompt: int) -> dict[GraphKind, list[int]]:
+def graph_sizes(max_decodes: int, max_slice: int) -> dict[GraphKind, list[int]]:
     """What is captured, smallest first; every second size of decodes with a shared prefix."""
     decodes = size_ladder(max_decodes)
     every_second = {*range(16, max_decodes, 16), max_decodes}
@@ -76,7 +81,7 @@ def graph_sizes(max_decodes: int, max_prompt: int) -> dict[GraphKind, list[int]]
     return {
         GraphKind.DECODES: decodes,
         GraphKind.SHARED_PREFIX: [size for size in sharing if size >= _MIN_SHARING_DECODES],
-        GraphKind.PROMPT: [size for size in PROMPT_SIZES if size <= max_prompt],
+        GraphKind.ONE_SLICE: [size for size in SLICE_SIZES if size <= max_slice],
     }
 
 

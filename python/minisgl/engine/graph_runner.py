@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one short prompt.
+"""Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one short slice.
 
 A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step
 is two graphs: from tokens to logits, and from logits to tokens. Between them the host writes
@@ -28,7 +28,7 @@ from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
 from minisgl.engine.graph_capture import capture, unowned
 from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
 from minisgl.engine.graph_key import (
-    PROMPT_SIZES,
+    SLICE_SIZES,
     GraphKey,
     GraphKind,
     find_graph_key,
@@ -49,7 +49,7 @@ from minisgl.utils.staging import StagedCopy, Staging
 
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it.
-_MAX_PROMPT_WORK = 2 * 10**13
+_MAX_SLICE_WORK = 2 * 10**13
 
 ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
 
@@ -106,12 +106,10 @@ class GraphRunner:
         self._padding_page = int(context.page_table_RP[-1, 0])
         self._captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
 
-        max_prompt = min(
-            PROMPT_SIZES[-1], self._num_row_tokens - 1, _MAX_PROMPT_WORK // weight_bytes
-        )
-        self._sizes = graph_sizes(max_decodes, max_prompt)
+        max_slice = min(SLICE_SIZES[-1], self._num_row_tokens - 1, _MAX_SLICE_WORK // weight_bytes)
+        self._sizes = graph_sizes(max_decodes, max_slice)
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
-        capacity = 16 * (max(max_decodes, max_prompt) + 4)
+        capacity = 16 * (max(max_decodes, max_slice) + 4)
         self._staging = Staging(context.page_table_RP.device, capacity)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, CapturedStep] = {}
@@ -236,7 +234,7 @@ class GraphRunner:
         """
         backend = self._context.attn_backend
         last_index_1: Tensor | None = None
-        if key.kind is GraphKind.PROMPT:
+        if key.kind is GraphKind.ONE_SLICE:
             row_T, position_T, slice_row_2, last_index_1 = token_tensors
             metadata = backend.make_capture_metadata(slice_row_2, key.size)
         else:
@@ -262,7 +260,7 @@ class _ForwardCall:
     """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
 
     Attributes:
-        last_index_1: of a prompt, int32 [1] on the device: the index of its last token. None for
+        last_index_1: of one slice, int32 [1] on the device: the index of its last token. None for
             decodes, where each token is a last one.
     """
 

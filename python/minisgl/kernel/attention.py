@@ -28,7 +28,7 @@ def attend_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    shared_1: Tensor | None = None,
+    num_shared_tokens_1: Tensor | None = None,
 ) -> None:
     """Write row token_B[b] of the output: the attention of that query to its context.
 
@@ -39,11 +39,11 @@ def attend_decode(
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
         token_B, row_B, position_B: int64; on a GPU any integers.
         scale, window, softcap: as in `AttentionSpec`.
-        shared_1: int32 [1], the number of leading tokens whose pages all rows have in common. A
-            GPU reads those once for all requests. Not together with a window.
+        num_shared_tokens_1: int32 [1], the number of leading tokens whose pages all rows have in
+            common. A GPU reads those once for all requests. Not together with a window.
     """
     if window is not None:
-        assert shared_1 is None
+        assert num_shared_tokens_1 is None
     kernels = kernels_for(q_TNH)
     context = (k_SKH, v_SKH, page_table_RP, page_size)
     queries = (token_B, row_B, position_B, o_TNH)
@@ -59,7 +59,7 @@ def attend_decode(
             scale=scale,
             window=window,
             softcap=softcap,
-            shared_1=shared_1,
+            num_shared_tokens_1=num_shared_tokens_1,
         )
     else:
         kernels.attend_decode(q_TNH, *context, *queries, scale, window or 0)

@@ -65,9 +65,10 @@ def _attend(
 
 @triton.jit
 def _attend_suffix(
-    q, k_pool, v_pool, page_table, token, row, position, shared, split_o, split_top, split_sum,
-    scale, softcap, window, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages,
-    page_size, num_splits, num_prefix_splits, num_heads,
+    q, k_pool, v_pool, page_table, token, row, position, num_shared_tokens,
+    split_o, split_top, split_sum, scale, softcap, window,
+    stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
+    num_splits, num_prefix_splits, num_heads,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
     BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
@@ -81,7 +82,7 @@ def _attend_suffix(
     wait_for_inputs(PDL)
     start = 0
     if HAS_SHARED:
-        start = tl.load(shared)
+        start = tl.load(num_shared_tokens)
     end = tl.load(position + b).to(tl.int32) + 1
     if HAS_WINDOW:
         start = tl.maximum(end - window, 0)
@@ -107,7 +108,7 @@ def _attend_suffix(
 
 @triton.jit
 def _attend_shared_prefix(
-    q, k_pool, v_pool, page_table, row, shared, split_o, split_top, split_sum,
+    q, k_pool, v_pool, page_table, row, num_shared_tokens, split_o, split_top, split_sum,
     scale, softcap, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
     num_splits, num_prefix_splits, num_heads, batch_size,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr,
@@ -122,7 +123,7 @@ def _attend_shared_prefix(
     h = tl.arange(0, WIDTH_2)
     is_query = b < batch_size
     wait_for_inputs(PDL)
-    end = tl.load(shared)
+    end = tl.load(num_shared_tokens)
     split_size = tl.cdiv(tl.cdiv(end, num_prefix_splits), BLOCK) * BLOCK
     begin = split * split_size
     q_rows = q + b.to(tl.int64)[:, None] * stride_q + head[:, None] * WIDTH + h[None, :]
@@ -166,14 +167,14 @@ def attend_decode(
     q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, page_table_RP: Tensor, page_size: int,
     token_B: Tensor, row_B: Tensor, position_B: Tensor, o_TNH: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None,
-    shared_1: Tensor | None = None,
+    num_shared_tokens_1: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, num_heads, width = q_TNH.shape
     num_kv_heads = k_SKH.shape[1]
     batch_size = len(token_B)
     group = num_heads // num_kv_heads
     device = q_TNH.device
-    has_shared = shared_1 is not None
+    has_shared = num_shared_tokens_1 is not None
     sizes_of_heads = {"WIDTH": width, "WIDTH_2": max(16, triton.next_power_of_2(width))}
     options = {**sizes_of_heads, "HAS_SOFTCAP": softcap is not None, **pdl(q_TNH)}
 
@@ -194,13 +195,13 @@ def attend_decode(
 
     if has_shared:
         _attend_shared_prefix[(num_tiles, num_kv_heads, num_prefix_splits)](
-            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, shared_1,
+            q_TNH, k_SKH, v_SKH, page_table_RP, row_B, num_shared_tokens_1,
             split_o, split_top, split_sum, scale, softcap or 0.0, *sizes, batch_size,
             GROUP=group, ROWS=_SHARED_ROWS, BLOCK=_SHARED_BLOCK, **options,
         )  # fmt: skip
     _attend_suffix[(batch_size, num_kv_heads, num_suffix_splits)](
         q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B,
-        shared_1 if has_shared else row_B,  # without a shared prefix it is not read
+        num_shared_tokens_1 if has_shared else row_B,  # without a shared prefix it is not read
         split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, *sizes,
         GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK,
         HAS_SHARED=has_shared, HAS_WINDOW=window is not None, **options,
