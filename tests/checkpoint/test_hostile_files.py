@@ -17,7 +17,7 @@ import torch
 from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
 from minisgl.checkpoint.gguf_header import check_gguf_header
 from minisgl.errors import CheckpointError
-from minisgl.models.weight_files import SafetensorsCheckpoint
+from minisgl.models.safetensors_files import SafetensorsCheckpoint
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoint.gguf_files import saved_weights, write_gguf
 from tests.checkpoints import tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.checkpoint import ModelConfig, Quantization, WeightFormat
+from minisgl.checkpoint import ModelConfig, Quantization, StoredFormat
 from minisgl.errors import CheckpointError
 from tests.checkpoint.test_config import NEEDED
 from tests.quantized import SCHEMES, compressed_config, fp8_config, group
@@ -21,7 +21,7 @@ def read(folder: Path, config: Any, field: str = "quantization_config") -> Quant
     return ModelConfig.from_folder(folder).quantization
 
 
-def format_of(folder: Path, config: Any, layer: str = Q_PROJ) -> WeightFormat | None:
+def format_of(folder: Path, config: Any, layer: str = Q_PROJ) -> StoredFormat | None:
     quantization = read(folder, config)
     assert quantization is not None
     return quantization.format_of(layer)
@@ -33,15 +33,15 @@ def test_a_plain_checkpoint_has_no_quantization(tmp_path: Path) -> None:
 
 
 FORMATS = {
-    "fp8 blocks": WeightFormat("F8_E4M3", 8, (16, 16)),
-    "fp8 tensor": WeightFormat("F8_E4M3", 8, None),
-    "compressed fp8 channel": WeightFormat("F8_E4M3", 8, None),
-    "compressed fp8 blocks": WeightFormat("F8_E4M3", 8, (16, 16)),
-    "compressed int8 channel": WeightFormat("I8", 8, None),
-    "compressed int8 channel with zero points": WeightFormat("I8", 8, None, has_zero_point=True),
-    "compressed int4 groups": WeightFormat("I32", 4, (1, 16)),
-    "compressed int4 groups with zero points": WeightFormat("I32", 4, (1, 16), has_zero_point=True),
-    "compressed packed int8 groups": WeightFormat("I32", 8, (1, 16)),
+    "fp8 blocks": StoredFormat("F8_E4M3", 8, (16, 16)),
+    "fp8 tensor": StoredFormat("F8_E4M3", 8, None),
+    "compressed fp8 channel": StoredFormat("F8_E4M3", 8, None),
+    "compressed fp8 blocks": StoredFormat("F8_E4M3", 8, (16, 16)),
+    "compressed int8 channel": StoredFormat("I8", 8, None),
+    "compressed int8 channel with zero points": StoredFormat("I8", 8, None, has_zero_point=True),
+    "compressed int4 groups": StoredFormat("I32", 4, (1, 16)),
+    "compressed int4 groups with zero points": StoredFormat("I32", 4, (1, 16), has_zero_point=True),
+    "compressed packed int8 groups": StoredFormat("I32", 8, (1, 16)),
 }
 
 
@@ -101,8 +101,8 @@ def test_the_file_of_modelopt_says_what_is_quantized(tmp_path: Path) -> None:
 def test_a_group_names_its_layers_before_the_others_take_the_rest(tmp_path: Path) -> None:
     config = SCHEMES["compressed mixed"].config
     down = format_of(tmp_path, config, "model.layers.0.mlp.down_proj")
-    assert down == WeightFormat("F8_E4M3", 8, None)
-    assert format_of(tmp_path, config) == WeightFormat("I32", 4, (1, 16))
+    assert down == StoredFormat("F8_E4M3", 8, None)
+    assert format_of(tmp_path, config) == StoredFormat("I32", 4, (1, 16))
 
 
 def test_a_group_without_weights_quantizes_none(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_a_strategy_that_is_not_written_follows_from_the_group_size(tmp_path: Pa
     for group_size, block in sizes.items():
         weights = {"num_bits": 4, "type": "int", "group_size": group_size}
         config = compressed_config("pack-quantized", {"targets": ["Linear"], "weights": weights})
-        weight_format = format_of(tmp_path, config)
-        assert weight_format is not None
-        assert weight_format.block == block
+        stored_format = format_of(tmp_path, config)
+        assert stored_format is not None
+        assert stored_format.block == block
 
 
 @pytest.mark.parametrize(
@@ -214,4 +214,4 @@ def test_what_is_not_known_is_refused_by_name(name: str, tmp_path: Path) -> None
 
 def test_a_dense_sparsity_config_asks_for_nothing(tmp_path: Path) -> None:
     config = {**int4(), "sparsity_config": {"format": "dense", "targets": []}}
-    assert format_of(tmp_path, config) == WeightFormat("I32", 4, (1, 16))
+    assert format_of(tmp_path, config) == StoredFormat("I32", 4, (1, 16))

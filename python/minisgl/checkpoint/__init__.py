@@ -10,20 +10,20 @@
     attention.py      the part of it that says what the attention of each layer is
     quantization.py   how config.json says that the weights are quantized
 
-Reading weights is `models/weight.py`. Read `config.py`.
+Reading weights is `models/weight_sources.py`. Read `config.py`.
 """
 
 from minisgl.checkpoint.attention import AttentionSpec, RotaryConfig
 from minisgl.checkpoint.config import ModelConfig
 from minisgl.checkpoint.fetch import fetch_model, model_name
-from minisgl.checkpoint.quantization import Quantization, WeightFormat
+from minisgl.checkpoint.quantization import Quantization, StoredFormat
 
 __all__ = [
     "AttentionSpec",
     "ModelConfig",
     "Quantization",
     "RotaryConfig",
-    "WeightFormat",
+    "StoredFormat",
     "fetch_model",
     "model_name",
 ]

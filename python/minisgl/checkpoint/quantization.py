@@ -37,8 +37,10 @@ _STORED = {
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """How a linear layer's weight is stored.
+class StoredFormat:
+    """How a checkpoint stores a linear layer's weight.
+
+    How it is held and multiplied is another matter: `layers/weights.py` decides that.
 
     Attributes:
         stored: the dtype's name in safetensors: F8_E4M3; I8; I32 for integers packed into words.
@@ -68,16 +70,16 @@ class Quantization:
     """
 
     method: str
-    rules: tuple[tuple[str, WeightFormat], ...]
+    rules: tuple[tuple[str, StoredFormat], ...]
     ignored: tuple[str, ...]
 
-    def format_of(self, layer: str) -> WeightFormat | None:
+    def format_of(self, layer: str) -> StoredFormat | None:
         """The format that the config gives a layer; None if it is not quantized."""
         if any(_matches(pattern, layer) for pattern in self.ignored):
             return None
-        for target, weight_format in self.rules:
+        for target, stored_format in self.rules:
             if target == _EVERY_LINEAR or _matches(target, layer):
-                return weight_format
+                return stored_format
         return None
 
 
@@ -130,9 +132,9 @@ def _fp8(config: dict[str, Any]) -> Quantization:
         if config.get(field, known) != known:
             raise ValueError(f"fp8: {field} must be {known!r}, got {config[field]!r}")
     block = config.get("weight_block_size")
-    weight_format = WeightFormat("F8_E4M3", 8, None if block is None else _block(block))
+    stored_format = StoredFormat("F8_E4M3", 8, None if block is None else _block(block))
     ignored = config.get("modules_to_not_convert") or config.get("ignored_layers")
-    return Quantization("fp8", ((_EVERY_LINEAR, weight_format),), _patterns(ignored))
+    return Quantization("fp8", ((_EVERY_LINEAR, stored_format),), _patterns(ignored))
 
 
 def _compressed_tensors(config: dict[str, Any]) -> Quantization:
@@ -141,18 +143,18 @@ def _compressed_tensors(config: dict[str, Any]) -> Quantization:
     return Quantization("compressed-tensors", tuple(rules), _patterns(config.get("ignore")))
 
 
-def _rules(config: dict[str, Any]) -> Iterator[tuple[str, WeightFormat]]:
+def _rules(config: dict[str, Any]) -> Iterator[tuple[str, StoredFormat]]:
     for name, group in config["config_groups"].items():
         if not isinstance(group, dict):
             raise ValueError(f"compressed-tensors: the preset {name!r} is not supported")
         if group.get("weights"):
             storage = group.get("format") or config.get("format")
-            weight_format = _group_format(storage, group["weights"])
+            stored_format = _group_format(storage, group["weights"])
             for target in _patterns(group["targets"]):
-                yield target, weight_format
+                yield target, stored_format
 
 
-def _group_format(storage: str | None, weights: dict[str, Any]) -> WeightFormat:
+def _group_format(storage: str | None, weights: dict[str, Any]) -> StoredFormat:
     kind = weights.get("type", "int")
     bits = weights.get("num_bits", 8)
     is_symmetric = weights.get("symmetric", True)
@@ -172,7 +174,7 @@ def _group_format(storage: str | None, weights: dict[str, Any]) -> WeightFormat:
             f"compressed-tensors: {kind}{bits} weights with a zero point are not supported"
             f" with the strategy {strategy!r}"
         )
-    return WeightFormat(stored, bits, _strategy_block(strategy, weights), not is_symmetric)
+    return StoredFormat(stored, bits, _strategy_block(strategy, weights), not is_symmetric)
 
 
 def _implied_strategy(group_size: int | None) -> str:

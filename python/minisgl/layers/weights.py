@@ -1,4 +1,4 @@
-"""Weights that own their format: how they are read, merged, held and multiplied.
+"""Weights of layers: how they are read, merged, held and multiplied.
 
 A layer knows which outputs and inputs fall to its rank, its bias and its collectives. A weight
 knows its numbers. Every weight is held in the compute dtype today; a `WeightSource` dequantizes
@@ -68,8 +68,9 @@ class LinearWeight:
 def load_linear_weight(source: WeightSource, shards: Iterable[LayerShard]) -> LinearWeight:
     """Read the weight of a linear layer, and choose the class that holds and multiplies it.
 
-    All linear layers, the output head included, call this function, so a further weight format is
-    chosen here. Today every weight is held in the compute dtype.
+    All linear layers call this function but one: a tied output head shares the tensor of the
+    embedding (`layers/embedding.py`). A further class is chosen here. Today every weight is held in
+    the compute dtype.
 
     Args:
         shards: of layers with the same inputs; they are merged, output after output.

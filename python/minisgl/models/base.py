@@ -2,7 +2,8 @@
 
 An architecture's file writes its decoder layer, and names it in a subclass of `BaseLLMModel`.
 Attributes are named as the checkpoint names its weights; a merged layer (`qkv_proj`,
-`gate_up_proj`) reads the weights of several names. Next to read: `layers/attention.py`.
+`gate_up_proj`) reads the weights of several names. Next to read: `blocks.py`, then
+`qwen3.py`.
 """
 
 # Dimensions: B requests of a step, D model width, T tokens of a step, V vocabulary, Y tokens whose

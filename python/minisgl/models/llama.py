@@ -1,6 +1,6 @@
 """Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288), and models of their shape: SmolLM2.
 
-Next to read: `base.py`, `blocks.py`.
+Next to read: `blocks.py`.
 """
 
 # Dimensions: D model width, T tokens of a step.

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.checkpoint import Quantization, WeightFormat
+from minisgl.checkpoint import Quantization, StoredFormat
 from minisgl.errors import CheckpointError
-from minisgl.models.weight_files import PLAIN_DTYPES, SafetensorsCheckpoint
+from minisgl.models.safetensors_files import PLAIN_DTYPES, SafetensorsCheckpoint
 
 _WORD_BITS = 32
 _ZERO_POINT_DTYPES = ("I8", "I32", "F8_E4M3")
@@ -79,12 +79,12 @@ class QuantizedCheckpoint:
         cols: range | None = None,
     ) -> Tensor:
         layer, _, kind = name.rpartition(".")
-        weight_format = self._format_of(layer) if kind == "weight" else None
-        if weight_format is None or len(shape) != 2:
+        stored_format = self._format_of(layer) if kind == "weight" else None
+        if stored_format is None or len(shape) != 2:
             return self._files.read(name, shape, rows=rows, cols=cols)
         outputs, inputs = shape
         scale_name = self._scale_name(layer)
-        block = weight_format.block or self._implied_block(scale_name, (outputs, inputs))
+        block = stored_format.block or self._implied_block(scale_name, (outputs, inputs))
         shard = _Shard(
             layer,
             (outputs, inputs),
@@ -92,17 +92,17 @@ class QuantizedCheckpoint:
             range(outputs) if rows is None else rows,
             range(inputs) if cols is None else cols,
         )
-        if weight_format.block is not None:
+        if stored_format.block is not None:
             _check_whole_blocks(shard)
         return _dequantize(
-            self._numbers(shard, weight_format),
+            self._numbers(shard, stored_format),
             self._grid(shard, scale_name, PLAIN_DTYPES),
-            self._zero_points(shard, weight_format),
+            self._zero_points(shard, stored_format),
             block,
             self._dtype,
         )
 
-    def _format_of(self, layer: str) -> WeightFormat | None:
+    def _format_of(self, layer: str) -> StoredFormat | None:
         """None for what is stored plain, not there, or not called quantized."""
         is_stored = f"{layer}.weight" in self._files or f"{layer}.weight_packed" in self._files
         if not is_stored or self._files.is_plain(f"{layer}.weight"):
@@ -128,14 +128,14 @@ class QuantizedCheckpoint:
             f" each of {outputs} outputs"
         )
 
-    def _numbers(self, shard: _Shard, weight_format: WeightFormat) -> Tensor:
+    def _numbers(self, shard: _Shard, stored_format: StoredFormat) -> Tensor:
         """The stored numbers of a shard; packed ones are uint8."""
-        stored = weight_format.stored
+        stored = stored_format.stored
         if stored != "I32":
             return self._files.read_stored(
                 f"{shard.layer}.weight", shard.shape, [stored], shard.outputs, shard.inputs
             )
-        a_word = _WORD_BITS // weight_format.bits
+        a_word = _WORD_BITS // stored_format.bits
         words = _blocks_of(shard.inputs, a_word)
         packed = self._files.read_stored(
             f"{shard.layer}.weight_packed",
@@ -145,7 +145,7 @@ class QuantizedCheckpoint:
             words,
         )
         before = shard.inputs.start - words.start * a_word
-        numbers = _unpack(packed, weight_format.bits)
+        numbers = _unpack(packed, stored_format.bits)
         return numbers[:, before : before + len(shard.inputs)]
 
     def _grid(self, shard: _Shard, name: str, dtypes: tuple[str, ...]) -> Tensor:
@@ -157,22 +157,22 @@ class QuantizedCheckpoint:
         grid = self._files.read_stored(name, shape, dtypes, *parts)
         return grid.reshape(len(shard.grid_rows), len(shard.grid_cols)).float()
 
-    def _zero_points(self, shard: _Shard, weight_format: WeightFormat) -> Tensor | float:
+    def _zero_points(self, shard: _Shard, stored_format: StoredFormat) -> Tensor | float:
         """What to subtract from the numbers of `_numbers`: a grid, or one number."""
-        is_packed = weight_format.stored == "I32"
+        is_packed = stored_format.stored == "I32"
         name = f"{shard.layer}.weight_zero_point"
-        if not weight_format.has_zero_point:
+        if not stored_format.has_zero_point:
             self._refuse_zero_points(name)
-            return float(1 << (weight_format.bits - 1)) if is_packed else 0.0
+            return float(1 << (stored_format.bits - 1)) if is_packed else 0.0
         if not is_packed:
             return self._grid(shard, name, ("I8",))
         # Packed along the outputs, and shifted like the numbers, so that the shift cancels out.
         rows, cols = shard.grid_shape
-        words = -(-rows // (_WORD_BITS // weight_format.bits))
+        words = -(-rows // (_WORD_BITS // stored_format.bits))
         packed = self._files.read_stored(
             name, (words, cols), ["I32"], range(words), shard.grid_cols
         )
-        zero_points = _unpack(packed.T.contiguous(), weight_format.bits).T
+        zero_points = _unpack(packed.T.contiguous(), stored_format.bits).T
         return zero_points[shard.grid_rows.start : shard.grid_rows.stop].float()
 
     def _refuse_zero_points(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388). Next to read: `base.py`, `blocks.py`."""
+"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388). Next to read: `layers/attention.py`."""
 
 # Dimensions: D model width, T tokens of a step.
 

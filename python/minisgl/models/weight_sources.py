@@ -1,7 +1,7 @@
-"""The weights of a model: from a folder's files, or random.
+"""Sources of a model's weights: chooses the one that reads a folder, or random numbers.
 
-A folder holds safetensors (`weight_files.py`; quantized: `quantized.py`) or one `model.gguf`. All
-are a `WeightSource`. Pickled checkpoints are not read.
+A folder holds safetensors (`safetensors_files.py`; quantized: `quantized.py`) or one `model.gguf`,
+which is read here. All are a `WeightSource`. Pickled checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl.checkpoint import Quantization
 from minisgl.checkpoint.gguf import GGUF_NAME, GGUFFile
 from minisgl.layers import BaseOP, WeightSource
 from minisgl.models.quantized import QuantizedCheckpoint
-from minisgl.models.weight_files import Checkpoint, SafetensorsCheckpoint, slice_of
+from minisgl.models.safetensors_files import Checkpoint, SafetensorsCheckpoint, slice_of
 
 
 class GGUFCheckpoint(Checkpoint):

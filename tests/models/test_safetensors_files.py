@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.checkpoint import ModelConfig
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
-from minisgl.models.weight_files import SafetensorsCheckpoint
+from minisgl.models.safetensors_files import SafetensorsCheckpoint
 from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
 from tests.distributed.groups import Alone
 from tests.layers.sources import RandomSource
