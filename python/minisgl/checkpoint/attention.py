@@ -156,7 +156,8 @@ def _has_rope(hf: dict[str, Any], layer: int) -> bool:
 
 
 def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfig:
-    rope = _rope_parameters(hf, architecture, layer_type)
+    rope_parameters = _ROPE_RULES.get(architecture, _rope_parameters)
+    rope = rope_parameters(hf, layer_type)
     _check_whole_rotation(hf, rope)
     theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
@@ -170,13 +171,10 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
     )
 
 
-def _rope_parameters(hf: dict[str, Any], architecture: str, layer_type: str) -> dict[str, Any]:
+def _rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
     """The rope parameters of a type of layer, where and as transformers 5 finds them."""
-    old = _object(hf, "rope_scaling")
-    new = _object(hf, "rope_parameters")
-    if architecture == "Olmo3ForCausalLM":
-        return _olmo3_rope_parameters(old, new, layer_type)
-    rope = old or new  # not merged: parameters of two kinds would make a third one
+    # Not merged: parameters of two kinds would make a third one.
+    rope = _object(hf, "rope_scaling") or _object(hf, "rope_parameters")
     if _is_nested(rope):
         if not isinstance(rope.get(layer_type), dict):
             raise ValueError(f"rope_parameters has no object for {layer_type!r}, but for others")
@@ -185,10 +183,10 @@ def _rope_parameters(hf: dict[str, Any], architecture: str, layer_type: str) -> 
     return rope if original is None else {**rope, _ORIGINAL: original}
 
 
-def _olmo3_rope_parameters(
-    old: dict[str, Any], new: dict[str, Any], layer_type: str
-) -> dict[str, Any]:
+def _olmo3_rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:
     """OLMo 3 stretches the rotation of full layers only, which is all that `rope_scaling` says."""
+    old = _object(hf, "rope_scaling")
+    new = _object(hf, "rope_parameters")
     if layer_type == _SLIDING:
         return _object(new, _SLIDING) if _is_nested(new) else {"rope_theta": new.get("rope_theta")}
     return {**(_object(new, _FULL) if _is_nested(new) else new), **old}
@@ -247,4 +245,9 @@ _SLIDING_RULES: dict[str, Callable[[dict[str, Any], int], bool]] = {
     "Qwen3ForCausalLM": _last_layers,
     "Qwen3MoeForCausalLM": _every_layer,
     "SmolLM3ForCausalLM": _layers_without_rope,
+}
+
+# Rope parameters of a type of layer, where an architecture has rules of its own.
+_ROPE_RULES: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
+    "Olmo3ForCausalLM": _olmo3_rope_parameters,
 }
