@@ -1,8 +1,7 @@
 """The words of the engine: a request, and what one step computes.
 
 Owns no tensors beyond those of a `Batch`, and knows nothing of pages, processes or models. The
-parameters of a request have a file of their own, `sampling_params.py`. Next to read: `errors.py`,
-then `llm/llm.py`.
+parameters of a request have a file of their own, `sampling_params.py`. Next to read: `llm/llm.py`.
 
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request
@@ -88,15 +87,22 @@ class TokenLogprobs:
 class Req:
     """One request: its tokens on the host and how far it has come.
 
-        0 ............ num_computed ......... num_known ......... num_tokens
-        KV is written, or    to be computed    on the host        sampled by a launched
-        a launched step                                           step, still on the device
-        will write it
+    Three numbers count its tokens:
+
+        no token is being sampled       0 ─── num_computed ─── num_known = num_tokens
+        a launched step samples one     0 ─── num_known = num_computed ─── num_tokens
+        with overlap, two steps do      0 ─── num_known ── num_computed ── num_tokens
 
     A step computes [num_computed, end); if end reaches num_tokens it also samples one token.
     Prompts, answers, requests that lost their pages and forced tokens are therefore computed alike.
+    With overlap a step is launched while the token that it computes is known to the device only.
+    Until the step before is read, num_computed is then larger than num_known.
 
     Attributes:
+        num_computed: leading tokens whose KV is written, or will be by a launched step. It is
+            smaller than num_tokens.
+        num_known: leading tokens that the host has.
+        num_tokens: those, and the tokens that launched steps sample, which the device has.
         tokens: int32, capacity for prompt and answer; valid up to num_known.
         sampling_record: its numbers in an item of `SAMPLING_DTYPE`; made once because every step
             needs them.

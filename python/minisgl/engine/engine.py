@@ -3,7 +3,7 @@
 Owns weights, KV pool, the device's page table and token pool, and the communicator. Tokens stay on
 the device between steps: a step writes what it samples to the token pool, and the next step reads
 its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
-read: `steps.py`, `sampler.py`, then `models/qwen3.py`, `layers/attention.py`, `attention/base.py`.
+read: `batch_builder.py`, `sampler.py`, `kernel/tables.py`, then `models/base.py`.
 """
 
 # Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the

@@ -8,6 +8,12 @@ token therefore depends on its own logits, parameters, seed and position, and on
 What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host
 writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
 penalties). Such steps run `choose` eagerly, then sample the changed rows again.
+
+    Engine.sample            a launched step: choose, then start the copy to the host
+    Sampler.sample_slices    replay the graph or choose eagerly; take logprobs
+    Sampler.choose           mask, sample, broadcast, write to the token pool
+    sample                   filters, then the kernel
+    kernel.choose_tokens     add noise, take the argmax
 """
 
 # Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the

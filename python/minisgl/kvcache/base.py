@@ -67,9 +67,9 @@ class InsertResult:
 
     Attributes:
         handle: the inserted prefix.
-        num_cached_tokens: leading tokens that the cache held already, in other pages. The caller
-            keeps its pages for them. Its pages from there to the end of the handle belong to the
-            cache now.
+        num_cached_tokens: leading tokens that the cache held already: in pages that the caller
+            has from it (`match`), or else in other pages, and then the caller keeps its own. Its
+            pages from there to the end of the handle belong to the cache now.
     """
 
     handle: BaseCacheHandle

@@ -1,4 +1,4 @@
-"""The attention of one layer, between its projections."""
+"""The attention of one layer, between its projections. Next to read: `attention/base.py`."""
 
 # Dimensions: D model width, H head width, K kv heads, M all heads of a token, S kv slots,
 # T tokens of a step.

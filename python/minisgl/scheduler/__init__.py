@@ -7,6 +7,7 @@
     decode.py          running requests
     outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
     grammar.py         grammar masks before a token, acceptance and forced tokens after it
+    pending_grammars.py  requests that wait until their grammar is tried and compiled
     events.py          what happens to requests and steps; their counts and their log
     cache.py           pages: who holds which
     table.py           rows of the page table and the token pool

@@ -7,8 +7,9 @@ listener costs one truth test, and no object is made:
         events.request_queued.emit(RequestQueued(uid, num_prompt))
 
 There are two listeners: `EventCounts`, always, to the few types from which the numbers of /metrics
-are made; and `log_events`, to all types, if this module's logger is enabled for DEBUG. Knows
-nothing of tokens and pages. A listener must not change anything in the scheduler.
+are made; and `log_events`, to all types, if this module's logger is enabled for DEBUG. A refused
+request has no event. Knows nothing of tokens and pages. A listener must not change anything in the
+scheduler.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued:
-    """A request is accepted and waits."""
+    """A request is accepted and waits for admission; its grammar is compiled, if it has one."""
 
     uid: int
     num_prompt: int
@@ -75,7 +76,10 @@ class RequestRetracted:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request has its last output. An answer that ends with an error is an abort."""
+    """A request has its last output. An answer that ends with an error is an abort.
+
+    It is the only event of a request that is aborted before its grammar is compiled.
+    """
 
     uid: int
     finish: FinishReason

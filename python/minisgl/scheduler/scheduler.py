@@ -67,7 +67,7 @@ from minisgl.utils.garbage import collect_when_idle
 
 
 class Executor(Protocol):
-    """What runs a plan: the `Engine`."""
+    """What runs a plan: the `Engine`, or a fake one in tests. It starts no processes."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -422,8 +422,8 @@ class Scheduler:
     def _release(self, req: Req) -> None:
         """Release a request's row and pages; queue it again if it was retracted.
 
-        This is the only place where they are released: `CacheManager.release` returns the pages,
-        and the row to the `TableManager`.
+        No other function calls `CacheManager.release`, which returns the pages, and calls
+        `TableManager.release` with the row.
         """
         if req.row is not None:
             self.cache.release(req)
