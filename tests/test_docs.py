@@ -129,6 +129,21 @@ def test_members_of_classes_in_backticks_exist(path: Path) -> None:
     assert [(name, member) for name, member in pairs if member not in classes[name]] == []
 
 
+@cache
+def words_of_the_package() -> set[str]:
+    sources = (path.read_text() for path in PACKAGE.rglob("*.py"))
+    return {word for source in sources for word in re.findall(r"\w+", source)}
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md", "reading-order.md"])
+def test_identifiers_in_backticks_stand_in_the_package(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    identifiers = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`", text)
+    words = words_of_the_package()
+
+    assert [each for each in identifiers if not words.issuperset(each.split("."))] == []
+
+
 # ---- commands
 
 
