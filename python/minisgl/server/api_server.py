@@ -62,7 +62,9 @@ def create_app(
     app.state.strict_fields = strict_fields
     app.state.frontend = frontend
     app.state.model = model
-    bounds = RequestBounds(model.max_seq_len, frontend.max_open, strict_fields)
+    bounds = RequestBounds(
+        model.max_seq_len, frontend.max_open, strict_fields, model.has_reasoning_switch
+    )
     app.state.body_reader = BodyReader(bounds, max_body_bytes)
     salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
     app.state.methods_of_path = methods_of_path([*open_router.routes, *router.routes])

@@ -25,6 +25,7 @@ from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import has_reasoning_switch
 from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
 from minisgl.utils.garbage import start_serving
@@ -52,7 +53,15 @@ def served_model(
         config.reasoning_parser,
         opens_tool_schemas=config.open_tool_schemas,
     )
-    return ServedModel(name, limit, model.sampling_defaults, now(), model.width, dialect)
+    return ServedModel(
+        name,
+        limit,
+        model.sampling_defaults,
+        now(),
+        model.width,
+        dialect,
+        has_reasoning_switch=has_reasoning_switch(tokenizer.chat_template),
+    )
 
 
 def serve(

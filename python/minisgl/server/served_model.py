@@ -19,6 +19,7 @@ class ServedModel:
         created: when it was loaded, in seconds since the epoch.
         width: of its hidden states.
         dialect: how it writes tool calls and reasoning.
+        has_reasoning_switch: whether its chat template can be told how much to reason.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ServedModel:
     created: int
     width: int
     dialect: Dialect = field(default_factory=Dialect)
+    has_reasoning_switch: bool = True
 
     @property
     def card(self) -> ModelCard:

@@ -29,6 +29,7 @@ from minisgl.server.frontend import Generation
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.openai.validation import IgnoredField, RequestBounds, RequestContext
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
@@ -757,13 +758,14 @@ def test_how_many_log_probabilities(fields: dict[str, Any], expected: int | None
 
 NEUTRAL: dict[str, list[Any]] = {
     "background": [False],
-    "include": [[]],
+    "client_metadata": [{"a": "b"}],
+    "include": [[], ["reasoning.encrypted_content"]],
     "metadata": [{"a": "b"}],
     "parallel_tool_calls": [True, False],
     "prompt_cache_key": ["k"],
     "prompt_cache_options": [{}],
     "prompt_cache_retention": ["24h"],
-    "reasoning": [{}, {"effort": None, "summary": None}],
+    "reasoning": [{}, {"effort": None, "summary": "auto"}],
     "safety_identifier": ["s"],
     "service_tier": ["flex"],
     "store": [True, False],
@@ -788,6 +790,34 @@ def test_a_value_that_changes_nothing_is_accepted(name: str, value: Any) -> None
     assert (request.prompts(), request.sampling({})) == (read().prompts(), read().sampling({}))
 
 
+@pytest.mark.parametrize(
+    ("effort", "expected"),
+    [
+        ("none", {"reasoning_effort": "none", "enable_thinking": False}),
+        ("high", {"reasoning_effort": "high", "enable_thinking": True}),
+    ],
+)
+def test_an_effort_is_the_switch_of_the_template(effort: str, expected: dict[str, Any]) -> None:
+    request = read(reasoning={"effort": effort})
+    assert request.template_variables == expected
+    assert request.allows_reasoning is (effort != "none")
+    own = read(reasoning={"effort": effort}, chat_template_kwargs={"enable_thinking": True})
+    assert own.template_variables["enable_thinking"] is True
+
+
+def test_an_effort_that_no_template_reads_is_noted_as_ignored() -> None:
+    context = RequestContext(RequestBounds(has_reasoning_switch=False))
+    body = {"model": "m", "input": "hi", "reasoning": {"effort": "low"}}
+    ResponsesRequest.model_validate(body, context=context)
+    assert context.ignored_fields == {IgnoredField("ResponsesRequest", "'reasoning_effort'")}
+
+
+def test_reasoning_that_only_its_maker_reads_is_skipped() -> None:
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    (prompt,) = read(input=[reasoning, {"role": "user", "content": "hi"}]).prompts()
+    assert prompt == read().prompts()[0]
+
+
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
@@ -800,15 +830,13 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -230,7 +230,7 @@ class _AnthropicRequest(ConversationRequest):
             Conversation(
                 self.chat_messages(),
                 self._template_options(),
-                self._template_variables(),
+                self.template_variables,
                 self.tool_use.for_template(),
             )
         ]
@@ -249,8 +249,9 @@ class _AnthropicRequest(ConversationRequest):
             return {}
         return {"add_generation_prompt": False, "continue_final_message": True}
 
-    def _template_variables(self) -> dict[str, Any]:
-        variables = dict(self.chat_template_kwargs or {})
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        variables = dict(super().template_variables)
         if self.thinking is not None:
             variables.setdefault("enable_thinking", self.thinking.type != "disabled")
         return variables
@@ -273,7 +274,7 @@ class _AnthropicRequest(ConversationRequest):
 
     @property
     def allows_reasoning(self) -> bool:
-        return self._template_variables().get("enable_thinking", True) is not False
+        return super().allows_reasoning and not self._continues_answer
 
     @property
     def num_logprobs(self) -> int | None:

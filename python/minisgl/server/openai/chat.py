@@ -70,7 +70,7 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
     modalities: Annotated[Any, NeutralOnly(["text"])] = None
     audio: Refused = None
-    reasoning_effort: Refused = None
+    reasoning_effort: ValidText | None = None
     verbosity: Annotated[Any, NeutralOnly("medium")] = None
     web_search_options: Refused = None
     moderation: Refused = None
@@ -88,7 +88,7 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
 
     def read_prompts(self) -> list[Prompt]:
         messages = [message.for_template() for message in self.messages]
-        variables = self.chat_template_kwargs or {}
+        variables = self.template_variables
         tools = self.tool_use.for_template()
         return [Conversation(messages, self._template_options(), variables, tools)]
 
@@ -101,6 +101,10 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
         if self.continue_final_message is not None:
             options["continue_final_message"] = self.continue_final_message
         return options
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
 
     @property
     def functions_of_tools(self) -> list[Function]:

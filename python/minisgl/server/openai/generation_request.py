@@ -11,9 +11,9 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
@@ -30,6 +30,7 @@ from minisgl.server.openai.validation import (
     FitsContext,
     Integer,
     RequestBounds,
+    RequestContext,
     RequestModel,
     Schema,
     StreamingOnly,
@@ -223,9 +224,30 @@ class ConversationRequest(GenerationRequest, UnsupportedChatFields):
         return ToolUse(self.functions_of_tools, choice, named_tool, is_parallel)
 
     @property
+    def effort(self) -> str | None:
+        """How much the model should reason; "none" is not at all."""
+        return None
+
+    @model_validator(mode="after")
+    def _note_unused_effort(self, info: ValidationInfo) -> Self:
+        context: RequestContext | None = info.context
+        if self.effort is not None and context and not context.bounds.has_reasoning_switch:
+            context.ignore(type(self).__name__, ["reasoning_effort"])
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template. Those that the request names go before its effort."""
+        variables: dict[str, Any] = {}
+        if self.effort is not None:
+            variables["reasoning_effort"] = self.effort
+            variables["enable_thinking"] = self.effort != "none"
+        return {**variables, **(self.chat_template_kwargs or {})}
+
+    @property
     def allows_reasoning(self) -> bool:
         """Whether the chat template lets the model reason first, as far as the request says."""
-        return (self.chat_template_kwargs or {}).get("enable_thinking", True) is not False
+        return self.template_variables.get("enable_thinking", True) is not False
 
     def constrain(self, sampling: SamplingParams, dialect: Dialect) -> SamplingParams:
         return dialect.constrain(sampling, self.tool_use, allows_reasoning=self.allows_reasoning)

@@ -34,7 +34,6 @@ _FIXED_FIELDS: Object = {
     "background": False,
     "max_tool_calls": None,
     "previous_response_id": None,
-    "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
     "store": False,
     "truncation": "disabled",
@@ -111,7 +110,7 @@ class ResponseObject(ResponseModel):
     parallel_tool_calls: bool
     previous_response_id: None
     prompt_cache_key: str | None
-    reasoning: dict[Literal["effort", "summary"], None]
+    reasoning: dict[Literal["effort", "summary"], str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
     background: Literal[False]
@@ -255,6 +254,8 @@ def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> Obje
     given = request.model_dump(by_alias=True, include=set(_ECHOED_FIELDS))
     for name, value in given.items():
         fields[name] = _ECHOED_FIELDS[name] if value is None else value
+    summary = request.reasoning.summary if request.reasoning else None
+    fields["reasoning"] = {"effort": request.effort, "summary": summary}
     fields["temperature"] = sampling.temperature
     fields["top_p"] = sampling.top_p
     return fields

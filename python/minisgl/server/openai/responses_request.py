@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
@@ -38,7 +38,9 @@ from minisgl.server.openai.validation import (
 )
 
 MAX_INCLUDED = 16
-_Included: TypeAlias = Literal["message.output_text.logprobs"]
+_LOGPROBS = "message.output_text.logprobs"
+# Nothing is encrypted here, as nothing is stored: clients that ask for it get reasoning as text.
+_Included: TypeAlias = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 def _assistant_turn(messages: list[ChatMessage], *absent: str) -> ChatMessage:
@@ -107,19 +109,21 @@ class MessageItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """It goes to the chat template as `reasoning_content`.
+    """Its text goes to the chat template as `reasoning_content`.
 
-    Many templates drop it before the last question.
+    Many templates drop it before the last question. Summaries and what others encrypted are not
+    read.
     """
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], FITS_CONTEXT]
-    summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    encrypted_content: None = None
+    content: Annotated[list[ReasoningPart], FITS_CONTEXT] | None = None
+    summary: Annotated[list[Any], AtMost(MAX_INCLUDED)] | None = None
+    encrypted_content: Any = None
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        turn = _assistant_turn(messages, "reasoning_content", "content", "tool_calls")
-        turn["reasoning_content"] = _join(self.content)
+        if self.content:
+            turn = _assistant_turn(messages, "reasoning_content", "content", "tool_calls")
+            turn["reasoning_content"] = _join(self.content)
 
 
 class CallItem(_Item):
@@ -146,6 +150,23 @@ class CallOutputItem(_Item):
         )
 
 
+class ItemReference(_Item):
+    """Refused: this server stores nothing that it could refer to."""
+
+    type: Literal["item_reference"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, _item: Any) -> Any:
+        raise ValueError(
+            "an item_reference has nothing to refer to, because this server stores nothing: send "
+            "the item itself, as clients do with store: false"
+        )
+
+    def add_to(self, messages: list[ChatMessage]) -> None:  # noqa: ARG002 - never called
+        raise AssertionError("it is never valid")
+
+
 def _item_type(item: Any) -> str | None:
     item_type = item.get("type", "message") if isinstance(item, dict) else None
     return item_type if isinstance(item_type, str) else None
@@ -159,7 +180,8 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_item_type),
 ]
 Input = Annotated[
@@ -201,11 +223,11 @@ ToolChoice = Annotated[
 
 
 class ReasoningOptions(RequestModel):
-    """Not supported: how much a model reasons cannot be chosen."""
+    """How much to reason, where the chat template can be told. Reasoning is never summarized."""
 
-    effort: Refused = None
-    summary: Refused = None
-    generate_summary: Refused = None
+    effort: ValidText | None = None
+    summary: ValidText | None = None
+    generate_summary: ValidText | None = None
 
 
 class ResponsesStreamOptions(RequestModel):
@@ -261,7 +283,7 @@ class ResponsesRequest(ConversationRequest):
     web_search_options: Refused = None
 
     def read_prompts(self) -> list[Prompt]:
-        variables = self.chat_template_kwargs or {}
+        variables = self.template_variables
         return [Conversation(self.chat_messages(), {}, variables, self.tool_use.for_template())]
 
     def chat_messages(self) -> list[ChatMessage]:
@@ -274,6 +296,10 @@ class ResponsesRequest(ConversationRequest):
         return messages
 
     @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    @property
     def functions_of_tools(self) -> list[FunctionTool]:
         return self.tools or []
 
@@ -283,10 +309,11 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        if self.top_logprobs and not self.include:
+        has_logprobs = _LOGPROBS in (self.include or ())
+        if self.top_logprobs and not has_logprobs:
             message = "top_logprobs needs include to have message.output_text.logprobs"
             raise InvalidRequest(message, param="top_logprobs")
-        return (self.top_logprobs or 0) if self.include else None
+        return (self.top_logprobs or 0) if has_logprobs else None
 
     def grammar_of_field(self) -> dict[str, Grammar]:
         format_grammar = self.text.format.grammar() if self.text else None

@@ -50,11 +50,13 @@ class RequestBounds:
             and no more messages or parts of messages.
         max_prompts: the number of requests that may be open.
         strict_fields: whether a field that no model declares is an error.
+        has_reasoning_switch: whether the chat template can be told how much to reason.
     """
 
     max_tokens: int = MAX_ID
     max_prompts: int = MAX_ID
     strict_fields: bool = False
+    has_reasoning_switch: bool = True
 
     @staticmethod
     def of(info: ValidationInfo) -> RequestBounds:

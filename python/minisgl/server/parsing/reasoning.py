@@ -22,6 +22,7 @@ from minisgl.server.parsing.grammar_rules import (
 )
 from minisgl.server.parsing.incremental import IncrementalParser
 
+SWITCHES = ("reasoning_effort", "enable_thinking")  # variables of chat templates
 _BEGIN = "<think>"
 _END = "</think>"
 _OPENING = regex.compile(rf"\s*{_BEGIN}")
@@ -60,6 +61,11 @@ class ReasoningFormat:
             f"answer: {nested_grammar(grammar)}",
         ]
         return Grammar("lark", "\n".join(rules))
+
+
+def has_reasoning_switch(chat_template: str | None) -> bool:
+    """Whether a template can be told how much to reason."""
+    return any(switch in (chat_template or "") for switch in SWITCHES)
 
 
 REASONING_FORMATS = {
