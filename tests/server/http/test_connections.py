@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from minisgl.message import AbortMsg, UserReply
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.http import connections
-from minisgl.server.http.connections import ConnectionLimits
+from minisgl.server.http.connections import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
 from tests.server.harness import (
     BODIES,
@@ -219,6 +220,97 @@ def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> 
         assert (await client.response())[0] == 200
         client.send(HEALTH + MODELS + HEALTH)
         assert [(await client.response())[0] for _ in range(3)] == [200, 200, 200]
+
+    run_served(scenario)
+
+
+# ---- many at once
+
+
+class TurnCounter:
+    """What uvicorn's connections are called with, and in which turns of the loop."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+        self.num_in_turn: Counter[int] = Counter()
+        self._turn = 0
+
+    def start(self) -> None:
+        """Count turns until the loop ends, which keeps it busy."""
+        self._turn += 1
+        asyncio.get_running_loop().call_soon(self.start)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        receive = H11Protocol.data_received
+        lose = H11Protocol.connection_lost
+
+        def note_and_receive(connection: H11Protocol, data: bytes) -> None:
+            self.received.append(data)
+            self.num_in_turn[self._turn] += 1
+            receive(connection, data)
+
+        def note_and_lose(connection: H11Protocol, error: Exception | None) -> None:
+            self.num_in_turn[self._turn] += 1
+            lose(connection, error)
+
+        monkeypatch.setattr(H11Protocol, "data_received", note_and_receive)
+        monkeypatch.setattr(H11Protocol, "connection_lost", note_and_lose)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> TurnCounter:
+    counter = TurnCounter()
+    counter.watch(monkeypatch)
+    return counter
+
+
+def test_a_crowd_that_sends_and_hangs_up_gets_a_bounded_part_of_each_turn(
+    turns: TurnCounter,
+) -> None:
+    num_clients = 8 * RUNS_A_TURN
+
+    async def scenario(served: Served) -> None:
+        clients = await served.connect_many(num_clients)
+        turns.start()
+        for client in clients:
+            client.send(post(TEXT, b"[", length=1000))
+        await wait_until(lambda: len(turns.received) == num_clients)
+        for client in clients:
+            client.close()
+        await wait_until(lambda: served.num_open == 0)
+        assert turns.num_in_turn.total() == 2 * num_clients
+        assert max(turns.num_in_turn.values()) == RUNS_A_TURN
+
+    run_served(scenario)
+
+
+def test_a_health_check_passes_by_a_crowd_that_waits(turns: TurnCounter) -> None:
+    async def scenario(served: Served) -> None:
+        clients = await served.connect_many(8 * RUNS_A_TURN)
+        check = await served.connect()
+        for client in clients:
+            client.send(MODELS)
+        check.send(HEALTH)
+        assert (await check.response())[0] == 200
+        assert turns.received.index(HEALTH) <= 3 * RUNS_A_TURN
+        for client in clients:
+            assert (await client.response())[0] == 200
+
+    run_served(scenario)
+
+
+def test_a_body_that_waits_is_read_in_order() -> None:
+    async def scenario(served: Served) -> None:
+        clients = await served.connect_many(4 * RUNS_A_TURN)
+        requests = [post(TEXT, b'{"prompt": 1.5}') + HEALTH for _ in clients]
+        half = len(requests[0]) // 2
+        for client, request in zip(clients, requests, strict=True):
+            client.send(request[:half])
+        await asyncio.sleep(0)
+        for client, request in zip(clients, requests, strict=True):
+            client.send(request[half:])
+        for client in clients:
+            assert [(await client.response())[0] for _ in range(2)] == [400, 200]
 
     run_served(scenario)
 

@@ -15,11 +15,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from minisgl.server.capacity import BACKLOG
-from minisgl.server.http.connections import Connection, ConnectionLimits, ConnectionTable
+from minisgl.server.http.connections import (
+    RUNS_A_TURN,
+    Connection,
+    ConnectionLimits,
+    ConnectionTable,
+)
 from minisgl.utils.logger import limit_repeats
 
 _DRAIN_S = 5
-_ACCEPTS_AT_ONCE = 8
+_ACCEPTS_AT_ONCE = RUNS_A_TURN // 2
 _MAX_HEAD_BYTES = 2**14
 
 
