@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def test_a_mistake_is_named_and_a_large_grammar_counts_more_bytes(trials: Trials
     small = trials.ask(YES)
     assert (large.error, small.error) == (None, None)
     assert large.num_bytes > 4 * small.num_bytes
+
+
+def test_the_process_yields_to_the_engine(trials: Trials) -> None:
+    assert trials.ask(YES).error is None
+    assert trials._process is not None
+    pid = trials._process.process.pid
+    own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own_niceness + 10)
 
 
 def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(folder: Path) -> None:

@@ -28,7 +28,6 @@ from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
 from minisgl.utils.arch import die_with_parent
 
-_NICENESS = 5  # a trial yields to the engine
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less
 _SMALL = Grammar("regex", "")
@@ -38,7 +37,6 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     """Body of the process: give a verdict on each grammar, until the link is closed."""
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
-    os.nice(_NICENESS)
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
     compiler = GrammarCompiler(Path(setup.folder), setup.vocab_size, setup.eos_ids)
     _ = compiler.tokenizer

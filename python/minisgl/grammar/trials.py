@@ -25,6 +25,8 @@ from minisgl.grammar.compiler import refusal
 from minisgl.utils.env import env_with_sys_path
 
 _EXIT_TIMEOUT_S = 5.0
+_NICENESS = 10  # the trial process yields to the engine, also while it imports
+_MAX_NICENESS = 19  # setpriority(2)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -169,6 +171,8 @@ def _start(setup: TrialSetup) -> _Process:
         stdin=subprocess.DEVNULL,
         pass_fds=ends,
     )
+    own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, process.pid, min(_MAX_NICENESS, own_niceness + _NICENESS))
     its_link.close()
     its_cancels.close()
     link.send_bytes(msgspec.json.encode(setup))
