@@ -109,7 +109,7 @@ def test_an_object_choices_and_a_pattern(server: Program) -> None:
             {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
             "Unimplemented keys",
         ),
-        ({"type": "json_schema"}, "response_format.json_schema: Field required"),
+        ({"type": "json_schema"}, "response_format.json_schema: it is required"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
