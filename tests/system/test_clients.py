@@ -40,7 +40,7 @@ def weather(city: Literal["Ulm", "Bonn"]) -> str:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Program]:
     with Program(
-        *small_server(folder, "--tool-call-parser", "hermes", "--max-seq-len", "1024")
+        *small_server(folder, "--tool-call-parser", "hermes", "--max-seq-len", "2048")
     ) as program:
         yield program.wait_ready()
         wait_until(program.is_idle, "no request is open")
@@ -146,7 +146,7 @@ def test_litellm(server: Program) -> None:
     assert seen["city"] in ("Ulm", "Bonn")
     assert seen["object"]["kind"] in ("fox", "dog")
     assert seen["error"] == 400
-    assert "maximum context length is 1024 tokens" in seen["overflow"]
+    assert "maximum context length is 2048 tokens" in seen["overflow"]
 
 
 def test_schemathesis_finds_no_server_error(folder: Path) -> None:

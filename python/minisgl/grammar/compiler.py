@@ -62,6 +62,14 @@ class GrammarCompiler:
         tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
         return from_tokenizer(tokenizer, *options)
 
+    def read_tokenizer(self) -> None:
+        """Read the tokenizer now. It is read once. Python's lock is held meanwhile.
+
+        Raises:
+            ValueError, OSError, ImportError: it cannot be read, or not by llguidance.
+        """
+        _ = self.tokenizer
+
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Compile a grammar, and make its first mask, because it is compiled as far as it is used.
 

@@ -8,6 +8,7 @@ the other messages of a step, so that they open requests in one order. Equal gra
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,8 @@ from minisgl.errors import InvalidRequest
 from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial, Verdict, deep_stack_executor
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.grammar import KnownGrammars
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -72,6 +75,16 @@ class PendingGrammars:
         self._number_of: dict[Grammar, int] = {}
         self._uids: set[int] = set()
         self._num_started = 0
+
+    def read_tokenizer(self) -> None:
+        """Read the tokenizer before a grammar comes: half a second in which no thread can go on.
+
+        What cannot be read is said now, and again to each request with a grammar.
+        """
+        try:
+            self._compiler.read_tokenizer()
+        except (ValueError, OSError, ImportError) as error:
+            logger.warning("grammars cannot be followed: %s", error)
 
     def __len__(self) -> int:
         """How many requests wait."""

@@ -35,6 +35,7 @@ def scheduler_worker(
     inbox, outbox = _queues(config, rank, addresses)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)
+    scheduler.pending_grammars.read_tokenizer()
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
