@@ -118,7 +118,11 @@ COSTLY: dict[str, tuple[str, bytes, str]] = {
     "many tools": (CHAT, _chat(b"tools", _list(b"{}", 3 * 10**6)), "at most 128"),
     "many messages": (CHAT, _body(b"messages", _list(TURN, ALMOST)), TOO_LONG),
     "empty objects": (CHAT, _body(b"messages", _list(b"{}", ALMOST)), TOO_LONG),
-    "a long name": (CHAT, _chat(b"x" * ALMOST, b"1"), "no such field"),
+    "a long name": (
+        CHAT,
+        _chat(b"logit_bias", b'{"' + b"x" * ALMOST + b'": 1}'),
+        "at most 262144 bytes",
+    ),
     "a long value": (CHAT, _chat(b"user", b'"' + b"x" * ALMOST + b'"'), "at most 262144 bytes"),
     "a long number": (CHAT, _chat(b"seed", b"9" * ALMOST), "out of range"),
 }

@@ -171,7 +171,9 @@ def test_embeddings_as_openais_client_asks_for_them(server: Program) -> None:
         )
         with pytest.raises(openai.BadRequestError, match="dimensions must be 64, got 32"):
             client.embeddings.create(model=MODEL, input=PROMPT, dimensions=32)
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 16384 tokens") as refusal:
+        with pytest.raises(
+            openai.BadRequestError, match="maximum context length is 16384 tokens"
+        ) as refusal:
             client.embeddings.create(model=MODEL, input=[5] * 20_000)
     assert refusal.value.param == "input"
     assert [entry.index for entry in in_base64.data] == [0, 1]

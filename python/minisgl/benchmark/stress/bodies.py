@@ -99,7 +99,11 @@ ILLEGAL: dict[str, Costly] = {
     ),
     "many messages": Costly(CHAT, lambda s, n: _field(b"messages", _items(_TURN, n), s), "at most"),
     "empty objects": Costly(CHAT, lambda s, n: _field(b"messages", _items(b"{}", n), s), "at most"),
-    "a long name": Costly(CHAT, lambda s, n: _chat_field(b"x" * n, b"1", s), "not permitted"),
+    "a long name": Costly(
+        CHAT,
+        lambda s, n: _chat_field(b"logit_bias", b'{"' + b"x" * n + b'": 1}', s),
+        "at most 262144 bytes",
+    ),
     "a long value": Costly(
         CHAT, lambda s, n: _chat_field(b"user", _text(b"x", n), s), "at most 262144 bytes"
     ),
