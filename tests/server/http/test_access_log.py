@@ -134,6 +134,7 @@ def test_an_error_in_a_stream_has_its_code(lines: LogLines) -> None:
         call = app.post(TEXT, stream=True)
         uid = (await app.worker.receive()).uid
         app.worker.send(UserReply(uid, "a", num_prompt=3, num_output=1))
+        await wait_until(lambda: bool(call.chunks))
         app.worker.send(UserReply(uid, error=ReplyError(400, "bad_grammar", "no")))
         await call.done
         request, status, more = lines.about(call)
