@@ -183,9 +183,7 @@ def test_tools_of_a_conversation_are_part_of_its_prompt(llm: LLM) -> None:
     turns = [{"role": "user", "content": "hi"}]
     tool = {"type": "function", "function": {"name": "fox", "parameters": {"type": "object"}}}
     assert llm.chat(turns, greedy(1))
-    with pytest.raises(
-        RequestError, match="maximum context length"
-    ):  # descriptions are long
+    with pytest.raises(RequestError, match="maximum context length"):  # descriptions are long
         llm.chat(turns, greedy(1), tools=[tool])
 
 
