@@ -93,17 +93,20 @@ class Program:
         response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S)
         return response.status_code == 200
 
-    def workers(self) -> list[psutil.Process]:
-        """The schedulers by rank, the detokenizer, the tokenizers, in the order of their start."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted(
-            (child for child in children if "spawn_main" in " ".join(child.cmdline())),
-            key=lambda child: child.pid,
-        )
+    def workers(self) -> dict[str, psutil.Process]:
+        """Schedulers, detokenizer, tokenizers and what they have started, by their names."""
+        named = {}
+        for process in self._descendants():
+            with suppress(psutil.NoSuchProcess):
+                named[process.name()] = process
+        return named
+
+    def _descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def remember_processes(self) -> None:
         """Add the processes that run now to those that must have ended at the end."""
-        self._processes |= {psutil.Process(self.process.pid), *self.workers()}
+        self._processes |= {psutil.Process(self.process.pid), *self._descendants()}
 
     def wait(self) -> int:
         """Wait until it ends; return its exit code."""

@@ -68,10 +68,11 @@ def test_a_chat_completion_is_what_transformers_says(server: Program) -> None:
 def test_only_the_scheduler_has_torch(server: Program) -> None:
     with server.client() as client:
         client.chat.completions.create(messages=turn("the dog"), **GREEDY)
-    scheduler, *others = server.workers()  # and one that reads large bodies, once one has come
-    assert has_torch(scheduler.pid)
-    assert len(others) >= 2
-    assert not any(map(has_torch, [server.process.pid, *(worker.pid for worker in others)]))
+    workers = server.workers()
+    assert has_torch(workers["scheduler-0"].pid)
+    for name in ("detokenizer", "tokenizer-0"):
+        assert not has_torch(workers[name].pid), name
+    assert not has_torch(server.process.pid)
     assert "PyTorch" not in server.stderr
 
 

@@ -26,6 +26,18 @@ subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
 """
 
 
+def test_a_process_is_shown_by_its_name() -> None:
+    script = """
+from pathlib import Path
+from minisgl.utils.arch import name_process
+name_process("scheduler-0")
+print(Path("/proc/self/comm").read_text(), end="")
+"""
+    shown = subprocess.check_output([sys.executable, "-c", script], text=True)
+
+    assert shown == "scheduler-0\n"
+
+
 def test_the_hardware_is_one_that_can_be_used() -> None:
     hardware = detect_hardware()
 

@@ -6,7 +6,9 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -55,6 +57,24 @@ def test_when_a_child_dies_the_others_are_killed_without_a_call() -> None:
         end("two", signal.SIGTERM)
         assert_all_end()
         assert supervisor.death() == "two died with exit code -15 (SIGTERM)"
+
+
+def test_the_exit_code_is_told_though_another_thread_collects_it() -> None:
+    """Eight threads call what collects the exit codes of all children of this process."""
+    is_over = threading.Event()
+
+    def collect() -> None:
+        while not is_over.is_set():
+            multiprocessing.active_children()
+
+    with two_children() as supervisor, ThreadPoolExecutor(8) as pool:
+        supervisor.end_together()
+        for _ in range(8):
+            pool.submit(collect)
+        end("one", signal.SIGKILL)
+        death = supervisor.death()
+        is_over.set()
+        assert death == "one died with exit code -9 (SIGKILL)"
 
 
 def test_an_event_loop_that_watches_kills_the_others_too() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_NAME = 15
 _M_TRIM_THRESHOLD = -1  # mallopt(3)
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
@@ -80,3 +81,8 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the call above
         os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Show `name`, up to 15 bytes of it, in `top` and `ps` in place of the program (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode())

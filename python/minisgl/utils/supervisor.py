@@ -27,7 +27,7 @@ from typing import Any, Self
 import msgspec
 
 from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
-from minisgl.utils.arch import die_with_parent
+from minisgl.utils.arch import die_with_parent, name_process
 from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -201,9 +201,15 @@ class Supervisor:
         return self._children[name].process.sentinel
 
     def _exit_code(self, name: str) -> int:
-        """The exit code of a dead child, negative for a signal."""
+        """The exit code of a dead child, negative for a signal.
+
+        `join` returns at once, without the code, while another thread of this program collects
+        it: `multiprocessing.active_children` does so for all children.
+        """
         process = self._children[name].process
-        process.join(_EXIT_TIMEOUT_S)
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        while process.exitcode is None and time.monotonic() < deadline:
+            process.join(max(0.0, deadline - time.monotonic()))
         return 0 if process.exitcode is None else process.exitcode
 
     def _describe_death(self, name: str) -> str:
@@ -274,6 +280,7 @@ def _run_worker(
     Ctrl-C reaches all processes of a terminal. Children ignore it; the parent ends them in order.
     """
     die_with_parent(parent_pid)
+    name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level)
 

@@ -29,7 +29,7 @@ from minisgl.message import ReplyError
 from minisgl.server.http.body_parser import pack_body
 from minisgl.server.openai.prompts import PackedRequest, PromptRequest
 from minisgl.server.openai.validation import IgnoredField, RequestBounds
-from minisgl.utils.arch import die_with_parent
+from minisgl.utils.arch import die_with_parent, name_process
 from minisgl.utils.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,7 @@ class _Process:
 def _run(pipe: Connection, parent_pid: int, bounds: RequestBounds, memory_limit: int) -> None:
     """Body of the process."""
     die_with_parent(parent_pid)
+    name_process("body-worker")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     gc.disable()  # what JSON becomes has no cycles
