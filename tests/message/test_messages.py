@@ -148,7 +148,7 @@ def test_a_message_of_another_process_is_refused(types: Any) -> None:
 
     assert foreign
     for msg in foreign:
-        with pytest.raises(msgspec.ValidationError, match="type"):
+        with pytest.raises(msgspec.ValidationError, match=r"Invalid value|Expected `array`"):
             decoder(types)(encode(msg))
 
 

@@ -15,8 +15,12 @@ _WIRE_DTYPE = np.dtype("<i4")
 _encoder = msgspec.msgpack.Encoder()
 
 
-class BaseMsg(msgspec.Struct, frozen=True, tag=True):
-    """Root of all messages."""
+class BaseMsg(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Root of all messages.
+
+    They are written as arrays: the names of fields would be most of a small message. No message is
+    part of a cycle, so the garbage collector need not walk them.
+    """
 
 
 def encode(msg: BaseMsg) -> bytes:

@@ -47,6 +47,7 @@ class StopTexts:
         include: whether the stop text belongs to the answer.
 
     Attributes:
+        is_searching: whether there are stop texts.
         found: the stop text that has ended the stream.
     """
 
@@ -56,13 +57,15 @@ class StopTexts:
         self._held = ""
         self.found: str | None = None
 
+        self.is_searching = bool(stops)
+
     @property
     def has_stopped(self) -> bool:
         return self.found is not None
 
     def feed(self, text: str) -> str:
         """Return what of the text so far is certain to come before a stop text, and is new."""
-        if not self._searches:
+        if not self.is_searching:
             return text
         if self.has_stopped:
             return ""
@@ -99,6 +102,9 @@ class _Answer:
 
     def append(self, tokens: Sequence[int]) -> str:
         """Append tokens, up to the one that completes a stop text."""
+        if not self.stops.is_searching:
+            self.num_tokens += len(tokens)
+            return self.decoder.feed(tokens)
         text = ""
         for token in tokens:
             text += self.stops.feed(self.decoder.feed((token,)))
@@ -147,28 +153,31 @@ class Detokenizer:
         is_last = msg.finish is not None or msg.error is not None
         if is_last:
             del self._answers[msg.uid]
-        if answer.stops.has_stopped:
+        if answer.stops.found is not None:
             return None
 
         num_before = answer.num_tokens
         text = answer.append_last(msg.tokens, msg.finish) if is_last else answer.append(msg.tokens)
 
-        has_stopped = answer.stops.has_stopped
+        stop_text = answer.stops.found
         return UserReply(
             msg.uid,
             text,
-            finish="stop" if has_stopped else msg.finish,
-            error=None if has_stopped else msg.error,
+            finish=msg.finish if stop_text is None else "stop",
+            error=msg.error if stop_text is None else None,
             logprobs=self._logprobs(msg, answer.num_tokens - num_before),
             num_prompt=msg.num_prompt,
             num_cached=msg.num_cached,
             num_output=answer.num_tokens,
-            prompt_logprobs=[
-                self._text_logprobs(token, entry) for token, entry in msg.prompt_logprobs or ()
-            ],
+            prompt_logprobs=self._prompt_logprobs(msg),
             embedding=msg.embedding,
-            stop_text=answer.stops.found,
+            stop_text=stop_text,
         )
+
+    def _prompt_logprobs(self, msg: DetokenizeMsg) -> list[TextLogprobs] | None:
+        if msg.prompt_logprobs is None:
+            return None
+        return [self._text_logprobs(token, entry) for token, entry in msg.prompt_logprobs]
 
     def _begin(self, msg: DetokenizeMsg) -> _Answer:
         params = msg.params or _DEFAULT

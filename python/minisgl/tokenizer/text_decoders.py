@@ -66,20 +66,39 @@ class ByteDecoder:
     ) -> None:
         self._bytes_of = bytes_of
         self._utf8 = _Utf8Decoder(spelling.errors)
+        self._holds_bytes = False
         goes_on = bool(context) and bool(bytes_of(context[-1]))
         self._strips_space = spelling.strips_space and not goes_on
 
     def feed(self, tokens: Sequence[int]) -> str:
-        return self._clean(self._utf8.decode(b"".join(map(self._bytes_of, tokens))))
+        data = b"".join(map(self._bytes_of, tokens))
+        if self._holds_bytes:
+            return self._feed_part(data)
+        try:  # most tokens are whole characters, for which this is many times faster
+            text = data.decode()
+        except UnicodeDecodeError:
+            return self._feed_part(data)
+        return self._strip_space(text) if self._strips_space else text
 
     def flush(self) -> str:
-        return self._clean(self._utf8.decode(b"", final=True))
+        return self._strip_space(self._clean(self._utf8.decode(b"", final=True)))
+
+    def _feed_part(self, data: bytes) -> str:
+        """Append bytes that begin or end within a character, or are none."""
+        text = self._clean(self._utf8.decode(data))
+        held, _ = self._utf8.getstate()
+        self._holds_bytes = bool(held)
+        return self._strip_space(text)
 
     def _clean(self, text: str) -> str:
+        return text if text.isascii() else _BROKEN_BYTE.sub(_REPLACEMENT, text)
+
+    def _strip_space(self, text: str) -> str:
+        """Leave out a space at the beginning of the text, once there is a text."""
         if self._strips_space and text:
             self._strips_space = False
             text = text.removeprefix(" ")
-        return text if text.isascii() else _BROKEN_BYTE.sub(_REPLACEMENT, text)
+        return text
 
 
 class WindowDecoder:
