@@ -24,6 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 MODEL_SOURCES = ("huggingface", "modelscope")
 ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
 PREFIX_CACHE_NAMES = ("naive", "radix")
+SCHEDULES = ("short-first", "fcfs")
 
 
 def option(
@@ -144,6 +145,12 @@ class SchedulerConfig(EngineConfig):
 
     cache: str = option(
         "radix", "prefix cache: radix reuses the KV of equal prefixes", PREFIX_CACHE_NAMES
+    )
+    schedule: str = option(
+        "short-first",
+        "which prompts are computed first, by priority, then: short-first gives half of each step "
+        "to those with the fewest tokens left, fcfs all to the oldest",
+        SCHEDULES,
     )
     overlap: bool | None = option(
         None,

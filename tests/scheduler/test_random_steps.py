@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from minisgl.config import SCHEDULES
 from minisgl.core import Grammar, SamplingParams
 from tests.scheduler.fake_executor import reference_answer
 from tests.scheduler.harness import VOCAB_SIZE, Host, make_limits
@@ -117,7 +118,12 @@ def test_every_request_gets_its_tokens_and_one_end(
     for seed in range(3):
         random = Random(f"{overlap} {cache} {page_size} {max_prefill_length} {seed}")
         host = _random_host(
-            random, page_size, overlap=overlap, cache=cache, max_prefill_length=max_prefill_length
+            random,
+            page_size,
+            overlap=overlap,
+            cache=cache,
+            schedule=SCHEDULES[seed % 2],
+            max_prefill_length=max_prefill_length,
         )
         client = RandomClient(host, random)
         for _ in range(NUM_STEPS):

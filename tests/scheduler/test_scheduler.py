@@ -14,7 +14,7 @@ from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import radix_cache
 from minisgl.message import ExitMsg
 from minisgl.scheduler import prefill, scheduler
-from minisgl.scheduler.request_queue import RequestQueue
+from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
 from tests.scheduler.fake_executor import endless_answer, reference_answer
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
 
@@ -282,22 +282,34 @@ def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
 
 
 def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
-    queue = RequestQueue()
-    reqs = [
-        Req(uid, np.zeros(1, dtype=np.int32), SamplingParams(priority=uid % 3), 2, 0)
-        for uid in range(1000)
-    ]
-    for req in reqs:
-        queue.add(req)
-    for req in reqs[10:]:
-        queue.discard(req)
-    assert len(queue) == 10
-    assert len(queue._places) < 100
+    def prefill_of(uid: int, priority: int, place: int, num_left: int) -> Prefill:
+        req = Req(uid, np.zeros(1, dtype=np.int32), SamplingParams(priority=priority), 2, 0)
+        return Prefill(req, place, num_left)
 
-    queue.discard(reqs[0])
-    queue.add_first(Req(2000, np.zeros(1, dtype=np.int32), SamplingParams(priority=1), 2, 0))
-    assert [queue.pop().uid for _ in range(10)] == [3, 6, 9, 2000, 1, 4, 7, 2, 5, 8]
-    assert queue.first is None
+    def drain(queue: RequestQueue, order: Order) -> list[int]:
+        uids = []
+        while entry := queue.first(order):
+            queue.discard(entry.req)
+            uids.append(entry.req.uid)
+        return uids
+
+    def queue_of_ten() -> RequestQueue:
+        queue = RequestQueue([by_age, by_length])
+        prefills = [prefill_of(uid, uid % 3, uid, num_left=9 - uid) for uid in range(1000)]
+        for entry in prefills:
+            queue.add(entry)
+        for entry in prefills[10:]:
+            queue.discard(entry.req)
+        queue.discard(prefills[0].req)
+        queue.add(prefill_of(2000, priority=1, place=-1, num_left=5))
+        return queue
+
+    queue = queue_of_ten()
+    assert len(queue) == 10
+    assert all(len(heap) < 100 for heap in queue._heaps.values())
+    assert drain(queue, by_age) == [3, 6, 9, 2000, 1, 4, 7, 2, 5, 8]
+    assert drain(queue_of_ten(), by_length) == [9, 6, 3, 7, 2000, 4, 1, 8, 5, 2]
+    assert len(queue) == 0
 
 
 # --- prefixes
@@ -376,7 +388,7 @@ def test_prompts_that_stand_twice_in_the_queue_hold_up_nobody(overlap: bool) -> 
     host.step(4)
 
     assert len(host.scheduler.prefill) == 0
-    assert host.scheduler.prefill.half_computed is None
+    assert not host.scheduler.prefill.half_computed
     host.drain()
     host.check_answers()
 
@@ -489,9 +501,10 @@ def test_no_step_computes_more_prompt_tokens_than_allowed(budget: int) -> None:
     assert max(prompts) == min(budget, 100)
 
 
-def test_requests_are_admitted_in_order_of_arrival() -> None:
+def test_first_come_first_served_admits_in_order_of_arrival() -> None:
     """Even where a later, shorter one would fit: it would be served first for ever."""
-    host = Host(make_limits(num_pages=16, page_size=4), max_prefill_length=1000)
+    limits = make_limits(num_pages=16, page_size=4)
+    host = Host(limits, schedule="fcfs", max_prefill_length=1000)
     for num_tokens in (20, 40, 2, 30, 1, 50):
         host.submit(prompt_of(num_tokens, salt=num_tokens), exactly(4))
     host.drain()
@@ -527,18 +540,6 @@ def test_the_smallest_priority_goes_first_and_equals_in_order_of_arrival() -> No
     host.check_answers()
 
     assert admissions(host) == [3, 6, 0, 2, 4, 1, 5]
-
-
-def test_an_urgent_request_overtakes_those_that_wait_but_nobody_that_is_half_computed() -> None:
-    host = Host(max_prefill_length=4, cache="naive")
-    for salt in range(2):
-        host.submit(prompt_of(12, salt), exactly(3, priority=1))
-    host.step()
-    urgent = host.submit(prompt_of(12, salt=2), exactly(3))
-    host.drain()
-    host.check_answers()
-
-    assert admissions(host) == [0, urgent, 1]
 
 
 @OVERLAP
@@ -729,9 +730,8 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
         host.step()
         scheduler = host.scheduler
         last = host.stats[-1]
-        assert last.num_running == len(scheduler.decode.running) + (
-            scheduler.prefill.half_computed is not None
-        )
+        num_half_computed = len(scheduler.prefill.half_computed)
+        assert last.num_running == len(scheduler.decode) + num_half_computed
         assert last.num_running + last.num_waiting == len(scheduler._live)
         assert last.num_pages_used == 16 - scheduler.cache.num_available
         assert last.num_pages == 16

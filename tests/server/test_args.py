@@ -31,6 +31,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "pack_weights": (["--no-pack-weights"], False),
     "cache": (["--cache", "naive"], "naive"),
     "max_prefill_length": (["--max-prefill-length", "128"], 128),
+    "schedule": (["--schedule", "fcfs"], "fcfs"),
     "overlap": (["--overlap"], True),
     "seed": (["--seed", "-1"], -1),
     "allow_control_tokens": (["--allow-control-tokens"], True),

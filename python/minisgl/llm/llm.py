@@ -45,6 +45,9 @@ from minisgl.utils import detect_hardware
 
 Prompt: TypeAlias = str | Sequence[int]
 
+# All prompts are there at once, and nobody waits for the first of them.
+_OFFLINE = {"schedule": "fcfs"}
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
@@ -115,7 +118,8 @@ class LLM:
     Args:
         model: a folder, a .gguf file, a hub id, or None for the default model.
         skip_tokenizer_init: take and give token ids only; texts stay empty.
-        options: any field of `SchedulerConfig`; docs/features.md lists them.
+        options: any field of `SchedulerConfig`; docs/features.md lists them. Unlike a server it has
+            the schedule fcfs by default.
 
     Raises:
         ConfigError: an option or the model cannot work.
@@ -127,7 +131,7 @@ class LLM:
     ) -> None:
         if model is not None:
             model = str(model)
-        config = SchedulerConfig(model=model, **options)
+        config = SchedulerConfig(model=model, **{**_OFFLINE, **options})
         folder = fetch_model(config.model, config.model_source)
         config = config.agree(folder)
         self._uids = itertools.count()

@@ -3,7 +3,7 @@
     scheduler.py       the step: receive, plan, launch, finish
     request_checks.py  which requests are refused
     prefill.py         requests that wait for admission or whose prompt is not computed yet
-    request_queue.py   those that wait, by priority
+    request_queue.py   those that wait, in one or several orders
     decode.py          running requests
     outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
     grammar.py         grammar masks before a token, acceptance and forced tokens after it

@@ -74,9 +74,7 @@ class CacheManager:
         Returns:
             False, and nothing has changed, if the pages do not suffice.
         """
-        # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
-        num_matched = 0 if req.scores_prompt else req.num_known - 1
-        prefix = self._cache.match(_key_of(req, num_matched))
+        prefix = self._match(req)
         neighbour = self._cache.owner_of(prefix)
         self._cache.lock(prefix, req.uid)
         wanted = self.num_pages_for(req.num_tokens) - self._num_pages_of(prefix)
@@ -91,6 +89,16 @@ class CacheManager:
         if req.num_cached is None:
             req.num_cached = prefix.num_tokens
         return True
+
+    def num_uncached(self, req: Req) -> int:
+        """Tokens that a request would compute if it were admitted now."""
+        return req.num_tokens - self._match(req).num_tokens
+
+    def _match(self, req: Req) -> BaseCacheHandle:
+        """The longest cached prefix that a request need not compute."""
+        # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
+        num_matched = 0 if req.scores_prompt else req.num_known - 1
+        return self._cache.match(_key_of(req, num_matched))
 
     def _write_prefix(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
         """Write a request's known tokens to its row, and the pages of its prefix.

@@ -1,110 +1,195 @@
 """Requests whose prompt is not computed yet: admission, and chunked prefill.
 
-Requests are admitted by priority, then in order of arrival. Chunking follows Sarathi-Serve (Agrawal
-et al. 2024, arXiv:2403.02310): a prompt is computed in chunks that fit the step's token budget,
-beside the decodes of that step. A long prompt therefore delays no request by more than one step.
-Only the request at the head can be half computed.
+Chunking follows Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310): a prompt is computed in
+chunks that fit the step's token budget, beside the decodes of that step. Several prompts can be
+half computed. Which of them a step computes is decided by the schedule:
+
+    fcfs         by priority, then first come, first served
+    short-first  by priority; then one half of the budget as in fcfs, and the other half to the
+                 prompts that have the fewest tokens left to compute
+
+So a short prompt does not wait behind a long one, and the long one has at least half of each step
+as long as it is the oldest: it waits at most twice as long as it would with fcfs
+(docs/decisions/0016).
+
+Admission takes the pages of a whole prompt. A half computed prompt therefore needs nothing that
+another one holds, and can always go on. If the oldest request does not fit, nobody else is admitted
+in that step: others would take all pages that come back.
 
 The prompt of a last chunk is published when it is planned. A request that is planned after it in
 the same step finds the prefix in the cache: in each layer, the keys and values of all slices are
 written before any slice attends. So what several prompts have in common is computed once, and none
 waits for another.
 
-Owns the queue. Knows nothing of decoding; pages come from the cache manager.
+Owns the queue. Knows nothing of decoding and of time; pages come from the cache manager.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from minisgl.core import Req, ReqSlice
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.events import Events, RequestAdmitted
-from minisgl.scheduler.request_queue import RequestQueue
+from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
 from minisgl.scheduler.table import TableManager
+
+# Prompts that pass older ones are admitted only while fewer than these are half computed: each
+# holds pages for its whole length.
+MAX_HALF_COMPUTED = 8
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """The chunks that one step computes, as they are planned.
+
+    Attributes:
+        by_uid: one chunk a request.
+        num_running: requests that may each need another page soon.
+        may_admit: whether requests may still be admitted.
+    """
+
+    num_running: int
+    may_admit: bool
+    by_uid: dict[int, ReqSlice] = field(default_factory=dict)
 
 
 class PrefillManager:
-    """The requests that wait, and the one whose prompt is half computed.
+    """The requests that wait, and those whose prompt is half computed.
 
-    That one holds pages, and goes on before all others, to free them.
+    A half computed request holds a row, and pages for all its tokens.
     """
 
-    def __init__(self, cache: CacheManager, table: TableManager, events: Events) -> None:
+    def __init__(
+        self, cache: CacheManager, table: TableManager, events: Events, schedule: str
+    ) -> None:
         self._cache = cache
         self._table = table
         self._events = events
-        self._queue = RequestQueue()
-        self.half_computed: Req | None = None
+        self._orders: list[Order] = [by_age] if schedule == "fcfs" else [by_age, by_length]
+        self._queue = RequestQueue(self._orders)
+        self._half_computed: dict[int, Prefill] = {}
+        # Retracted half computed, until they are released and put back.
+        self._retracted: dict[int, Prefill] = {}
+        self._last_place = 0
+        self._first_place = 0
 
     def __len__(self) -> int:
-        """How many requests wait, without the half computed one."""
+        """How many requests wait, without the half computed ones."""
         return len(self._queue)
 
+    @property
+    def half_computed(self) -> list[Req]:
+        return [prefill.req for prefill in self._half_computed.values()]
+
     def add(self, req: Req) -> None:
-        self._queue.add(req)
+        self._last_place += 1
+        self._add(req, self._last_place)
 
     def put_back(self, req: Req) -> None:
         """Requeue a retracted request; its answer so far has become part of its prompt.
 
-        It comes before others of its priority.
+        If its prompt was half computed it keeps its place. Otherwise it comes before others of its
+        priority.
         """
         assert req.row is None
-        self._queue.add_first(req)
+        before = self._retracted.pop(req.uid, None)
+        if before is None:
+            self._first_place -= 1
+        self._add(req, before.place if before else self._first_place)
+
+    def _add(self, req: Req, place: int) -> None:
+        self._queue.add(Prefill(req, place, self._cache.num_uncached(req)))
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended. It may be none of these."""
-        if req is self.half_computed:
-            self.half_computed = None
-        else:
-            self._queue.discard(req)
+        self._half_computed.pop(req.uid, None)
+        self._retracted.pop(req.uid, None)
+        self._queue.discard(req)
 
     def retract(self, priority: int) -> Req | None:
-        """Remove and return the half computed request; None if there is none or it is more urgent.
+        """Remove and return the least urgent half computed request, the youngest among equals.
 
-        Among requests of equal priority it is retracted first, because it is the youngest.
+        Among requests of equal priority it is retracted before those that run, because it is
+        younger.
 
         Args:
             priority: of the least urgent running request.
+
+        Returns:
+            None if there is none, or if it is more urgent than that.
         """
-        req = self.half_computed
-        if req is None or req.priority < priority:
+        prefill = max(self._half_computed.values(), key=by_age, default=None)
+        if prefill is None or prefill.req.priority < priority:
             return None
-        self.half_computed = None
-        return req
+        del self._half_computed[prefill.req.uid]
+        self._retracted[prefill.req.uid] = prefill
+        return prefill.req
 
     def plan(self, budget: int, num_running: int, *, may_admit: bool) -> list[ReqSlice]:
-        """Plan prompt slices within `budget`: last chunks, and at most one that is not the last.
+        """Plan prompt slices of together at most `budget` tokens.
 
         Args:
             num_running: requests that may each need another page soon; that many pages are left.
             may_admit: whether requests may be admitted that are not half computed.
         """
-        chunks: list[ReqSlice] = []
-        while budget > 0:
-            req = self.half_computed
-            if req is None and may_admit:
-                req = self._admit_next(reserve=num_running + len(chunks))
-            if req is None:
-                break
-            chunks.append(self._next_chunk(req, budget))
-            budget -= len(chunks[-1])
-        return chunks
+        chunks = _Chunks(num_running, may_admit)
+        num_left = 0
+        for order, share in self._shares(budget):
+            num_left += share
+            while num_left > 0:
+                prefill = self._next(order, chunks)
+                if prefill is None:
+                    break
+                num_left -= self._extend(prefill, num_left, chunks)
+        return list(chunks.by_uid.values())
 
-    def _next_chunk(self, req: Req, budget: int) -> ReqSlice:
-        """As much of an admitted request as the budget allows. It goes on if that is not all."""
-        end = min(req.num_tokens, req.num_computed + budget)
-        is_last = end == req.num_tokens
-        if is_last:
-            self._cache.publish(req, end)
-        self.half_computed = None if is_last else req
-        return ReqSlice(req, req.num_computed, end, samples=is_last)
+    def _shares(self, budget: int) -> list[tuple[Order, int]]:
+        """How many tokens of a step go by which order. What the first leaves over, the next has."""
+        if len(self._orders) == 1:
+            return [(by_age, budget)]
+        half = budget // 2
+        return [(by_age, budget - half), (by_length, half)]
 
-    def _admit_next(self, reserve: int) -> Req | None:
-        """Admit the first request that waits; None if there is none or no room for it."""
-        req = self._queue.first
-        if req is None or not self._table.has_free or not self._cache.try_admit(req, reserve):
-            return None
-        self._queue.pop()
+    def _next(self, order: Order, chunks: _Chunks) -> Prefill | None:
+        """The admitted prefill whose turn it is; one that waits is admitted if it is before all."""
+        half_computed = min(self._half_computed.values(), key=order, default=None)
+        waiting = self._queue.first(order) if self._may_admit(order, chunks) else None
+        if waiting is None or (half_computed and order(half_computed) < order(waiting)):
+            return half_computed
+        if self._try_admit(waiting, chunks):
+            return waiting
+        chunks.may_admit = False
+        return half_computed
+
+    def _may_admit(self, order: Order, chunks: _Chunks) -> bool:
+        has_room = order is by_age or len(self._half_computed) < MAX_HALF_COMPUTED
+        return chunks.may_admit and has_room and self._table.has_free
+
+    def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
+        """Admit a request that waits; False, and nothing has changed, if there are no pages."""
+        req = prefill.req
+        reserve = chunks.num_running + len(self._half_computed.keys() | chunks.by_uid.keys())
+        if not self._cache.try_admit(req, reserve):
+            return False
+        self._queue.discard(req)
+        prefill.num_left = req.num_tokens - req.num_computed
         if self._events.request_admitted:
             event = RequestAdmitted(req.uid, req.num_tokens, num_cached=req.num_computed)
             self._events.request_admitted.emit(event)
-        return req
+        return True
+
+    def _extend(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
+        """Add tokens of an admitted request to its chunk; their number."""
+        req = prefill.req
+        num_added = min(prefill.num_left, budget)
+        prefill.num_left -= num_added
+        is_last = prefill.num_left == 0
+        end = req.num_tokens - prefill.num_left
+        if is_last:
+            self._cache.publish(req, end)
+            self._half_computed.pop(req.uid, None)
+        else:
+            self._half_computed[req.uid] = prefill
+        chunks.by_uid[req.uid] = ReqSlice(req, req.num_computed, end, samples=is_last)
+        return num_added

@@ -1,67 +1,89 @@
-"""Requests that wait, by priority; all operations are O(log n) or less, also those of an abort."""
+"""Requests that wait, in one or several orders; all operations are O(log n) or less, also aborts.
+
+An order is a function from a prefill to a key; the smallest key goes first.
+"""
 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from minisgl.core import Req
 
-_Place = tuple[int, int, int]  # priority, order among equal ones, uid
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """What is left to compute of the known tokens of one request.
+
+    Attributes:
+        place: in the order of arrival; negative if it goes before all that arrive.
+        num_left: tokens to compute. Until the request is admitted, those that were not in the
+            prefix cache when it was queued.
+    """
+
+    req: Req
+    place: int
+    num_left: int
+
+
+Order: TypeAlias = Callable[[Prefill], tuple[int, ...]]
+
+
+def by_age(prefill: Prefill) -> tuple[int, ...]:
+    """By priority; among equals first come, first served."""
+    return (prefill.req.priority, prefill.place)
+
+
+def by_length(prefill: Prefill) -> tuple[int, ...]:
+    """By priority; among equals the one with the fewest tokens left to compute, then by age."""
+    return (prefill.req.priority, prefill.num_left, prefill.place)
+
+
+_Entry: TypeAlias = tuple[tuple[int, ...], int, Prefill]  # key, number, prefill
 
 
 class RequestQueue:
-    """The smallest priority goes first; among equal ones, first come, first served.
+    """Prefills that can be taken by each of its orders. Their keys do not change here.
 
-    Waiting long does not change a priority. A discarded request leaves its place in the heap
-    behind. Such places are skipped when they come first, and removed when they are many (lazy
-    deletion).
+    What has left the queue stays in the heaps of the orders. It is skipped when it comes first, and
+    removed when much has left (lazy deletion).
     """
 
-    def __init__(self) -> None:
-        self._reqs: dict[int, Req] = {}
-        self._places: list[_Place] = []
-        self._last = 0
-        self._first = 0
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._waiting: dict[int, Prefill] = {}
+        self._heaps: dict[Order, list[_Entry]] = {order: [] for order in orders}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._reqs)
+        return len(self._waiting)
 
-    @property
-    def first(self) -> Req | None:
-        """The request whose turn it is; it stays in the queue."""
-        while self._places:
-            uid = self._places[0][2]
-            if uid in self._reqs:
-                return self._reqs[uid]
-            heapq.heappop(self._places)
+    def first(self, order: Order) -> Prefill | None:
+        """The prefill whose turn it is in an order; it stays in the queue."""
+        heap = self._heaps[order]
+        while heap:
+            prefill = heap[0][-1]
+            if self._waits(prefill):
+                return prefill
+            heapq.heappop(heap)
         return None
 
-    def add(self, req: Req) -> None:
-        """Add a request behind others of its priority."""
-        self._last += 1
-        self._push(req, self._last)
+    def _waits(self, prefill: Prefill) -> bool:
+        return self._waiting.get(prefill.req.uid) is prefill
 
-    def add_first(self, req: Req) -> None:
-        """Add a request before others of its priority."""
-        self._first -= 1
-        self._push(req, self._first)
-
-    def _push(self, req: Req, order: int) -> None:
-        assert req.uid not in self._reqs
-        self._reqs[req.uid] = req
-        heapq.heappush(self._places, (req.priority, order, req.uid))
-
-    def pop(self) -> Req:
-        """Remove and return the request whose turn it is."""
-        req = self.first
-        assert req is not None
-        heapq.heappop(self._places)
-        return self._reqs.pop(req.uid)
+    def add(self, prefill: Prefill) -> None:
+        assert prefill.req.uid not in self._waiting
+        self._waiting[prefill.req.uid] = prefill
+        for order, heap in self._heaps.items():
+            heapq.heappush(heap, (order(prefill), next(self._numbers), prefill))
 
     def discard(self, req: Req) -> None:
-        """Remove a request that has ended, if it is there."""
-        if self._reqs.pop(req.uid, None) is None:
+        """Remove the prefill of a request, if it is there."""
+        if self._waiting.pop(req.uid, None) is None:
             return
-        if len(self._places) > 64 + 2 * len(self._reqs):
-            self._places = [place for place in self._places if place[2] in self._reqs]
-            heapq.heapify(self._places)
+        for heap in self._heaps.values():
+            if len(heap) > 64 + 2 * len(self._waiting):
+                heap[:] = [entry for entry in heap if self._waits(entry[-1])]
+                heapq.heapify(heap)

@@ -136,7 +136,7 @@ class Scheduler:
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.num_row_tokens)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
-        self.prefill = PrefillManager(self.cache, self.table, self.events)
+        self.prefill = PrefillManager(self.cache, self.table, self.events, config.schedule)
         self.decode = DecodeManager(self.cache)
         self.grammars = GrammarMatchers(executor.grammar_masks, for_gpu=is_on_gpu)
         grammar_args = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
@@ -214,9 +214,8 @@ class Scheduler:
             self._reported = stats
 
     def _stats(self) -> EngineStats:
-        num_half_computed = int(self.prefill.half_computed is not None)
         return EngineStats(
-            num_running=len(self.decode) + num_half_computed,
+            num_running=len(self.decode) + len(self.prefill.half_computed),
             num_waiting=len(self.pending_grammars) + len(self.prefill),
             num_pages_used=self.cache.num_pages - self.cache.num_available,
             num_pages=self.cache.num_pages,
@@ -432,7 +431,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that each page and each row has exactly one owner. For tests; walks everything."""
-        half_computed = [self.prefill.half_computed] if self.prefill.half_computed else []
+        half_computed = self.prefill.half_computed
         admitted = [*half_computed, *self.decode.running, *self._deferred.values()]
         self.cache.check_integrity(admitted)
         self.table.check_integrity([req.row for req in admitted if req.row is not None])
