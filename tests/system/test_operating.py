@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
@@ -157,3 +159,46 @@ def test_the_schedulers_state_is_seen_while_it_works_and_when_it_rests(guarded: 
     )
     names = ("requests_running", "requests_waiting", "kv_pages_used_ratio")
     wait_until(lambda: all(scrape(guarded)[name] == 0 for name in names), "all have ended")
+
+
+# ---- the benchmark of a running server
+
+
+def test_the_benchmark_measures_a_running_server(server: Program, tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    flags = {
+        "--url": f"{server.url}/v1",
+        "--processes": "2",
+        "--warm-up": "1",
+        "--token-ids": "4-300",
+        "--streams": "2",
+        "--stream-output": "40",
+        "--long": "1",
+        "--long-input": "200",
+        "--long-start": "0.1",
+        "--out": str(out),
+        "--machine": "this one",
+    }
+    command = [sys.executable, "-m", "minisgl.benchmark.serve", "w7", "--continuous-usage"]
+    done = subprocess.run(
+        [*command, *(word for option in flags.items() for word in option)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    values = {(line["workload"], line["metric"]): line["value"] for line in lines}
+
+    assert values["mixed", "requests"] == 3
+    assert values["mixed", "failed"] == 0
+    num_output = values["mixed", "out_tok_s"] * values["mixed", "wall_s"]
+    assert num_output == pytest.approx(2 * 40 + 16)
+    num_input = values["mixed", "in_tok_s"] * values["mixed", "wall_s"]
+    assert num_input == pytest.approx(2 * 512 + 200)
+    assert values["mixed", "itl_p50_ms"] > 0
+    assert values["mixed: long prompts", "ttft_p50_ms"] > 0
+    assert values["mixed", "cpu scheduler-0"] >= 0
+    assert values["mixed", "client_cpu_share"] > 0
+    assert "ttft, ms" in done.stdout

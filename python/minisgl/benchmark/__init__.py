@@ -1,6 +1,7 @@
-"""Measuring: `client` puts load on an OpenAI-compatible server, `perf` writes figures down.
+"""Measuring: `serve` puts load on an OpenAI-compatible server, `perf` writes figures down.
 
-`stress` attacks a running server. `client` and `stress` need `minisgl[bench]`.
+`online` is what `serve` is made of; `stress` attacks a running server. All three need
+`minisgl[bench]`.
 """
 
 __all__: list[str] = []

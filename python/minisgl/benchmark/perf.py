@@ -13,13 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import torch
 
 _PACKAGES = ("minisgl", "torch", "transformers", "triton", "flashinfer-python", "vllm", "sglang")
 
 
 def machine() -> str:
     """Name the GPU and count the GPUs, or else the processor and its cores."""
+    import torch  # takes seconds; clients of a server elsewhere do without
+
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     info = Path("/proc/cpuinfo")

@@ -1,0 +1,76 @@
+"""Server-sent events of a completion, from bytes as they come to a request's record.
+
+A chunk may have several tokens: a server joins what has come. How many is known only where it sends
+usage with every chunk (`continuous_usage_stats`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from minisgl.benchmark.online.records import RequestRecord
+
+_DONE = b"[DONE]"
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+class EventReader:
+    """Reads one stream.
+
+    Attributes:
+        is_done: whether the stream's last event has come.
+    """
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.is_done = False
+        self._record = record
+        self._rest = b""
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take what has come; it may begin and end anywhere.
+
+        Raises:
+            msgspec.MsgspecError: an event is no JSON of a completion.
+        """
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip(), now_s)
+
+    def _take(self, payload: bytes, now_s: float) -> None:
+        if payload == _DONE:
+            self.is_done = True
+            return
+        event = _decoder.decode(payload)
+        record = self._record
+        num_before = record.num_output
+        if event.error is not None:
+            record.error = f"in the stream: {event.error}"
+        if event.usage is not None:
+            record.num_prompt = event.usage.prompt_tokens
+            record.num_output = event.usage.completion_tokens
+        num_new = record.num_output - num_before
+        if event.choices and (num_new or any(choice.text for choice in event.choices)):
+            record.chunks_s.append(now_s)
+            if event.usage is not None:
+                record.chunk_tokens.append(num_new)

@@ -1,0 +1,238 @@
+"""One client against sockets that answer in every way a server may, or should not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from minisgl.benchmark.online.client import Client, Target
+from minisgl.benchmark.online.events import EventReader
+from minisgl.benchmark.online.load import shares
+from minisgl.benchmark.online.prompts import PromptMaker
+from minisgl.benchmark.online.records import RequestRecord
+from minisgl.benchmark.online.workloads import Shape, closed_loop, poisson
+from minisgl.errors import ConfigError
+
+
+def event(text: str | None = None, num_output: int | None = None, **fields: Any) -> bytes:
+    body: dict[str, Any] = {"id": "cmpl-1", "choices": [], **fields}
+    if text is not None:
+        body["choices"] = [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
+    if num_output is not None:
+        body["usage"] = {"prompt_tokens": 7, "completion_tokens": num_output, "total_tokens": 9}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+# ---- events
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_events_may_be_cut_anywhere(size: int, newline: bytes) -> None:
+    stream = b": ping\n\n" + event("a") + event("b") + event("") + event(num_output=2) + DONE
+    stream = stream.replace(b"\n", newline)
+    record = RequestRecord("requests")
+    reader = EventReader(record)
+    for start in range(0, len(stream), size):
+        reader.feed(stream[start : start + size], now_s=float(start))
+
+    assert reader.is_done
+    assert len(record.chunks_s) == 2
+    assert record.num_prompt == 7
+    assert record.num_output == 2
+    assert not record.counts_tokens
+
+
+def test_usage_of_each_chunk_tells_its_tokens() -> None:
+    record = RequestRecord("requests")
+    reader = EventReader(record)
+    reader.feed(event("a", 1) + event("bcd", 4) + event("", 4) + event(num_output=4), 1.0)
+
+    assert record.chunk_tokens == [1, 3]
+    assert record.counts_tokens
+
+
+def test_a_token_without_text_counts() -> None:
+    record = RequestRecord("requests")
+    EventReader(record).feed(event("", 1) + event("é", 2), 1.0)
+
+    assert record.chunk_tokens == [1, 1]
+
+
+def test_an_error_in_the_stream_is_kept() -> None:
+    record = RequestRecord("requests")
+    EventReader(record).feed(event("a") + event(error={"message": "engine failed"}), 1.0)
+
+    assert record.error is not None
+    assert "engine failed" in record.error
+
+
+# ---- connections
+
+
+def answer(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+GOOD = answer(event("a") + event("b") + event(num_output=2) + DONE)
+
+
+def exchange(
+    *answers: bytes, look: Callable[[bytes], None] = lambda head: None, timeout_s: float = 10.0
+) -> tuple[list[RequestRecord], int]:
+    """Send a request for each answer, one after the other; an empty answer never comes.
+
+    Returns:
+        The records, and the number of connections.
+    """
+    coming = iter(answers)
+    connections = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                look(head)
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                json.loads(await reader.readexactly(length))
+                reply = next(coming)
+                writer.write(reply)
+                if b"Connection: close" in reply or b"cut off" in reply:
+                    break
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            writer.close()
+
+    async def main() -> list[RequestRecord]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        target = Target(f"http://127.0.0.1:{port}/v1", "tiny", "sk-1", timeout_s=timeout_s)
+        client = Client(target, asyncio.get_running_loop().time())
+        records = [RequestRecord("requests") for _ in answers]
+        for record in records:
+            await client.send(target.request([1, 2], 2), record)
+        client.close()
+        server.close()
+        return records
+
+    return asyncio.run(main()), len(connections)
+
+
+def test_a_connection_serves_one_request_after_the_other() -> None:
+    records, num_connections = exchange(GOOD, GOOD, GOOD)
+
+    assert [record.error for record in records] == [None] * 3
+    assert [len(record.chunks_s) for record in records] == [2] * 3
+    assert num_connections == 1
+
+
+def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
+    closing = GOOD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
+    records, num_connections = exchange(closing, GOOD)
+
+    assert [record.error for record in records] == [None, None]
+    assert num_connections == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (answer(b'{"error": "busy"}', "429 Too Many Requests"), 'HTTP 429: {"error": "busy"}'),
+        (answer(event("a")), "without [DONE]"),
+        (GOOD[:-20] + b"cut off", "closed before the end"),
+        (b"nonsense\r\n\r\n", "HttpParser"),
+        (answer(b"data: {oh\n\n"), "JSON is malformed"),
+        (answer(event(error={"message": "engine failed"})), "engine failed"),
+    ],
+)
+def test_what_fails_is_said_and_the_next_request_succeeds(reply: bytes, error: str) -> None:
+    (failed, good), _ = exchange(reply, GOOD)
+
+    assert failed.error is not None
+    assert error in failed.error
+    assert failed.ended_s > 0
+    assert good.error is None
+
+
+def test_an_answer_that_does_not_come_ends() -> None:
+    [record], _ = exchange(b"", timeout_s=0.05)
+
+    assert record.error == "no whole answer within 0.05 s"
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    async def send() -> RequestRecord:
+        server = await asyncio.start_server(lambda *streams: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        target = Target(f"http://127.0.0.1:{port}/v1", "tiny")
+        record = RequestRecord("requests")
+        await Client(target, 0.0).send(target.request("a", 1), record)
+        return record
+
+    assert "ConnectionRefusedError" in str(asyncio.run(send()).error)
+
+
+def test_the_key_is_sent() -> None:
+    heads: list[bytes] = []
+    exchange(GOOD, look=heads.append)
+
+    assert b"Authorization: Bearer sk-1\r\n" in heads[0]
+    assert heads[0].startswith(b"POST /v1/completions HTTP/1.1\r\n")
+
+
+def test_a_request_asks_for_a_stream_with_usage() -> None:
+    target = Target(
+        "https://host/v1/", "tiny", extra={"ignore_eos": True}, has_continuous_usage=True
+    )
+    head, _, body = target.request([5, 6], 9).partition(b"\r\n\r\n")
+
+    assert target.port == 443
+    assert b"POST /v1/completions " in head
+    assert json.loads(body) == {
+        "model": "tiny",
+        "prompt": [5, 6],
+        "max_tokens": 9,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "ignore_eos": True,
+    }
+
+
+@pytest.mark.parametrize("url", ["localhost:1919/v1", "ftp://host/v1", "http:///v1", ""])
+def test_a_bad_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be http://HOST"):
+        Target(url, "tiny")
+
+
+# ---- the shares of processes
+
+TARGET = Target("http://host/v1", "tiny")
+SHAPE = Shape((1, 1), (1, 1))
+
+
+@pytest.mark.parametrize(("num_processes", "gates"), [(1, [10]), (4, [3, 3, 2, 2]), (50, [1] * 10)])
+def test_processes_share_requests_and_concurrency(num_processes: int, gates: list[int]) -> None:
+    workload = closed_loop("closed", SHAPE, 30, 10)
+    parts = shares(workload, TARGET, PromptMaker(0), num_processes)
+
+    assert [part.concurrency for part in parts] == gates
+    assert sorted(each.prompt[0].key for part in parts for each in part.requests) == list(
+        range(1, 31)
+    )
+
+
+def test_without_a_bound_every_process_sends_what_arrives() -> None:
+    parts = shares(poisson("poisson", SHAPE, 30, 5.0), TARGET, PromptMaker(0), 4)
+
+    assert [part.concurrency for part in parts] == [None] * 4
