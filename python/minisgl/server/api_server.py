@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio.lowlevel
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -21,13 +22,13 @@ from minisgl.server.http.access_log import REQUEST_ID_HEADER, AccessLog
 from minisgl.server.http.body import BodyReader
 from minisgl.server.http.errors import add_error_handlers, methods_of_path
 from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet
-from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp
+from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp, document_router
 from minisgl.server.http.routes import open_router, router
 from minisgl.server.openai.validation import RequestBounds
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
-__all__ = ["ServedModel", "create_app"]
+__all__ = ["ServedModel", "create_app", "warm_up"]
 
 
 class _Application(DocumentedApp):
@@ -58,7 +59,7 @@ def create_app(
         shares_prefixes: whether a request may use prefixes that another key's request has computed.
         strict_fields: whether a field that a request does not declare is an error.
     """
-    app = _Application(title="Mini-SGLang", version=__version__, redoc_url=None)
+    app = _Application(title="Mini-SGLang", version=__version__)
     app.state.strict_fields = strict_fields
     app.state.frontend = frontend
     app.state.model = model
@@ -67,17 +68,31 @@ def create_app(
     )
     app.state.body_reader = BodyReader(bounds, max_body_bytes)
     salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
-    app.state.methods_of_path = methods_of_path([*open_router.routes, *router.routes])
+    app.state.methods_of_path = methods_of_path(
+        [*document_router.routes, *open_router.routes, *router.routes]
+    )
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
     _add_middleware(app, frontend, api_keys, cors_origins, salts_prefixes)
     add_error_handlers(app)
+    app.include_router(document_router)
     app.include_router(open_router)
     if api_keys:
         app.include_router(router, **REQUIRES_KEY)
     else:
         app.include_router(router)
     return app
+
+
+async def warm_up(app: FastAPI) -> None:
+    """Do at once, in a tenth of a second each, what the first requests would wait for.
+
+    FastAPI builds a route when it first matches a request, and anyio loads its part for asyncio
+    when it is first used.
+    """
+    for route in app.routes:
+        route.matches({"type": "http", "method": "GET", "path": "", "root_path": ""})
+    await anyio.lowlevel.checkpoint()
 
 
 def _add_middleware(

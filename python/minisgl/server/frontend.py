@@ -212,12 +212,8 @@ class Frontend:
             QueueFull: too many requests are open.
             EngineFailed: the engine is gone.
         """
+        self.check_num_answers(len(prompts), n)
         num_answers = n * len(prompts)
-        if num_answers > self._max_open:
-            raise InvalidRequest(
-                f"{num_answers} answers in one request; this server takes at most {self._max_open}",
-                param=None if n == 1 else "n",
-            )
         self._check_capacity(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
         uids = [next(self._uids) for _ in range(num_answers)]
@@ -228,6 +224,18 @@ class Frontend:
             self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, uid_sampling, uids[0]))
             self._open[uid] = (generation, Stopwatch(self.metrics))
         return generation
+
+    def check_num_answers(self, num_prompts: int, n: int) -> None:
+        """
+        Raises:
+            InvalidRequest: a request of so many prompts alone has more answers than may be open.
+        """
+        num_answers = n * num_prompts
+        if num_answers > self._max_open:
+            raise InvalidRequest(
+                f"{num_answers} answers in one request; this server takes at most {self._max_open}",
+                param=None if n == 1 else "n",
+            )
 
     def _check_capacity(self, num_requests: int) -> None:
         if self._failure:

@@ -18,7 +18,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
-from minisgl.server.api_server import create_app
+from minisgl.server.api_server import create_app, warm_up
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.connections import ConnectionLimits
@@ -99,6 +99,7 @@ async def _serve(
         strict_fields=config.strict_fields,
         body_timeout_s=config.body_timeout_s,
     )
+    await warm_up(app)
     server = create_server(app, connection_limits(config), config.keep_alive_timeout_s)
     stop = asyncio.Event()
     _set_on_signals(stop)

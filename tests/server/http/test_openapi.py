@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
 import pytest
+from fastapi.routing import APIRoute
 
 from minisgl.message import CodecReply, ReplyError, TextLogprobs, TokenizeMsg, UserReply, pack_ids
+from minisgl.server.http.routes import open_router, router
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
@@ -255,3 +260,29 @@ def test_what_an_answer_has_is_required_and_streams_are_declared() -> None:
         assert "HTTPValidationError" not in document["components"]["schemas"]
 
     run_with_app(scenario)
+
+
+def test_the_document_is_made_once_and_not_in_the_event_loop() -> None:
+    async def scenario(app: App) -> None:
+        makers: list[str] = []
+        make = app.app.openapi
+
+        def note_thread() -> dict[str, Any]:
+            makers.append(threading.current_thread().name)
+            return make()
+
+        app.app.openapi = note_thread  # type: ignore[method-assign]
+        calls = [app.call("GET", "/openapi.json") for _ in range(3)]
+        await asyncio.gather(*(call.done for call in calls))
+        assert len({call.body for call in calls}) == 1
+        assert len(makers) == 1
+        assert makers[0] != threading.current_thread().name
+
+    run_with_app(scenario)
+
+
+def test_nothing_that_a_request_depends_on_waits_for_a_thread() -> None:
+    for route in [*open_router.routes, *router.routes]:
+        assert isinstance(route, APIRoute)
+        for dependency in route.dependant.dependencies:
+            assert inspect.iscoroutinefunction(dependency.call), route.path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from fastapi import Depends, FastAPI
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 
 from minisgl.server.anthropic import MessageObject
@@ -31,7 +35,14 @@ REQUIRES_KEY: dict[str, Any] = {
 
 
 class DocumentedApp(FastAPI):
-    """Its document has no status that is never sent, and it knows if unknown fields are refused."""
+    """Its document has no status that is never sent, and it knows if unknown fields are refused.
+
+    `document_router` has the routes of the document and of the page that shows it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(openapi_url=None, **options)
+        self._document: asyncio.Task[bytes] | None = None
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
@@ -42,3 +53,29 @@ class DocumentedApp(FastAPI):
             for operation in methods.values():
                 operation["responses"].pop(str(_UNSENT), None)
         return document
+
+    async def document(self) -> bytes:
+        """The document as JSON.
+
+        It is made once, by a thread: that takes a second, for which the loop cannot wait.
+        """
+        if self._document is None:
+            self._document = asyncio.create_task(asyncio.to_thread(self._encode_document))
+        return await asyncio.shield(self._document)
+
+    def _encode_document(self) -> bytes:
+        return msgspec.json.encode(self.openapi())
+
+
+document_router = APIRouter(include_in_schema=False)
+
+
+@document_router.get("/openapi.json")
+async def openapi_document(request: Request) -> Response:
+    return Response(await request.app.document(), media_type="application/json")
+
+
+@document_router.get("/docs")
+async def documentation(request: Request) -> HTMLResponse:
+    url = request.url_for("openapi_document").path
+    return get_swagger_ui_html(openapi_url=url, title=request.app.title)

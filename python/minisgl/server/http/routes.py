@@ -64,12 +64,13 @@ open_router = APIRouter()  # its routes need no key
 router = APIRouter(route_class=BodyRoute)
 
 
-def _get_frontend(request: Request) -> Frontend:
+# `async`, because FastAPI would call a plain function in a thread, and a request wait for two.
+async def _get_frontend(request: Request) -> Frontend:
     frontend: Frontend = request.app.state.frontend
     return frontend
 
 
-def _get_model(request: Request) -> ServedModel:
+async def _get_model(request: Request) -> ServedModel:
     model: ServedModel = request.app.state.model
     return model
 
@@ -114,7 +115,7 @@ async def chat_completions(
 ) -> Any:
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
-        prompts = body.prompts()
+        prompts = _prompts(body, frontend)
         sampling = _sampling(body, model)
         builder = ChatBuilder(model.name, body, prompts, model.dialect)
         return await _answer(request, frontend, body, prompts, sampling, builder)
@@ -126,7 +127,7 @@ async def completions(
 ) -> Any:
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
-        prompts = body.prompts()
+        prompts = _prompts(body, frontend)
         echoes = None
         if body.echo:
             echoes = await run_while_connected(request, frontend.prompt_texts(prompts))
@@ -157,7 +158,7 @@ async def generate(
 ) -> Any:
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
-        prompts = body.prompts()
+        prompts = _prompts(body, frontend)
         sampling = _sampling(body, model)
         builder = GenerateBuilder(model.name, body, prompts)
         return await _answer(request, frontend, body, prompts, sampling, builder)
@@ -170,7 +171,7 @@ async def responses(
 ) -> Any:
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
-        prompts = body.prompts()
+        prompts = _prompts(body, frontend)
         sampling = _sampling(body, model)
         builder = ResponsesBuilder(model.name, body, prompts, sampling, model.dialect)
         return await _answer(request, frontend, body, prompts, sampling, builder)
@@ -190,7 +191,7 @@ async def messages(
 ) -> Any:
     model.check_name(body.model)
     with errors_name_fields(body.field_of):
-        prompts = body.prompts()
+        prompts = _prompts(body, frontend)
         sampling = _sampling(body, model)
         builder = MessagesBuilder(model.name, body, prompts, model.dialect)
         return await _answer(request, frontend, body, prompts, sampling, builder)
@@ -229,6 +230,13 @@ async def detokenize(
     with errors_name_fields(lambda param: param or "tokens"):
         (text,) = await run_while_connected(request, frontend.prompt_texts(body.prompts()))
     return Detokenized(prompt=text)
+
+
+def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
+    """The prompts, if they may all be open. What builds their answers would be large if not."""
+    prompts = body.prompts()
+    frontend.check_num_answers(len(prompts), body.num_answers)
+    return prompts
 
 
 def _sampling(body: GenerationRequest, model: ServedModel) -> SamplingParams:
