@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.benchmark.flags import make_parser
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.report import Objective, summarize
 from minisgl.benchmark.online.workloads import Shape, closed_loop
-from minisgl.benchmark.serve import Run, figures_of, main, make_parser
+from minisgl.benchmark.serve import Run, figures_of, main
 
 
 def run(out_ms: float) -> Run:
