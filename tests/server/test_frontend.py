@@ -197,6 +197,23 @@ def test_a_refusal_arrives_with_its_status_and_the_other_prompts_are_aborted() -
     run(scenario())
 
 
+def test_what_had_come_before_an_error_can_still_be_read() -> None:
+    async def scenario() -> None:
+        async with running_frontend(8) as (frontend, _):
+            generation = frontend.submit(["x"], SamplingParams())
+            (uid,) = generation._index_of
+            generation.put(UserReply(uid, text="so far"))
+            generation.put(UserReply(uid, error=ReplyError(418, "teapot", "short and stout")))
+
+            index, reply = await generation.next()
+            assert (index, reply.text) == (0, "so far")
+            with pytest.raises(RequestError, match="short and stout"):
+                await generation.next()
+            generation.close()
+
+    run(scenario())
+
+
 def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
@@ -21,6 +23,9 @@ from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, StartupReport
 
+# On a CPU a step takes all cores. What answers clients needs little of one, but at once.
+_NICENESS_ON_CPU = 5
+
 
 def scheduler_worker(
     ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses
@@ -32,6 +37,8 @@ def scheduler_worker(
     so that no other process needs torch.
     """
     config = config.resolve(detect_hardware())
+    if config.device == "cpu":
+        os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)

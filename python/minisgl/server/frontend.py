@@ -85,7 +85,6 @@ class Generation:
         if self.error is not None:
             return
         if reply.error is not None:
-            del self._index_of[reply.uid]
             self.fail(reply.error.rebuild())
             return
         self._prompts_without_reply.discard(self._index_of[reply.uid] // self._num_answers)
@@ -318,6 +317,8 @@ class Frontend:
                     self._deliver_codec_reply(codec_reply)
             if self.num_open == 0:
                 collect_when_idle()
+            # `get` does not wait while messages are there. Who waits for this one goes first.
+            await asyncio.sleep(0)
 
     def _deliver_codec_reply(self, reply: CodecReply) -> None:
         future = self._codec_replies.get(reply.uid)

@@ -34,7 +34,7 @@ from minisgl.server.http.openapi import (
     RESPONSE_OBJECT,
     STREAMS,
 )
-from minisgl.server.http.streaming import EventStream, run_while_connected
+from minisgl.server.http.streaming import EventStream, run_while_connected, whole_answer
 from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
@@ -260,7 +260,7 @@ async def _answer(
         if body.stream:
             return EventStream(builder, generation, frontend.metrics)
         await run_while_connected(request, builder.read_to_end(generation))
-        return builder.build()
+        return await whole_answer(builder)
     except BaseException:
         generation.close()
         raise

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, and clients that go away before their answer."""
+"""Answers, whole or as server-sent events, and clients that go away before their answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +19,7 @@ from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.builder import AnswerBuilder
 
 T = TypeVar("T")
+_MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
 
 
 class EventStream(StreamingResponse):
@@ -39,6 +42,25 @@ class EventStream(StreamingResponse):
             if self._generation.error:
                 self._metrics.count_error(self._generation.error.code)
                 note_error(scope, self._generation.error.code)
+
+
+async def whole_answer(builder: AnswerBuilder) -> Response:
+    """The response with a whole answer.
+
+    One with many log probabilities takes up to seconds; a thread makes it, and the loop goes on.
+    """
+    if builder.num_logprobs > _MAX_LOGPROBS_IN_LOOP:
+        content = await asyncio.to_thread(_encode, builder)
+    else:
+        content = _encode(builder)
+    return Response(content, media_type="application/json")
+
+
+def _encode(builder: AnswerBuilder) -> bytes:
+    answer = builder.build()
+    if isinstance(answer, BaseModel):
+        return answer.model_dump_json().encode()
+    return msgspec.json.encode(answer)
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -103,6 +103,11 @@ class AnswerBuilder(ABC):
         for event in self.last_events():
             yield event
 
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens of a whole answer that have log probabilities."""
+        return sum(map(len, self._logprobs))
+
     def finish_reason(self, index: int) -> FinishReason:
         reason = self._last_replies[index].finish
         assert reason is not None
