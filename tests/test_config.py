@@ -53,6 +53,12 @@ def test_a_value_outside_its_bounds_is_named_with_them(name: str, value: Any, me
         SchedulerConfig(**{name: value})
 
 
+def test_a_bound_that_is_no_time_is_refused() -> None:
+    for value in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=f"--target-itl-ms must be >= 0, got {value}"):
+            SchedulerConfig(target_itl_ms=value)
+
+
 def test_the_names_that_are_offered_are_those_that_there_are() -> None:
     assert sorted(ATTENTION_BACKEND_NAMES) == ATTENTION_BACKENDS.names
     assert sorted(PREFIX_CACHE_NAMES) == PREFIX_CACHES.names

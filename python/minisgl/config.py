@@ -9,6 +9,7 @@ command line is read without torch.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -152,6 +153,12 @@ class SchedulerConfig(EngineConfig):
         "to those with the fewest tokens left, fcfs all to the oldest",
         SCHEDULES,
     )
+    target_itl_ms: float | None = option(
+        None,
+        "milliseconds that a step with prompts may hold up running requests; it gives way when "
+        "prompts wait too long; 0: any; auto: twice the time of a step without prompts, at least "
+        "50 on a GPU and 20 on a CPU",
+    )
     overlap: bool | None = option(
         None,
         "plan the next step while the device computes; "
@@ -161,6 +168,11 @@ class SchedulerConfig(EngineConfig):
     allow_control_tokens: bool = option(
         False, "a control token's spelling in a text of a chat is that token, and not text"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_itl_ms is not None and not 0 <= self.target_itl_ms < math.inf:
+            raise ConfigError(f"--target-itl-ms must be >= 0, got {self.target_itl_ms}")
 
     def agree(self, folder: Path) -> Self:
         """Fix what must be equal on all ranks: the model's folder, and a seed.

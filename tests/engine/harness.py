@@ -43,7 +43,7 @@ def config_of(model: Path, **options: Any) -> SchedulerConfig:
         model=str(model),
         device="cpu",
         attn="torch",
-        **{"overlap": False, "seed": 0, **small, **options},
+        **{"overlap": False, "seed": 0, "target_itl_ms": 0, **small, **options},
     )
 
 

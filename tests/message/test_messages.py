@@ -34,6 +34,7 @@ from minisgl.message import (
     GrammarVerdictMsg,
     ReplyError,
     ShutdownMsg,
+    StepCostsMsg,
     TextLogprobs,
     TokenIds,
     TokenizeMsg,
@@ -69,6 +70,8 @@ STATS = EngineStats(
     num_steps=6,
     num_computed_tokens=7,
     num_cached_tokens=8,
+    budget_tokens=9,
+    budget_ms=10.5,
 )
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
@@ -76,6 +79,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, AbortBackendMsg(2)),
     (BackendMsg, GrammarVerdictMsg(3, "the grammar is refused", 5)),
     (BackendMsg, GrammarCompiledMsg(3)),
+    (BackendMsg, StepCostsMsg((1e-3, 0.0, 2e-5, 1e-300, 0.1, 1 / 3))),
     (BackendMsg, ExitMsg()),
     (BatchBackendMsg, BatchBackendMsg([])),
     (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),

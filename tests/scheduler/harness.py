@@ -115,7 +115,13 @@ class Host:
         self.inbox = MemoryInbox()
         self._book = AnswerBook()
         config = SchedulerConfig(
-            **{"overlap": True, "seed": 0, "max_prefill_length": 8192, **options}
+            **{
+                "overlap": True,
+                "seed": 0,
+                "max_prefill_length": 8192,
+                "target_itl_ms": 0,  # nothing depends on a clock
+                **options,
+            }
         )
         self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
         self.matchers = FakeMatchers(self._endless_answer)

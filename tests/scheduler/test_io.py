@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -66,15 +68,19 @@ class Script:
 
     def __init__(self, parcels: list[list[BackendMsg]]) -> None:
         self._parcels = iter(parcels)
+        self.posted: list[BackendMsg] = []
+        self._num_taken = 0
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        posted = self.posted[self._num_taken :]
+        self._num_taken += len(posted)
         for msgs in self._parcels:
-            if msgs or not block:
-                return msgs
+            if msgs or posted or not block:
+                return [*posted, *msgs]
         return [ExitMsg()]
 
     def post(self, msg: BackendMsg) -> None:
-        raise AssertionError(f"{msg}: no request has a grammar")
+        self.posted.append(msg)
 
 
 def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
@@ -99,27 +105,40 @@ def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
 
 
 class Rank:
-    """A scheduler with an executor of its own."""
+    """A scheduler with an executor of its own, and a clock that no other rank sees."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, target_itl_ms: float | None) -> None:
         self.executor = FakeExecutor(
             make_limits(num_pages=24, page_size=4), num_rows=6, asynchronous=True
         )
         self.book = AnswerBook()
-        config = SchedulerConfig(overlap=True, seed=5, max_prefill_length=16)
+        config = SchedulerConfig(
+            overlap=True, seed=5, max_prefill_length=16, target_itl_ms=target_itl_ms
+        )
         leads = isinstance(inbox, LeaderInbox)
-        self.scheduler = Scheduler(config, self.executor, inbox, self.book, leads=leads)
+        random = Random(1)
+        times = itertools.accumulate(random.uniform(0, 0.1) for _ in itertools.count())
+        self.scheduler = Scheduler(
+            config,
+            self.executor,
+            inbox,
+            self.book,
+            leads=leads,
+            clock=partial(next, times),
+        )
 
     def sampling(self) -> dict[int, bytes]:
         return {uid: req.sampling_record for uid, req in self.scheduler._live.items()}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_leader_and_followers_make_the_same_plans(connect: Connect, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "target_itl_ms"), [(0, 0), (1, 60), (2, None)])
+def test_leader_and_followers_make_the_same_plans(
+    connect: Connect, seed: int, target_itl_ms: float | None
+) -> None:
     ends = [connect(i, BatchBackendMsg) for i in range(NUM_FOLLOWERS)]
-    followers = [Rank(FollowerInbox(pull)) for _, pull in ends]
+    followers = [Rank(FollowerInbox(pull), target_itl_ms) for _, pull in ends]
     script = Script(random_parcels(Random(seed), num_steps=150))
-    leader = Rank(LeaderInbox(script, [push for push, _ in ends]))
+    leader = Rank(LeaderInbox(script, [push for push, _ in ends]), target_itl_ms)
     threads = [threading.Thread(target=rank.scheduler.run, daemon=True) for rank in followers]
     for thread in threads:
         thread.start()
@@ -133,6 +152,7 @@ def test_leader_and_followers_make_the_same_plans(connect: Connect, seed: int) -
             thread.join(timeout=20)
 
     assert len(leader.executor.plans) > 100
+    assert bool(script.posted) == (target_itl_ms != 0)
     for follower in followers:
         assert not follower.scheduler.is_running
         assert follower.executor.plans == leader.executor.plans

@@ -32,6 +32,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "cache": (["--cache", "naive"], "naive"),
     "max_prefill_length": (["--max-prefill-length", "128"], 128),
     "schedule": (["--schedule", "fcfs"], "fcfs"),
+    "target_itl_ms": (["--target-itl-ms", "50"], 50.0),
     "overlap": (["--overlap"], True),
     "seed": (["--seed", "-1"], -1),
     "allow_control_tokens": (["--allow-control-tokens"], True),

@@ -45,8 +45,8 @@ from minisgl.utils import detect_hardware
 
 Prompt: TypeAlias = str | Sequence[int]
 
-# All prompts are there at once, and nobody waits for the first of them.
-_OFFLINE = {"schedule": "fcfs"}
+# All prompts are there at once, and nobody waits for the first answer, or for single tokens.
+_OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class LLM:
         model: a folder, a .gguf file, a hub id, or None for the default model.
         skip_tokenizer_init: take and give token ids only; texts stay empty.
         options: any field of `SchedulerConfig`; docs/features.md lists them. Unlike a server it has
-            the schedule fcfs by default.
+            the schedule fcfs and no bound on the time of a step by default.
 
     Raises:
         ConfigError: an option or the model cannot work.

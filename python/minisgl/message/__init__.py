@@ -2,7 +2,7 @@
 
     API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
-    scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg ─▶  itself, and so all ranks
+    scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, StepCostsMsg ─▶  itself, and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
 
@@ -20,6 +20,7 @@ from minisgl.message.backend import (
     ExitMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
+    StepCostsMsg,
     UserMsg,
 )
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
@@ -78,6 +79,7 @@ __all__ = [
     "Prompt",
     "ReplyError",
     "ShutdownMsg",
+    "StepCostsMsg",
     "TextLogprobs",
     "TokenIds",
     "TokenizeMsg",

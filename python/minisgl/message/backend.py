@@ -53,6 +53,16 @@ class GrammarCompiledMsg(BaseBackendMsg, frozen=True):
     number: int
 
 
+class StepCostsMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → itself → ranks: what steps cost, as measured.
+
+    Attributes:
+        seconds: the fields of `StepCosts`, in order.
+    """
+
+    seconds: tuple[float, float, float, float, float, float]
+
+
 class BatchBackendMsg(BaseBackendMsg, frozen=True):
     """Messages that a scheduler gets before one step.
 
@@ -60,7 +70,11 @@ class BatchBackendMsg(BaseBackendMsg, frozen=True):
     scheduler 0: the prompts of a call.
     """
 
-    msgs: list[UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | ExitMsg]
+    msgs: list[
+        UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | StepCostsMsg | ExitMsg
+    ]
 
 
-BackendMsg: TypeAlias = UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | ExitMsg
+BackendMsg: TypeAlias = (
+    UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | StepCostsMsg | ExitMsg
+)

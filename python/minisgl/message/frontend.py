@@ -125,6 +125,8 @@ class EngineStats(BaseMsg, frozen=True):
         num_retractions, num_steps: retracted requests and launched steps since the start.
         num_computed_tokens: tokens of prompts, and of retracted requests, that were computed.
         num_cached_tokens: tokens that were not, because the prefix cache supplied them.
+        budget_tokens, budget_ms: prompt tokens that a step may compute beside running requests, and
+            how long it may take for that; of the latest such step, 0 ms if nothing bounds it.
     """
 
     num_running: int
@@ -135,6 +137,8 @@ class EngineStats(BaseMsg, frozen=True):
     num_steps: int
     num_computed_tokens: int
     num_cached_tokens: int
+    budget_tokens: int = 0
+    budget_ms: float = 0.0
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):

@@ -4,6 +4,9 @@
     request_checks.py  which requests are refused
     prefill.py         requests that wait for admission or whose prompt is not computed yet
     request_queue.py   those that wait, in one or several orders
+    step_budget.py     how many prompt tokens a step computes
+    step_costs.py      how long a step takes
+    step_watch.py      rank 0's clock
     decode.py          running requests
     outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
     grammar.py         grammar masks before a token, acceptance and forced tokens after it

@@ -3,7 +3,7 @@
 `Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
 `LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
 `FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
-no clock in any decision keep the ranks in step.
+no clock of their own in any decision keep the ranks in step.
 """
 
 from __future__ import annotations

@@ -54,6 +54,21 @@ class _Chunks:
     by_uid: dict[int, ReqSlice] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class OldestPrompt:
+    """The prompt that is first in order of arrival, of those that are not computed.
+
+    Attributes:
+        position: where its next chunk starts; 0 until it is admitted.
+        num_tokens: that are computed of it, so far and from now on.
+        num_passed: tokens of other prompts that were computed since it came.
+    """
+
+    position: int
+    num_tokens: int
+    num_passed: int
+
+
 class PrefillManager:
     """The requests that wait, and those whose prompt is half computed.
 
@@ -71,6 +86,7 @@ class PrefillManager:
         self._half_computed: dict[int, Prefill] = {}
         # Retracted half computed, until they are released and put back.
         self._retracted: dict[int, Prefill] = {}
+        self._num_computed = 0
         self._last_place = 0
         self._first_place = 0
 
@@ -81,6 +97,22 @@ class PrefillManager:
     @property
     def half_computed(self) -> list[Req]:
         return [prefill.req for prefill in self._half_computed.values()]
+
+    @property
+    def oldest(self) -> OldestPrompt | None:
+        candidates = [*self._half_computed.values()]
+        waiting = self._queue.first(by_age)
+        if waiting:
+            candidates.append(waiting)
+        prefill = min(candidates, key=by_age, default=None)
+        if prefill is None:
+            return None
+        num_own = prefill.num_computed_since
+        return OldestPrompt(
+            position=prefill.req.num_computed,
+            num_tokens=num_own + prefill.num_left,
+            num_passed=self._num_computed - prefill.num_computed_before - num_own,
+        )
 
     def add(self, req: Req) -> None:
         self._last_place += 1
@@ -99,7 +131,8 @@ class PrefillManager:
         self._add(req, before.place if before else self._first_place)
 
     def _add(self, req: Req, place: int) -> None:
-        self._queue.add(Prefill(req, place, self._cache.num_uncached(req)))
+        num_left = self._cache.num_uncached(req)
+        self._queue.add(Prefill(req, place, num_left, self._num_computed))
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended. It may be none of these."""
@@ -184,6 +217,8 @@ class PrefillManager:
         req = prefill.req
         num_added = min(prefill.num_left, budget)
         prefill.num_left -= num_added
+        prefill.num_computed_since += num_added
+        self._num_computed += num_added
         is_last = prefill.num_left == 0
         end = req.num_tokens - prefill.num_left
         if is_last:

@@ -22,11 +22,15 @@ class Prefill:
         place: in the order of arrival; negative if it goes before all that arrive.
         num_left: tokens to compute. Until the request is admitted, those that were not in the
             prefix cache when it was queued.
+        num_computed_before: tokens of all prompts that had been computed when it was queued.
+        num_computed_since: its own tokens that have been computed since then.
     """
 
     req: Req
     place: int
     num_left: int
+    num_computed_before: int = 0
+    num_computed_since: int = 0
 
 
 Order: TypeAlias = Callable[[Prefill], tuple[int, ...]]

@@ -15,6 +15,7 @@ released in one place, `_release`, and only when no launched step refers to it. 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from minisgl.message import (
     ExitMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
+    StepCostsMsg,
     UserMsg,
     unpack_ids,
 )
@@ -62,6 +64,9 @@ from minisgl.scheduler.outputs import (
 from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.request_checks import check_request
+from minisgl.scheduler.step_budget import AUTO_MS_ON_CPU, AUTO_MS_ON_GPU, StepPacer
+from minisgl.scheduler.step_costs import StepCosts, StepWork
+from minisgl.scheduler.step_watch import Clock, StepWatch
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
 
@@ -96,12 +101,14 @@ class InFlightStep:
         masks: set by `_start_masks` if a grammar restricts the step, cleared by `_sample`.
         sampled: set by `_sample`, when the device starts choosing tokens.
         outputs: one for each sampling slice; set by `_read_tokens`, once the host has the tokens.
+        work: None if its time is not measured.
     """
 
     number: int
     plan: BatchPlan
     sampling_slices: list[ReqSlice]
     launched: LaunchedStep | None
+    work: StepWork | None
     masks: PendingMasks | None = None
     sampled: ForwardOutput | None = None
     outputs: list[Output | None] | None = None
@@ -115,7 +122,9 @@ class Scheduler:
     give equal tokens.
 
     Args:
-        leads: whether this is rank 0, which tries grammars and posts what it finds to `inbox`.
+        leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
+            to `inbox`.
+        clock: seconds, from any start.
     """
 
     def __init__(
@@ -126,6 +135,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
+        clock: Clock = time.perf_counter,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
         assert config.max_prefill_length is not None
@@ -153,7 +163,11 @@ class Scheduler:
         self._limits = limits
         self._inbox = inbox
         self._outbox = outbox
-        self._token_budget = config.max_prefill_length
+        self._max_tokens = config.max_prefill_length
+        auto_ms = AUTO_MS_ON_GPU if is_on_gpu else AUTO_MS_ON_CPU
+        self.pacer = StepPacer(self._max_tokens, limits.page_size, config.target_itl_ms, auto_ms)
+        is_watched = leads and config.target_itl_ms != 0
+        self._watch = StepWatch(inbox.post, clock) if is_watched else None
         self._overlap = config.overlap
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
@@ -183,7 +197,11 @@ class Scheduler:
         Masks of n need the tokens of n-1. A step with masks is therefore sampled just before n+1 is
         launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
         """
-        self._receive(self._inbox.receive(block=self.is_idle))
+        is_idle = self.is_idle
+        msgs = self._inbox.receive(block=is_idle)
+        if is_idle and self._watch:
+            self._watch.resume()
+        self._receive(msgs)
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
         prepared = self._executor.prepare(plan) if plan else None
 
@@ -223,6 +241,8 @@ class Scheduler:
             num_steps=self._counts.num_steps,
             num_computed_tokens=self._counts.num_computed_tokens,
             num_cached_tokens=self._counts.num_cached_tokens,
+            budget_tokens=self.pacer.latest.num_tokens,
+            budget_ms=round(self.pacer.latest.bound_ms, 1),
         )
 
     def _receive(self, msgs: Sequence[BackendMsg]) -> None:
@@ -238,6 +258,8 @@ class Scheduler:
                     self._open(self.pending_grammars.take_verdict(msg))
                 case GrammarCompiledMsg():
                     self._open(self.pending_grammars.take_compiled(msg))
+                case StepCostsMsg(seconds):
+                    self.pacer.costs = StepCosts(*seconds)
                 case ExitMsg():
                     self.is_running = False
                     self.pending_grammars.close()
@@ -277,15 +299,16 @@ class Scheduler:
                 self.events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
 
     def _plan(self) -> BatchPlan | None:
-        """Plan slices of running requests, and of prompts within the token budget; None if none."""
-        running = self.decode.plan(self._token_budget)
+        """Plan slices of running requests, and of prompts within the budget; None if none."""
+        running = self.decode.plan(self._max_tokens)
         slices = running.slices
         if running.is_short_of_pages and not self._deferred:  # else pages come back soon
             slices = running.without(self._retract())
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
+        budget = self.pacer.budget(slices, self.prefill.oldest)
         chunks = self.prefill.plan(
-            running.budget,
+            min(budget.num_tokens, running.budget),
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
@@ -310,8 +333,9 @@ class Scheduler:
         return victim
 
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
+        work = self._watch.begin(plan) if self._watch else None
         launched = self._executor.launch(prepared)
-        step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched)
+        step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched, work)
         self._num_steps += 1
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
@@ -370,6 +394,8 @@ class Scheduler:
         assert step.sampled is not None
         assert step.outputs is not None
         self._keep_prompt_outputs(step.plan, step.sampled)
+        if self._watch:
+            self._watch.end(step.work)
 
         logprobs = step.sampled.logprobs()
         pairs = zip(step.sampling_slices, step.outputs, strict=True)

@@ -199,7 +199,9 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
             == 0
         )
         app.worker.send_message(BatchFrontendMsg([], EngineStats(9, 8, 7, 10, 2, 20, 200, 0)))
-        app.worker.send_message(BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5, 30, 300, 48)))
+        app.worker.send_message(
+            BatchFrontendMsg([], EngineStats(3, 2, 4, 16, 5, 30, 300, 48, 512, 62.5))
+        )
         app.worker.send_message(BatchFrontendMsg([]))
         app.worker.answer_with(token_replies("a"))
         await app.post(TEXT).done  # comes after them
@@ -210,6 +212,7 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
         assert seen["steps_total"] == 30
         assert seen["computed_tokens_total"] == 300
         assert seen["cached_tokens_total"] == 48
+        assert (seen["step_budget_tokens"], seen["step_budget_seconds"]) == (512, 0.0625)
 
     run_with_app(scenario)
 

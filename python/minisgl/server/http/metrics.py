@@ -106,6 +106,13 @@ class Metrics:
         self._used = gauge(
             "kv_pages_used_ratio", "Share of KV pages that are held: neither free nor evictable"
         )
+        self._budget_tokens = gauge(
+            "step_budget_tokens", "Prompt tokens that a step may compute beside running requests"
+        )
+        self._budget_seconds = gauge(
+            "step_budget_seconds",
+            "How long a step may hold up running requests; it grows when prompts wait too long",
+        )
         self._counters = {
             "num_retractions": counter(
                 "retractions_total", "Times that a prompt lost its pages to others"
@@ -132,6 +139,8 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._used.set(stats.num_pages_used / stats.num_pages)
+        self._budget_tokens.set(stats.budget_tokens)
+        self._budget_seconds.set(stats.budget_ms / 1e3)
         for name, counter in self._counters.items():
             count = getattr(stats, name)
             counter.inc(count - self._counted[name])

@@ -1,0 +1,103 @@
+"""How many prompt tokens a step computes beside running requests: a budget in time.
+
+Running requests get a token a step, so a step's time is the gap in their streams. It is bounded by
+`--target-itl-ms`. How many tokens fit comes from `StepCosts`, which rank 0 measures and sends to
+all ranks. Everything else here is counted, so that all ranks find the same number.
+
+Knows no clock. Next to read: `step_costs.py`, and `step_watch.py` for who measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl.core import ReqSlice
+from minisgl.scheduler.prefill import OldestPrompt
+from minisgl.scheduler.step_costs import StepCosts, StepWork
+
+# What the bound is if the user does not say it: a step may take this many times as long as it would
+# without prompts, ...
+_AUTO_FACTOR = 2.0
+# ... and this many milliseconds at least. A GPU computes a step of few tokens hardly faster than
+# one of a thousand; 20 tokens a second are more than anybody reads.
+AUTO_MS_ON_GPU = 50.0
+AUTO_MS_ON_CPU = 20.0
+# The bound doubles each time that the oldest prompt has let this part of its length pass, ...
+_DOUBLING = 0.25
+# ... so many times at most.
+_MAX_DOUBLINGS = 6.0
+# So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
+_PATIENT_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """What bounds the prompts of one step.
+
+    Attributes:
+        num_tokens: of prompts; at least 1.
+        bound_ms: how long the step may take; 0 if nothing bounds it.
+    """
+
+    num_tokens: int
+    bound_ms: float = 0.0
+
+
+class StepPacer:
+    """Finds the budget of each step. Equal on all ranks.
+
+    Args:
+        max_tokens: of a step in which no running request waits for a token.
+        min_tokens: of any step, so that prompts always advance.
+        target_itl_ms: the bound; None finds one, 0 is no bound.
+        auto_ms: the smallest bound that it finds.
+    """
+
+    def __init__(
+        self, max_tokens: int, min_tokens: int, target_itl_ms: float | None, auto_ms: float
+    ) -> None:
+        self.costs = StepCosts()
+        self._max_tokens = max_tokens
+        self._min_tokens = min(min_tokens, max_tokens)
+        self._target_itl_ms = target_itl_ms
+        self._auto_ms = auto_ms
+        self.latest = StepBudget(max_tokens)
+
+    def budget(self, running: list[ReqSlice], oldest: OldestPrompt | None) -> StepBudget:
+        """The budget of a step.
+
+        Args:
+            running: what the step computes of running requests.
+            oldest: the prompt that has waited for longest, if any waits.
+        """
+        if self._target_itl_ms == 0 or oldest is None or not running:
+            return StepBudget(self._max_tokens)
+        work = StepWork.of(running)
+        without_prompts = self.costs.seconds(work)
+        bound = self._bound(without_prompts)
+        fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
+        num_bounded = self._num_tokens(bound - fixed, oldest)
+        bound *= _relaxation(oldest, num_bounded)
+        self.latest = StepBudget(self._num_tokens(bound - fixed, oldest), 1e3 * bound)
+        return self.latest
+
+    def _bound(self, without_prompts: float) -> float:
+        """Seconds that a step may take as long as prompts do not wait too long."""
+        if self._target_itl_ms is not None:
+            return self._target_itl_ms / 1e3
+        return max(self._auto_ms / 1e3, _AUTO_FACTOR * without_prompts)
+
+    def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:
+        """Tokens within the options that take so long, at the place where the oldest prompt is."""
+        num_tokens = self.costs.num_tokens_within(seconds, oldest.position)
+        return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
+
+
+def _relaxation(oldest: OldestPrompt, num_bounded: int) -> float:
+    """By which factor the bound gives way, so that prompts do not wait without end.
+
+    Args:
+        num_bounded: tokens of a step under the bound.
+    """
+    lateness = oldest.num_passed / (oldest.num_tokens + _PATIENT_STEPS * num_bounded)
+    return float(2.0 ** min(lateness / _DOUBLING, _MAX_DOUBLINGS))

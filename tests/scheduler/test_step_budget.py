@@ -1,0 +1,151 @@
+"""The bound on the time of a step holds where it can, and gives way where prompts would pile up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl.core import Req, ReqSlice, SamplingParams
+from minisgl.scheduler.prefill import OldestPrompt
+from minisgl.scheduler.step_budget import StepBudget, StepPacer
+from minisgl.scheduler.step_costs import StepCosts
+from tests.scheduler.timed import TimedHost, TimedRequest, percentile
+
+# Like 64 streams and long prompts of a model of 14 billion parameters on a large GPU: a step takes
+# 10 ms, a prompt of 16,000 tokens 0.8 s at least.
+GPU = StepCosts(8e-3, 1e-3, 34e-6, 1.45e-9, 20e-6, 1.6e-8)
+# Like 8 streams of a small model on a CPU: a step takes 15 ms, 4,000 tokens 1.3 s.
+CPU = StepCosts(4e-3, 1e-3, 300e-6, 1e-8, 1.2e-3, 1e-7)
+LONG = 16_000
+
+
+class Served:
+    """64 streams, and from second 2 on a long prompt each period."""
+
+    def __init__(self, period: float, num_prompts: int, **options: object) -> None:
+        self.host = TimedHost(GPU, device="cuda", **options)
+        self.streams = [self.host.submit(0, 512, 3000) for _ in range(64)]
+        self.prompts = [self.host.submit(2 + period * i, LONG, 8) for i in range(num_prompts)]
+        self.host.run(until=lambda: all(prompt.token_times for prompt in self.prompts))
+        self.end = 2 + period * num_prompts
+
+    @property
+    def ttfts(self) -> list[float]:
+        return [prompt.ttft for prompt in self.prompts]
+
+    def gap(self, percent: float) -> float:
+        return percentile(gaps(self.streams, 2, self.end), percent)
+
+
+def gaps(streams: list[TimedRequest], since: float, until: float) -> list[float]:
+    return [gap for stream in streams for gap in stream.gaps(since, until)]
+
+
+def test_streams_are_held_up_no_longer_than_is_said() -> None:
+    """p99 is within the noise of the device, 10 %, and what is not known yet."""
+    served = Served(1.5, 4, target_itl_ms=60)
+    assert served.gap(50) < 0.066
+    assert served.gap(99) < 0.072
+    assert max(served.ttfts) < 1.2
+
+
+def test_without_a_bound_they_are_held_up_by_all_of_a_prompt() -> None:
+    served = Served(1.5, 2, target_itl_ms=0)
+    assert served.gap(99) > 0.3
+
+
+def test_auto_keeps_streams_and_prompts_fast() -> None:
+    served = Served(1.0, 8)
+    assert served.gap(99) < 0.065
+    assert max(served.ttfts) < 1.2
+
+
+def test_the_bound_gives_way_gradually_when_prompts_come_too_fast_and_says_so() -> None:
+    """Under the bound of 30 ms a prompt takes 1.3 s; one comes each second."""
+    served = Served(1.0, 12, target_itl_ms=30)
+    bounds = [stats.budget_ms for stats in served.host.stats if stats.num_steps > 300]
+    assert max(bounds) > 40
+    assert served.gap(99) < 0.15, "half a second without a bound"
+    assert max(served.ttfts) < 2.5, "4.6 s under the bound"
+    assert served.host.stats[-1].budget_tokens > 0
+
+
+def test_no_throughput_is_lost_when_all_is_busy() -> None:
+    """Prompts come twice as fast as they can be computed at all."""
+
+    def seconds(**options: object) -> float:
+        host = TimedHost(GPU, device="cuda", **options)
+        for _ in range(16):
+            host.submit(0, 512, 4000)
+        prompts = [host.submit(1 + 0.4 * i, LONG, 1) for i in range(16)]
+        host.run(until=lambda: all(prompt.token_times for prompt in prompts))
+        return host.clock.now
+
+    assert seconds(target_itl_ms=30) < 1.25 * seconds(target_itl_ms=0)
+
+
+def test_a_cpu_is_bounded_by_the_same_rule() -> None:
+    host = TimedHost(CPU, device="cpu", overlap=False, page_size=16)
+    streams = [host.submit(0, 50, 1000) for _ in range(8)]
+    prompt = host.submit(4, 4000, 8)
+    host.run(until=lambda: bool(prompt.token_times))
+
+    before = percentile(gaps(streams, 1, 4), 50)
+    assert percentile(gaps(streams, 4, 100), 99) <= 3 * before
+    assert prompt.ttft < 3.5
+
+
+def test_with_nobody_waiting_for_tokens_a_step_is_as_large_as_may_be() -> None:
+    host = TimedHost(GPU, target_itl_ms=10, max_prefill_length=8192)
+    host.submit(0, LONG, 1)
+    host.run()
+    assert host.stats[-1].num_steps == 2
+
+
+# --- one step
+
+
+def decode() -> ReqSlice:
+    """A running request's next token."""
+    req = Req(0, np.zeros(100, dtype=np.int32), SamplingParams(), 200, seed=0)
+    return ReqSlice(req, 99, 100, samples=True)
+
+
+def pacer(costs: StepCosts, target_itl_ms: float | None) -> StepPacer:
+    made = StepPacer(8192, 16, target_itl_ms, auto_ms=20)
+    made.costs = costs
+    return made
+
+
+@pytest.mark.parametrize(("target", "num_tokens"), [(None, 150), (50.0, 390), (1.0, 16), (0, 8192)])
+def test_the_budget_is_what_fits(target: float | None, num_tokens: int) -> None:
+    """A step of 10 ms, 0.1 ms a token; auto is twice the step, but at least 20 ms."""
+    made = pacer(StepCosts(decode=0.01, mixed=0.001, token=1e-4), target)
+    oldest = OldestPrompt(position=0, num_tokens=4000, num_passed=0)
+    if target is None:
+        made.costs = StepCosts(decode=0.016, mixed=0.001, token=1e-4)
+    assert made.budget([decode()], oldest).num_tokens == num_tokens
+
+
+def test_a_prompt_that_is_far_along_gets_fewer_tokens() -> None:
+    made = pacer(StepCosts(decode=0.01, token=1e-4, attended=1e-8), 50)
+    budgets = [
+        made.budget([decode()], OldestPrompt(position, 40_000, 0)).num_tokens
+        for position in (0, 10_000, 30_000)
+    ]
+    assert budgets == [392, 199, 99]
+
+
+def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
+    made = pacer(StepCosts(decode=0.01, token=1e-4), 50)
+    length = 10_000 + 24 * 400
+    bounds = [
+        made.budget([decode()], OldestPrompt(0, 10_000, passed)).bound_ms
+        for passed in (0, length // 4, length // 2, 100 * length)
+    ]
+    assert bounds == pytest.approx([50, 100, 200, 50 * 64])
+
+
+def test_before_anything_is_measured_nothing_is_bounded() -> None:
+    made = pacer(StepCosts(), None)
+    assert made.budget([decode()], OldestPrompt(0, 100, 0)) == StepBudget(8192, 20)
