@@ -121,7 +121,12 @@ class Bench:
         self.inbox = ListInbox()
         self.outbox = CountingOutbox()
         config = SchedulerConfig(
-            model="", seed=0, overlap=True, device="cpu", max_prefill_length=max_prefill_length
+            model="",
+            seed=0,
+            overlap=True,
+            device="cpu",
+            max_prefill_length=max_prefill_length,
+            target_itl_ms=0,
         )
         self.scheduler = Scheduler(config, self.executor, self.inbox, self.outbox)  # type: ignore[arg-type]
         self._num_submitted = 0
