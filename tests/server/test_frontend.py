@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,12 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.server.frontend import _MAX_UNREAD, Generation, _seed_after
+from minisgl.server.frontend import (
+    _DELIVERIES_A_TURN,
+    _MAX_UNREAD,
+    Generation,
+    _seed_after,
+)
 from tests.server.harness import run, running_frontend, token_replies, wait_until
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
@@ -369,3 +375,69 @@ def test_the_smallest_seed_follows_the_largest() -> None:
     assert [_seed_after(MAX_SEED - 1, i) for i in range(3)] == [MAX_SEED - 1, MAX_SEED, -MAX_SEED]
     assert [_seed_after(-3, i) for i in range(2)] == [-3, -2]
     assert _seed_after(None, 1) is None
+
+
+def test_a_reader_is_called_at_each_reply_while_it_waits_and_takes_what_it_wants() -> None:
+    async def scenario() -> None:
+        generation = Generation(cast(Any, None), [5])
+        texts: list[str] = []
+        is_ready = True
+
+        def read() -> None:
+            if is_ready:
+                texts.append(generation.take()[1].text)
+
+        waiting = asyncio.create_task(generation.wait_for_more(read))
+        await asyncio.sleep(0)
+        for text in "abc":
+            generation.put(UserReply(5, text))
+        await asyncio.sleep(0)
+        assert texts == ["a", "b", "c"]
+        assert not waiting.done()  # no task was woken
+
+        is_ready = False
+        generation.put(UserReply(5, "d"))
+        await waiting
+        generation.put(UserReply(5, "e", finish="stop"))  # nobody waits
+        assert generation.take()[1].text == "de"
+        assert texts == ["a", "b", "c"]
+        await generation.wait_for_more(read)  # all has ended
+
+    run(scenario())
+
+
+def test_a_bug_of_a_reader_is_raised_where_it_waits_and_not_at_the_delivery() -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            broken = frontend.submit(["a"], PARAMS)
+            whole = frontend.submit(["b"], PARAMS)
+            uids = [(await worker.receive()).uid for _ in range(2)]
+            waiting = asyncio.create_task(broken.wait_for_more(lambda: cast(None, 1 / 0)))
+            await asyncio.sleep(0)
+            worker.send(*(UserReply(uid, "x", finish="stop") for uid in uids))
+            with pytest.raises(ZeroDivisionError):
+                await waiting
+            assert (await whole.next())[1].text == "x"
+
+    run(scenario())
+
+
+def test_a_large_step_is_delivered_in_several_turns_of_the_loop() -> None:
+    async def scenario() -> None:
+        async with running_frontend(max_open_requests=1000) as (frontend, worker):
+            generation = frontend.submit(["a"], PARAMS, n=1000)
+            uids = [(await worker.receive()).uid for _ in range(1000)]
+            counts: list[int] = []
+
+            async def count() -> None:
+                while not counts or counts[-1] < 1000:
+                    counts.append(len(generation._unread))
+                    await asyncio.sleep(0)
+
+            worker.send(*(UserReply(uid, "x") for uid in uids))
+            await count()
+            steps = [after - before for before, after in pairwise(counts)]
+            assert max(steps) <= _DELIVERIES_A_TURN
+            generation.close()
+
+    run(scenario())

@@ -42,6 +42,7 @@ from minisgl.utils.mp import AsyncPullQueue, PushQueue
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
+_DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
 
 
@@ -51,6 +52,9 @@ class Generation:
     A reader that is behind gets the text that has come for an answer as one reply. Replies with log
     probabilities are not joined, because each belongs to its piece of text; there is a limit to how
     many wait. Whoever holds a generation must `close` it. What has not ended by then is aborted.
+
+    Replies wait to be taken. A stream is called at each instead, so that no task has to be woken
+    for a token; see `wait_for_more`.
 
     Args:
         num_answers: to each prompt.
@@ -73,6 +77,8 @@ class Generation:
         self._unread: dict[int, deque[UserReply]] = {}  # by uid, the one that waits longest first
         self._num_unread_logprobs = 0
         self._has_come = asyncio.Event()
+        self._read: Callable[[], None] | None = None
+        self._reader_bug: Exception | None = None
         self.error: RequestError | EngineFailed | None = None  # comes after what is unread
 
     @property
@@ -87,7 +93,8 @@ class Generation:
         if reply.error is not None:
             self.fail(reply.error.rebuild())
             return
-        self._prompts_without_reply.discard(self._index_of[reply.uid] // self._num_answers)
+        if self._prompts_without_reply:
+            self._prompts_without_reply.discard(self._index_of[reply.uid] // self._num_answers)
         unread = self._unread.setdefault(reply.uid, deque())
         unread.append(reply)
         if self._joins_replies and len(unread) >= _MAX_UNREAD:
@@ -96,7 +103,18 @@ class Generation:
         if self._num_unread_logprobs > _MAX_UNREAD_LOGPROBS:
             self.close()
             self.fail(SlowReader(self._num_unread_logprobs, _MAX_UNREAD_LOGPROBS))
-        self._has_come.set()
+        if self._read is not None:
+            self._call_reader(self._read)
+        if self._unread or not self._index_of or self._reader_bug is not None:
+            self._has_come.set()
+
+    def _call_reader(self, read: Callable[[], None]) -> None:
+        """Let the stream read. A bug there ends this request and no other."""
+        try:
+            read()
+        except Exception as bug:
+            self._read = None
+            self._reader_bug = bug
 
     def fail(self, error: RequestError | EngineFailed) -> None:
         """End the request: `next` raises this after what is unread."""
@@ -130,6 +148,34 @@ class Generation:
             if self.error is not None:
                 raise self.error
             await self._wait_for_more()
+        return self.take()
+
+    async def wait_for_more(self, read: Callable[[], None]) -> None:
+        """Wait until there is a reply to take, or all have ended.
+
+        Args:
+            read: is called, while this waits, as soon as a reply has come. It may take it.
+
+        Raises:
+            RequestError, EngineFailed: as `next`.
+        """
+        self._read = read
+        try:
+            while not self._unread and not self.has_ended:
+                if self.error is not None:
+                    raise self.error
+                await self._wait_for_more()
+                if self._reader_bug is not None:
+                    raise self._reader_bug
+        finally:
+            self._read = None
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
+
+    def take(self) -> tuple[int, UserReply]:
+        """The reply that waits longest, with its index as from `next`. There must be one."""
         uid = next(iter(self._unread))
         reply = self._take(uid)
         index = self._index_of[uid]
@@ -309,8 +355,7 @@ class Frontend:
                 case BatchFrontendMsg(replies, stats):
                     if stats:
                         self.metrics.update(stats)
-                    for reply in replies:
-                        self._deliver(reply)
+                    await self._deliver_all(replies)
                 case UserReply() as refusal:
                     self._deliver(refusal)
                 case CodecReply() as codec_reply:
@@ -320,15 +365,24 @@ class Frontend:
             # `get` does not wait while messages are there. Who waits for this one goes first.
             await asyncio.sleep(0)
 
+    async def _deliver_all(self, replies: Sequence[UserReply]) -> None:
+        """Deliver the replies of a step; a turn of the event loop takes a bounded number."""
+        for begin in range(0, len(replies), _DELIVERIES_A_TURN):
+            if begin:
+                await asyncio.sleep(0)
+            for reply in replies[begin : begin + _DELIVERIES_A_TURN]:
+                self._deliver(reply)
+
     def _deliver_codec_reply(self, reply: CodecReply) -> None:
         future = self._codec_replies.get(reply.uid)
         if future and not future.done():
             future.set_result(reply)
 
     def _deliver(self, reply: UserReply) -> None:
-        if reply.uid not in self._open:  # its generation was closed
+        opened = self._open.get(reply.uid)
+        if opened is None:  # its generation was closed
             return
-        generation, stopwatch = self._open[reply.uid]
+        generation, stopwatch = opened
         stopwatch.observe(reply)
         if reply.is_final:
             del self._open[reply.uid]
@@ -364,4 +418,6 @@ def _seed_after(seed: int | None, i: int) -> int | None:
 
 def _num_logprobs(reply: UserReply) -> int:
     """How many log probabilities a reply has for new tokens and the likeliest in their place."""
+    if not reply.logprobs:
+        return 0
     return sum(1 + len(token.top) for token in reply.logprobs)

@@ -24,6 +24,7 @@ from tests.server.harness import (
     BODIES,
     CHAT,
     MAX_BODY,
+    RESPONSES,
     TEXT,
     App,
     run,
@@ -493,6 +494,66 @@ def test_a_silent_connection_above_the_limit_ends_soon() -> None:
     run_served(scenario, max_connections=1)
 
 
+# ---- streams
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES, "/v1/messages", "/generate"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_stream_is_the_same_on_every_way_to_the_client(route: str, version: str) -> None:
+    """Through a connection, chunked or not, and through the application alone."""
+    fields: dict[str, dict[str, Any]] = {
+        "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        "/generate": {"prompt": "hi"},
+    }
+    body = {**BODIES.get(route, {}), **fields.get(route, {}), "max_tokens": 9, "stream": True}
+    if route == RESPONSES:
+        del body["max_tokens"]
+    pieces = ["Hé", "", "\n\nline\r\u2028", *"many pieces", ""]
+
+    async def scenario(served: Served) -> None:
+        served.app.worker.answer_with(token_replies(*pieces))
+        alone = served.app.post(route, **body)
+        await alone.done
+        client = await served.connect()
+        request = post(route, json.dumps(body).encode(), "connection: close")
+        client.send(request.replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+        head, _, rest = (await client.rest()).partition(b"\r\n\r\n")
+        is_chunked = b"transfer-encoding: chunked" in head.lower()
+        assert is_chunked == (version == "1.1")
+        sent = b"".join(chunks_of(rest)) if is_chunked else rest
+        assert joined_text(sent) == joined_text(alone.body)
+        assert last_event(sent) == last_event(alone.body)
+
+    run_served(scenario)
+
+
+def chunks_of(data: bytes) -> list[bytes]:
+    """The chunks of a body, which has to end with an empty one."""
+    chunks: list[bytes] = []
+    while not chunks or chunks[-1]:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        chunks.append(data[:length])
+        assert data[length : length + 2] == b"\r\n"
+        data = data[length + 2 :]
+    assert data == b""
+    return chunks
+
+
+def joined_text(stream: bytes) -> str:
+    """All text of an answer, however it is cut into events."""
+    pattern = r'"(?:content|text|delta)":"((?:[^"\\]|\\.)*)"[,}]'
+    return "".join(re.findall(pattern, stream.decode()))
+
+
+def last_event(stream: bytes) -> str:
+    """Without what differs from answer to answer."""
+    event = stream.decode().split("\n\n")[-2]
+    return re.sub(
+        r'(resp|msg)_[0-9a-f]+|"(created_at|completed_at|sequence_number)":\d+', "", event
+    )
+
+
 # ---- clients that do not read
 
 
@@ -518,7 +579,7 @@ def test_a_stream_that_nobody_reads_waits_and_is_whole_when_it_is_read() -> None
         silent = await served.connect()
         assert await silent.rest() == b""  # the deadlines are over
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
-        events = re.findall(rb'"text": "([^"]*)"', await client.rest())
+        events = re.findall(rb'"text":"([^"]*)"', await client.rest())
         assert events == [large.encode(), "".join(pieces).encode()]
 
     run_served(scenario, header_timeout_s=SOON_S, body_timeout_s=SOON_S, keep_alive_timeout_s=0)

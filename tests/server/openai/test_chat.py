@@ -48,20 +48,18 @@ def test_a_chat_stream_byte_by_byte() -> None:
         assert call.headers["cache-control"] == "no-cache"
         first = json.loads(call.chunks[0].removeprefix(b"data: "))
         head = (
-            f'"id": "{first["id"]}", "object": "chat.completion.chunk", '
-            f'"created": {first["created"]}, "model": "m"'
+            f'"id":"{first["id"]}","object":"chat.completion.chunk",'
+            f'"created":{first["created"]},"model":"m"'
         )
 
         def event(delta: str, finish: str) -> str:
-            choice = (
-                f'{{"index": 0, "delta": {delta}, "logprobs": null, "finish_reason": {finish}}}'
-            )
-            return f'data: {{{head}, "choices": [{choice}]}}\n\n'
+            choice = f'{{"index":0,"delta":{delta},"logprobs":null,"finish_reason":{finish}}}'
+            return f'data: {{{head},"choices":[{choice}]}}\n\n'
 
         assert call.body.decode() == (
-            event('{"role": "assistant", "content": ""}', "null")
-            + event('{"content": "Hé"}', "null")
-            + event('{"content": "\\n\\nline\\r\u2028"}', "null")
+            event('{"role":"assistant","content":""}', "null")
+            + event('{"content":"Hé"}', "null")
+            + event('{"content":"\\n\\nline\\r\u2028"}', "null")
             + event("{}", '"stop"')
             + "data: [DONE]\n\n"
         )

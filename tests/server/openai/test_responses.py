@@ -162,8 +162,11 @@ class PacedGeneration(Generation):
         super().__init__(cast(Any, None), [0])
         self._to_come = iter(replies)
 
-    async def next(self) -> tuple[int, UserReply]:
+    def put_next(self) -> None:
         self.put(next(self._to_come))
+
+    async def next(self) -> tuple[int, UserReply]:
+        self.put_next()
         return await super().next()
 
 
@@ -179,11 +182,15 @@ def whole_of(deltas: list[list[Delta]], **options: Any) -> dict[str, Any]:
 
 
 def stream_of(deltas: list[list[Delta]], **options: Any) -> list[dict[str, Any]]:
-    async def collect() -> str:
+    async def collect() -> bytes:
         builder, generation = builder_of(deltas, **options)
-        return "".join([event async for event in builder.stream_events(generation)])
+        parts = [builder.begin_stream(generation)]
+        while not generation.has_ended:
+            generation.put_next()
+            parts.append(builder.read_events(generation))
+        return b"".join([*parts, builder.end_stream()])
 
-    return events_of(run(collect()))
+    return events_of(run(collect()).decode())
 
 
 def anonymous(response: dict[str, Any]) -> dict[str, Any]:

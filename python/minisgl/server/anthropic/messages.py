@@ -15,7 +15,7 @@ from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.anthropic.messages_request import MessagesRequest
-from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
+from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.openai.common import ResponseModel, error_response
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
@@ -75,17 +75,17 @@ class MessagesBuilder(AnswerBuilder):
 
     # A stream.
 
-    def first_events(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[bytes]:
         return []
 
-    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+    def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         if not self._has_begun:  # only now is the prompt's length known
             self._has_begun = True
             yield _event("message_start", message=self._message([], None))
         for delta in parsed.deltas:
             yield from self._delta_events(delta)
 
-    def _delta_events(self, delta: Delta) -> Iterable[str]:
+    def _delta_events(self, delta: Delta) -> Iterable[bytes]:
         match delta:
             case ContentDelta(text):
                 yield from self._continue_block({"type": "text", "text": ""})
@@ -99,7 +99,7 @@ class MessagesBuilder(AnswerBuilder):
             case ToolCallArguments(_, text):
                 yield self._block_delta(type="input_json_delta", partial_json=text)
 
-    def _continue_block(self, empty: Object) -> Iterable[str]:
+    def _continue_block(self, empty: Object) -> Iterable[bytes]:
         """Begin a block, unless the one that grows is of its type."""
         if self._open_block == empty["type"]:
             return
@@ -108,15 +108,15 @@ class MessagesBuilder(AnswerBuilder):
         self._num_blocks += 1
         yield _event("content_block_start", index=self._num_blocks - 1, content_block=empty)
 
-    def _block_delta(self, **delta: str) -> str:
+    def _block_delta(self, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
-    def _end_block(self) -> Iterable[str]:
+    def _end_block(self) -> Iterable[bytes]:
         if self._open_block is not None:
             self._open_block = None
             yield _event("content_block_stop", index=self._num_blocks - 1)
 
-    def last_events(self) -> Iterable[str]:
+    def last_events(self) -> Iterable[bytes]:
         if not self._num_blocks:
             yield from self._continue_block({"type": "text", "text": ""})
         yield from self._end_block()
@@ -124,10 +124,10 @@ class MessagesBuilder(AnswerBuilder):
         yield _event("message_delta", delta=delta, usage=self._usage_object())
         yield _event("message_stop")
 
-    def error_events(self, error: RequestError | EngineFailed) -> Iterable[str]:
+    def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
         status = 503 if isinstance(error, EngineFailed) else error.status
         content = error_object(error_response(error).error, status)
-        return [f"event: error\ndata: {json.dumps(content, ensure_ascii=False)}\n\n"]
+        return [typed_event(content)]
 
     # A whole answer.
 
@@ -168,9 +168,8 @@ class MessagesBuilder(AnswerBuilder):
         }
 
 
-def _event(event_type: str, **fields: Any) -> str:
-    data = json.dumps({"type": event_type, **fields}, ensure_ascii=False)
-    return f"event: {event_type}\ndata: {data}\n\n"
+def _event(event_type: str, **fields: Any) -> bytes:
+    return typed_event({"type": event_type, **fields})
 
 
 def _thinking_block(text: str) -> Object:

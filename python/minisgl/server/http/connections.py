@@ -32,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.http.access_log import AccessLog, note_error
+from minisgl.server.http.body_writer import offer_body_writer
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.middleware import OPEN_PATHS
 from minisgl.server.http.turns import TurnQueue
@@ -279,6 +280,7 @@ class Connection(H11Protocol):
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             await send(message)
 
+        offer_body_writer(scope, self.cycle)
         app = self._served_app
         if refusal is not None:
             app = AccessLog(refusal, self._table.metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,8 +13,10 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from minisgl.errors import EngineFailed, RequestError
 from minisgl.server.frontend import Generation
 from minisgl.server.http.access_log import note_error
+from minisgl.server.http.body_writer import BodyWriter, body_writer_of
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.builder import AnswerBuilder
 
@@ -23,18 +25,26 @@ _MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events. However the stream ends, it closes its generation."""
+    """An answer as server-sent events. However the stream ends, it closes its generation.
+
+    The events of replies are written as they are delivered, by whoever delivers them. Where that
+    cannot be, because the client is slow or the server offers no writer, they are parts of the
+    body, which wait until they are sent. Replies that come meanwhile are joined.
+    """
 
     def __init__(self, builder: AnswerBuilder, generation: Generation, metrics: Metrics) -> None:
         super().__init__(
-            builder.stream_events(generation),
+            self._parts(),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
+        self._builder = builder
         self._generation = generation
         self._metrics = metrics
+        self._writer: BodyWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._writer = body_writer_of(scope)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -42,6 +52,24 @@ class EventStream(StreamingResponse):
             if self._generation.error:
                 self._metrics.count_error(self._generation.error.code)
                 note_error(scope, self._generation.error.code)
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        try:
+            yield self._builder.begin_stream(self._generation)
+            while not self._generation.has_ended:
+                await self._generation.wait_for_more(self._write_events)
+                if self._writer is not None:  # what comes until then is joined
+                    await self._writer.wait_until_ready()
+                yield self._builder.read_events(self._generation)
+        except (EngineFailed, RequestError) as error:
+            yield self._builder.fail_stream(error)
+            return
+        yield self._builder.end_stream()
+
+    def _write_events(self) -> None:
+        """Write the events of what has come, if the client takes them now."""
+        if self._writer is not None and self._writer.is_ready:
+            self._writer.write(self._builder.read_events(self._generation))
 
 
 async def whole_answer(builder: AnswerBuilder) -> Response:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 from minisgl.message import Prompt, TextLogprobs
-from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
+from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, data_event
 from minisgl.server.openai.common import FinishReason, ResponseModel, Usage, reply_logprobs
 from minisgl.server.openai.generation_request import (
     GenerationRequest,
@@ -90,10 +89,10 @@ class GenerateBuilder(AnswerBuilder):
 
     id_prefix = "gen-"
 
-    def first_events(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[bytes]:
         return []
 
-    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+    def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         reply = parsed.reply
         if not (reply.text or reply.finish or reply_logprobs(reply)):
             return []
@@ -104,10 +103,10 @@ class GenerateBuilder(AnswerBuilder):
             event["logprobs"] = _logprob_objects(reply.logprobs)
         if reply.finish:
             event["usage"] = self.usage().model_dump()
-        return [f"data: {json.dumps(event, ensure_ascii=False)}\n\n"]
+        return [data_event(event)]
 
-    def last_events(self) -> Iterable[str]:
-        return ["data: [DONE]\n\n"]
+    def last_events(self) -> Iterable[bytes]:
+        return [b"data: [DONE]\n\n"]
 
     def build(self) -> Generated:
         usage = self.usage()

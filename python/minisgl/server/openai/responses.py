@@ -8,7 +8,6 @@ https://platform.openai.com/docs/api-reference/responses. The request is in `res
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, UserReply
 from minisgl.server.frontend import Generation
-from minisgl.server.openai.builder import AnswerBuilder, ParsedReply
+from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.openai.common import ChatLogprob, ResponseModel, error_response, now
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
 from minisgl.server.openai.responses_request import (
@@ -153,7 +152,7 @@ class ResponsesBuilder(AnswerBuilder):
 
     async def read_to_end(self, generation: Generation) -> None:
         while not generation.has_ended:
-            self._add_to_output(await self._read_reply(generation))
+            self._add_to_output(self._parse(*await generation.next()))
 
     def _add_to_output(self, parsed: ParsedReply) -> list[Object]:
         """Let the items grow; returns the events about it."""
@@ -169,30 +168,29 @@ class ResponsesBuilder(AnswerBuilder):
             events += self._output.finish(_end_status(reply))
         return events
 
-    def first_events(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[bytes]:
         response = self._response("in_progress")
         for event_type in ("response.created", "response.in_progress"):
             yield self._event({"type": event_type, "response": response})
 
-    def reply_events(self, parsed: ParsedReply) -> Iterable[str]:
+    def reply_events(self, parsed: ParsedReply) -> Iterable[bytes]:
         return [self._event(event) for event in self._add_to_output(parsed)]
 
-    def last_events(self) -> Iterable[str]:
+    def last_events(self) -> Iterable[bytes]:
         return [self._end_event(self.build())]
 
-    def error_events(self, error: RequestError | EngineFailed) -> Iterable[str]:
+    def error_events(self, error: RequestError | EngineFailed) -> Iterable[bytes]:
         body = error_response(error).error.model_dump(include={"code", "message", "param"})
         yield self._event({"type": "error", **body})
         self._output.end_item("incomplete")
         code = "server_error" if isinstance(error, EngineFailed) else "invalid_prompt"
         yield self._end_event(self._response("failed", error={"code": code, "message": str(error)}))
 
-    def _end_event(self, response: Object) -> str:
+    def _end_event(self, response: Object) -> bytes:
         return self._event({"type": f"response.{response['status']}", "response": response})
 
-    def _event(self, event: Object) -> str:
-        numbered = {**event, "sequence_number": next(self._sequence_numbers)}
-        return f"event: {event['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n"
+    def _event(self, event: Object) -> bytes:
+        return typed_event({**event, "sequence_number": next(self._sequence_numbers)})
 
     def build(self) -> Object:
         reply = self._last_replies[0]

@@ -9,23 +9,22 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+
+class ContentDelta(msgspec.Struct, frozen=True):
     """More text for the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """More text of the model's reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True):
     """A tool is called; its arguments follow."""
 
     index: int
@@ -33,8 +32,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True):
     """More of a call's arguments, which are JSON when they are complete."""
 
     index: int
@@ -74,8 +72,13 @@ class ParsedCall:
 
 @dataclass
 class ParsedOutput:
-    """All that was parsed from an answer so far."""
+    """All that was parsed from an answer so far.
 
+    Attributes:
+        keeps_text: whether content and reasoning are kept; calls always are.
+    """
+
+    keeps_text: bool = True
     content: str = ""
     reasoning: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
@@ -83,9 +86,11 @@ class ParsedOutput:
     def add(self, delta: Delta) -> None:
         match delta:
             case ContentDelta(text):
-                self.content += text
+                if self.keeps_text:
+                    self.content += text
             case ReasoningDelta(text):
-                self.reasoning += text
+                if self.keeps_text:
+                    self.reasoning += text
             case ToolCallStart(_, id, name):
                 self.calls.append(ParsedCall(id, name))
             case ToolCallArguments(index, text):

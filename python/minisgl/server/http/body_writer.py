@@ -1,0 +1,47 @@
+"""A short way for the parts of a streamed body: from a callback to the socket.
+
+The usual way of a part is an ASGI message through every middleware, and an h11 event. That takes
+several times as long as all else that a token costs, and needs a task. So a connection offers a
+`BodyWriter` to the application, as an extension of the ASGI scope. An application may use it
+between the begin and the end of a response, which go the usual way. Without the extension, or while
+the client is slow, parts go the usual way too, and wait there.
+"""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+_EXTENSION = "minisgl.body_writer"
+
+
+class BodyWriter:
+    """Writes parts of one response's body in the chunked encoding (RFC 9112, section 7.1)."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client is there, and what was written before is mostly sent."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.transport.is_closing())
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the client takes more, or is gone."""
+        await self._cycle.flow.drain()
+
+    def write(self, part: bytes) -> None:
+        if part:  # an empty chunk would end the body
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+def offer_body_writer(scope: Scope, cycle: RequestResponseCycle) -> None:
+    """Offer a writer to the application if the body of a streamed answer will be chunked."""
+    if scope["http_version"] == "1.1" and scope["method"] == "POST":
+        scope.setdefault("extensions", {})[_EXTENSION] = BodyWriter(cycle)
+
+
+def body_writer_of(scope: Scope) -> BodyWriter | None:
+    writer: BodyWriter | None = scope.get("extensions", {}).get(_EXTENSION)
+    return writer
