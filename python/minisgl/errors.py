@@ -11,7 +11,8 @@
     │   ├─ ResponseNotFound   404: no response is kept
     │   ├─ SlowReader         408: an answer is not read
     │   ├─ QueueFull          429
-    │   └─ TooManyBodies      429
+    │   ├─ TooManyBodies      429
+    │   └─ Unavailable        503: no request is accepted now
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
     └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
@@ -37,6 +38,7 @@ __all__ = [
     "ResponseNotFound",
     "SlowReader",
     "TooManyBodies",
+    "Unavailable",
     "UnknownModel",
 ]
 
@@ -57,10 +59,12 @@ class RequestError(MiniSGLError):
     """A request that its sender can correct.
 
     `status` is the HTTP status, `code` the OpenAI error code, `param` the offending field.
+    `retry_after_s` is what a 429 or a 503 says in `Retry-After`.
     """
 
     status: int = 400
     code: str = "invalid_value"
+    retry_after_s: int = 1
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -167,6 +171,17 @@ class TooManyBodies(RequestError):
         super().__init__(
             f"{num_bytes} bytes of bodies have come and the limit is {limit}; try again later"
         )
+
+
+class Unavailable(RequestError):
+    """The server accepts no request now: it is shutting down, or its engine starts again."""
+
+    status = 503
+    code = "unavailable"
+
+    def __init__(self, reason: str, retry_after_s: int = 1) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
 
 
 class CapacityError(MiniSGLError):

@@ -10,7 +10,14 @@ from typing import Any, cast
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError, SlowReader
+from minisgl.errors import (
+    EngineFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    SlowReader,
+    Unavailable,
+)
 from minisgl.message import (
     AbortMsg,
     CodecReply,
@@ -238,11 +245,33 @@ def test_a_failure_reaches_every_open_request_and_new_ones_are_refused() -> None
                 assert str(error) == "the engine is gone"
             assert not any(generation.has_ended for generation in (*waiting, half_read))
             assert frontend.num_open == 0
-            assert frontend.failure is not None
+            assert frontend.refusal is not None
             with pytest.raises(EngineFailed, match="the engine is gone"):
                 frontend.submit(["e"], PARAMS)
             for generation in waiting:
                 generation.close()
+
+    run(scenario())
+
+
+def test_a_drain_refuses_new_requests_and_ends_when_the_open_ones_have() -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            generation = frontend.submit(["a"], PARAMS)
+            asking = asyncio.create_task(frontend.decode([1]))
+            uids = [(await worker.receive()).uid for _ in range(2)]
+            draining = asyncio.create_task(frontend.drain("going"))
+            await wait_until(lambda: frontend.refusal is not None)
+            with pytest.raises(Unavailable, match="going"):
+                frontend.submit(["b"], PARAMS)
+            with pytest.raises(Unavailable, match="going"):
+                await frontend.decode([2])
+            worker.send(UserReply(uids[0], "all", finish="stop"))
+            assert [reply.text async for _, reply in generation] == ["all"]
+            assert not draining.done()
+            worker.send_message(CodecReply(uids[1], text="x"))
+            assert await asking == "x"
+            await draining
 
     run(scenario())
 

@@ -74,7 +74,7 @@ def last_line(program: Program) -> str:
     return program.stderr.splitlines()[-1]
 
 
-def test_a_signal_ends_it_and_every_request(folder: Path) -> None:
+def test_after_a_signal_and_its_time_to_drain_every_request_ends(folder: Path) -> None:
     options = [
         "--tp",
         "2",
@@ -85,6 +85,8 @@ def test_a_signal_ends_it_and_every_request(folder: Path) -> None:
         "--no-overlap",
         "--max-prefill-length",
         "3",
+        "--drain-timeout-s",
+        "1",
     ]
     with Program(*small_server(folder, *options)) as program:
         program.wait_ready()
@@ -96,6 +98,42 @@ def test_a_signal_ends_it_and_every_request(folder: Path) -> None:
         assert program.wait() == 0
         program.assert_nothing_is_left()
         assert "Traceback" not in program.stderr
+
+
+def assert_drains(program: Program) -> None:
+    """It says so at /health, and refuses new requests."""
+    wait_until(lambda: not program.is_healthy(), "it drains")
+    health = httpx.get(f"{program.url}/health", timeout=TIMEOUT_S)
+    refused = httpx.post(f"{program.url}/v1/completions", json=endless_body(), timeout=TIMEOUT_S)
+    for response in (health, refused):
+        assert response.status_code == 503
+        assert "shutting down" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_signal_lets_open_requests_end(folder: Path) -> None:
+    with Program(*small_server(folder)) as program:
+        program.wait_ready()
+        with open_stream(program), open_stream(program, max_tokens=100) as short:
+            program.process.send_signal(signal.SIGTERM)
+            assert_drains(program)
+            *_, last = short
+            assert last["choices"][0]["finish_reason"] == "length"
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+    with Program(*small_server(folder, "--drain-timeout-s", "100000")) as program:
+        program.wait_ready()
+        with ExitStack() as resources:
+            opened = OpenRequests(program, resources)
+            program.process.send_signal(signal.SIGTERM)
+            assert_drains(program)
+            program.process.send_signal(signal.SIGTERM)
+            opened.assert_failed("shutting down")
+        assert program.wait() == 130
+        program.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _AT_LEAST_1 = (
     "max_body_mb",
     "start_timeout_s",
 )
+_AT_LEAST_0 = ("num_tokenizer", "drain_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,9 @@ class ServerConfig(SchedulerConfig):
     keep_alive_timeout_s: int = option(30, "seconds that a connection may be idle between requests")
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
+    drain_timeout_s: int = option(
+        30, "seconds that open requests may take after SIGTERM; new ones get a 503 meanwhile"
+    )
     log_level: str = option("INFO", "how much to log", _LOG_LEVELS)
 
     def __post_init__(self) -> None:
@@ -87,8 +91,9 @@ class ServerConfig(SchedulerConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
-        if self.num_tokenizer < 0:
-            raise ConfigError(f"--num-tokenizer must be >= 0, got {self.num_tokenizer}")
+        for name in _AT_LEAST_0:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} must be >= 0, got {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):

@@ -15,7 +15,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, QueueFull, RequestError, SlowReader
+from minisgl.errors import (
+    EngineFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    SlowReader,
+    Unavailable,
+)
 from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
@@ -44,6 +51,7 @@ logger = logging.getLogger(__name__)
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
+_IDLE_CHECK_S = 0.05
 
 
 class Generation:
@@ -228,7 +236,7 @@ class Frontend:
         self._open: dict[int, tuple[Generation, Stopwatch]] = {}
         self._codec_replies: dict[int, asyncio.Future[CodecReply]] = {}
         self._uids = itertools.count()
-        self._failure: EngineFailed | None = None
+        self._refusal: Unavailable | EngineFailed | None = None
         self.metrics = Metrics()
 
     @property
@@ -237,9 +245,9 @@ class Frontend:
         return self._max_open
 
     @property
-    def failure(self) -> EngineFailed | None:
-        """Why no request is accepted any more, or None."""
-        return self._failure
+    def refusal(self) -> Unavailable | EngineFailed | None:
+        """Why no request is accepted now, or None."""
+        return self._refusal
 
     @property
     def num_open(self) -> int:
@@ -255,6 +263,7 @@ class Frontend:
         Raises:
             InvalidRequest: the request alone has more answers than may be open.
             QueueFull: too many requests are open.
+            Unavailable: no request is accepted now.
             EngineFailed: the engine is gone.
         """
         self.check_num_answers(len(prompts), n)
@@ -283,8 +292,8 @@ class Frontend:
             )
 
     def _check_capacity(self, num_requests: int) -> None:
-        if self._failure:
-            raise self._failure
+        if self._refusal:
+            raise self._refusal
         if self.num_open + num_requests > self._max_open:
             raise QueueFull(self.num_open, self._max_open)
 
@@ -344,7 +353,7 @@ class Frontend:
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
-        if self._open.pop(uid, None) and not self._failure:
+        if self._open.pop(uid, None):
             self.metrics.aborts.inc()
             self._tokenizer_of(uid).put(AbortMsg(uid))
 
@@ -388,15 +397,22 @@ class Frontend:
             del self._open[reply.uid]
         generation.put(reply)
 
+    async def drain(self, reason: str) -> None:
+        """Refuse new requests, and wait until all open ones have ended."""
+        self._refusal = Unavailable(reason)
+        while self.num_open:
+            await asyncio.sleep(_IDLE_CHECK_S)
+
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
-        self._failure = EngineFailed(reason)
+        failure = EngineFailed(reason)
+        self._refusal = failure
         for generation in {generation for generation, _ in self._open.values()}:
-            generation.fail(self._failure)
+            generation.fail(failure)
         self._open.clear()
         for future in self._codec_replies.values():
             if not future.done():
-                future.set_exception(self._failure)
+                future.set_exception(failure)
 
     def shut_down(self) -> None:
         """Let the workers end, and close the queues."""

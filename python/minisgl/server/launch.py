@@ -4,10 +4,10 @@
                                                                                 │
                                              a signal, a dead worker, or the end of the shell
                                                                                 │
-    folder removed, exit code ◀─ workers ended ◀─ open requests ended with an error ◀─┘
+    folder removed, exit code ◀─ workers ended ◀─ open requests ended, or with an error ◀─┘
 
 The parent process is the API server. Its exit code is 0 after the shell's end or a signal while it
-serves, 130 after a signal before that, 1 if anything failed.
+serves, 130 after a signal before that or after a second signal, 1 if anything failed.
 
 A scheduler takes longest to start, because torch alone takes seconds to import. So it is started
 first, by a process that has imported little: not torch, which the parent never needs, and not yet

@@ -7,12 +7,15 @@ before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import uvicorn
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
@@ -33,6 +36,8 @@ from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.supervisor import StartupReport, Supervisor
 
 logger = logging.getLogger(__name__)
+
+_SHUTTING_DOWN = "the server is shutting down"
 
 
 def served_model(
@@ -73,8 +78,11 @@ def serve(
 ) -> None:
     """Serve until a signal, the end of the shell, or a failure.
 
+    After a signal, or the end of the shell, open requests have `drain_timeout_s` to end.
+
     Raises:
         EngineFailed: a worker died; every open request has ended with this error.
+        KeyboardInterrupt: a second signal came; so has every open request.
     """
     asyncio.run(_serve(config, model, addresses, supervisor, listener))
 
@@ -100,41 +108,95 @@ async def _serve(
         body_timeout_s=config.body_timeout_s,
     )
     await warm_up(app)
-    server = create_server(app, connection_limits(config), config.keep_alive_timeout_s)
-    stop = asyncio.Event()
-    _set_on_signals(stop)
-
-    # The server ends when one of these tasks ends.
-    http_task = asyncio.create_task(server.serve([listener]))
-    watch_task = asyncio.create_task(supervisor.watch())
-    tasks: list[asyncio.Task[Any]] = [
-        asyncio.create_task(stop.wait()),
-        asyncio.create_task(frontend.run()),
-        http_task,
-        watch_task,
-    ]
-    if config.shell:
-        sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
-        shell = run_shell(frontend, model.name, sampling, stop.set)
-        tasks.append(asyncio.create_task(shell))
+    http = create_server(app, connection_limits(config), config.keep_alive_timeout_s)
+    signals = _Signals()
+    tasks = _Tasks(
+        serving=asyncio.create_task(http.serve([listener])),
+        delivery=asyncio.create_task(frontend.run()),
+        watch=asyncio.create_task(supervisor.watch()),
+        leave=asyncio.create_task(_wait_to_leave(config, model, frontend, signals)),
+        hurry=asyncio.create_task(signals.second.wait()),
+    )
     start_serving()
     logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        await _serve_until_the_end(tasks, frontend, http, config.drain_timeout_s)
+    finally:
+        app.state.body_reader.close()
+        frontend.shut_down()
 
-    # Open requests end with an error, then connections, then the workers.
-    failure = watch_task.result() if watch_task in done else None
-    frontend.fail(failure or "the server is shutting down")
-    server.should_exit = True
-    await asyncio.wait([http_task])
-    for task in pending - {http_task}:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    app.state.body_reader.close()
-    frontend.shut_down()
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """What runs while the server does.
+
+    Attributes:
+        watch: ends with the reason when a worker dies.
+        leave: ends when the server shall, after a signal or the end of the shell.
+        hurry: ends when it shall do so at once.
+    """
+
+    serving: asyncio.Task[None]
+    delivery: asyncio.Task[None]
+    watch: asyncio.Task[str]
+    leave: asyncio.Task[None]
+    hurry: asyncio.Task[Any]
+
+    async def cancel(self) -> None:
+        tasks = (self.serving, self.delivery, self.watch, self.leave, self.hurry)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _serve_until_the_end(
+    tasks: _Tasks, frontend: Frontend, http: uvicorn.Server, drain_timeout_s: float
+) -> None:
+    """Serve; then open requests end, by themselves or with an error, and after them connections."""
+    needed = {tasks.serving, tasks.delivery, tasks.watch}
+    await _wait_for_one({*needed, tasks.leave})
+    if tasks.leave.done():
+        draining = asyncio.create_task(frontend.drain(_SHUTTING_DOWN))
+        await _wait_for_one({*needed, draining, tasks.hurry}, drain_timeout_s)
+        draining.cancel()
+
+    failure = tasks.watch.result() if tasks.watch.done() else None
+    frontend.fail(failure or _SHUTTING_DOWN)
+    http.should_exit = True
+    await _wait_for_one({tasks.serving, tasks.hurry})
+    http.force_exit = True  # it waits for connections no longer
+    await asyncio.wait({tasks.serving})
+
+    is_hurried = tasks.hurry.done()
+    finished = [task for task in (*needed, tasks.leave) if task.done()]
+    await tasks.cancel()
     if failure:
         raise EngineFailed(failure)
-    for task in done:
+    if is_hurried:
+        raise KeyboardInterrupt
+    for task in finished:
         task.result()
+
+
+async def _wait_for_one(tasks: set[asyncio.Task[Any]], timeout_s: float | None = None) -> None:
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _wait_to_leave(
+    config: ServerConfig, model: ServedModel, frontend: Frontend, signals: _Signals
+) -> None:
+    """Wait for a signal, or chat in the terminal until the end of the shell."""
+    if not config.shell:
+        await signals.first.wait()
+        return
+    sampling = SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
+    shell = asyncio.create_task(run_shell(frontend, model.name, sampling, signals.on_signal))
+    first_signal = asyncio.create_task(signals.first.wait())
+    await _wait_for_one({shell, first_signal})
+    signals.first.set()  # after the shell's end, the next signal is the second
+    shell.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await shell
 
 
 def connection_limits(config: ServerConfig) -> ConnectionLimits:
@@ -147,14 +209,18 @@ def _host_and_port(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _set_on_signals(stop: asyncio.Event) -> None:
-    """Let SIGINT and SIGTERM set the event. A second signal ends the program at once."""
+class _Signals:
+    """SIGINT and SIGTERM: the first lets open requests end, the second ends them at once."""
 
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(1)
-        logger.info("shutting down")
-        stop.set()
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.on_signal)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    def on_signal(self) -> None:
+        if self.first.is_set():
+            self.second.set()
+            return
+        logger.info("shutting down; another signal ends open requests at once")
+        self.first.set()

@@ -23,7 +23,6 @@ from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_respons
 logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED_REQUEST = 499
-_RETRY_AFTER_S = 1
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -67,6 +66,11 @@ def error_content(path: str, error: ErrorBody, status: int) -> dict[str, Any]:
     return ErrorResponse(error=error).model_dump()
 
 
+def retry_after(seconds: int) -> dict[str, str]:
+    """The header of an answer that tells its client to try again."""
+    return {"Retry-After": str(seconds)}
+
+
 def _respond(
     request: Request,
     status: int,
@@ -77,15 +81,16 @@ def _respond(
     code = error.code or f"http_{status}"
     metrics.count_error(code)
     note_error(request.scope, code)
-    if status == 429:
-        headers = {"Retry-After": str(_RETRY_AFTER_S)}
     return JSONResponse(error_content(request.url.path, error, status), status, headers)
 
 
 async def _on_minisgl_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineFailed)
-    status = 503 if isinstance(error, EngineFailed) else error.status
-    return _respond(request, status, error_response(error).error)
+    body = error_response(error).error
+    if isinstance(error, EngineFailed):
+        return _respond(request, 503, body, retry_after(RequestError.retry_after_s))
+    headers = retry_after(error.retry_after_s) if error.status in (429, 503) else None
+    return _respond(request, error.status, body, headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ from minisgl.server.http.connections import (
 )
 from minisgl.utils.logger import limit_repeats
 
-_DRAIN_S = 5
+_CLOSE_S = 5
 _ACCEPTS_AT_ONCE = 8  # of 0.1 ms each; a turn parses fewer
 _MAX_HEAD_BYTES = 2**14
 
@@ -42,7 +42,7 @@ def create_server(
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         backlog=_ACCEPTS_AT_ONCE,
         timeout_keep_alive=keep_alive_timeout_s,
-        timeout_graceful_shutdown=_DRAIN_S,
+        timeout_graceful_shutdown=_CLOSE_S,
     )
     return _Server(config)
 

@@ -81,9 +81,9 @@ ModelDep: TypeAlias = Annotated[ServedModel, Depends(_get_model)]
 
 @open_router.get("/health", responses={503: ERRORS[503]})
 async def health(frontend: FrontendDep) -> dict[str, str]:
-    """200 while the engine can answer; the server listens only once it can."""
-    if frontend.failure:
-        raise frontend.failure
+    """200 while requests are accepted; the server listens only once they are."""
+    if frontend.refusal:
+        raise frontend.refusal
     return {"status": "ok"}
 
 

@@ -87,9 +87,16 @@ def error_response(error: RequestError | EngineFailed) -> ErrorResponse:
     if isinstance(error, EngineFailed):
         body = ErrorBody(message=str(error), type="server_error", code="engine_failed")
     else:
-        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-        body = ErrorBody(message=str(error), type=kind, param=error.param, code=error.code)
+        body = ErrorBody(
+            message=str(error), type=_error_type(error.status), param=error.param, code=error.code
+        )
     return ErrorResponse(error=body)
+
+
+def _error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
 
 
 def reply_logprobs(reply: UserReply) -> list[TextLogprobs]:
