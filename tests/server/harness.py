@@ -24,7 +24,7 @@ from minisgl.message import (
     encode,
 )
 from minisgl.server.api_server import ServedModel, create_app
-from minisgl.server.frontend import Frontend
+from minisgl.server.frontend import Frontend, connect_tokenizers
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
 
@@ -94,6 +94,37 @@ class FakeWorker:
     def close(self) -> None:
         for inbox in self._inboxes:
             inbox.close()
+
+
+@asynccontextmanager
+async def restartable_frontend() -> AsyncIterator[
+    tuple[Frontend, FakeWorker, Callable[[], Awaitable[FakeWorker]]]
+]:
+    """A running frontend, its worker, and a function that replaces the worker in an outage."""
+    with private_folder() as folder:
+        replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
+            Addresses(folder).frontend, decoder(FrontendMsg)
+        )
+        frontend = Frontend(connect_tokenizers(Addresses(folder)), replies, max_open_requests=8)
+        workers = [FakeWorker(Addresses(folder))]
+        running = asyncio.create_task(frontend.run())
+
+        async def restart() -> FakeWorker:
+            addresses = Addresses(folder, epoch=len(workers))
+            workers.append(FakeWorker(addresses))
+            frontend.resume(connect_tokenizers(addresses))
+            return workers[-1]
+
+        try:
+            yield frontend, workers[0], restart
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            frontend.shut_down()
+            for worker in workers:
+                await worker.stop()
+                worker.close()
 
 
 @asynccontextmanager

@@ -58,6 +58,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "keep_alive_timeout_s": (["--keep-alive-timeout-s", "5"], 5),
     "max_body_mb": (["--max-body-mb", "1"], 1),
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
+    "step_timeout_s": (["--step-timeout-s", "9"], 9),
     "drain_timeout_s": (["--drain-timeout-s", "0"], 0),
     "log_level": (["--log-level", "DEBUG"], "DEBUG"),
 }

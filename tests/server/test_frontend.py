@@ -37,7 +37,13 @@ from minisgl.server.frontend import (
     Generation,
     _seed_after,
 )
-from tests.server.harness import run, running_frontend, token_replies, wait_until
+from tests.server.harness import (
+    restartable_frontend,
+    run,
+    running_frontend,
+    token_replies,
+    wait_until,
+)
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)
 
@@ -272,6 +278,64 @@ def test_a_drain_refuses_new_requests_and_ends_when_the_open_ones_have() -> None
             worker.send_message(CodecReply(uids[1], text="x"))
             assert await asking == "x"
             await draining
+
+    run(scenario())
+
+
+async def texts(generation: Generation) -> list[tuple[int, str]]:
+    return [(index, reply.text) async for index, reply in generation]
+
+
+def test_over_an_outage_requests_without_a_token_go_on_unseen_and_others_fail() -> None:
+    """A reply to the uid of an earlier epoch is nobody's."""
+
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, worker, restart):
+            begun, batch, waiting = [frontend.submit(["a"] * n, PARAMS) for n in (2, 2, 1)]
+            uids = [(await worker.receive()).uid for _ in range(5)]
+            worker.send(UserReply(uids[0], "so far"), UserReply(uids[2], "whole", finish="stop"))
+            assert await begun.next() == (0, UserReply(uids[0], "so far"))
+            await wait_until(lambda: frontend.num_open == 4)
+            asking = asyncio.create_task(frontend.decode([1]))
+            await worker.receive()
+
+            frontend.suspend("it died", 7)
+            with pytest.raises(EngineFailed, match="it died"):
+                await begun.next()
+            for refused in (asking, frontend.decode([1])):
+                with pytest.raises(Unavailable, match="starts again: it died") as refusal:
+                    await refused
+                assert refusal.value.retry_after_s == 7
+            assert frontend.refusal is not None
+            assert frontend.num_open == 2
+
+            worker = await restart()
+            worker.send(UserReply(uids[4], "stale", finish="stop"))
+            second = [await worker.receive() for _ in range(2)]
+            assert not {msg.uid for msg in second} & set(uids)
+            assert all((msg.prompt, msg.sampling) == ("a", PARAMS) for msg in second)
+            worker.send(*(UserReply(msg.uid, "b", finish="stop") for msg in second))
+            assert await texts(batch) == [(0, "whole"), (1, "b")]
+            assert await texts(waiting) == [(0, "b")]
+            assert frontend.refusal is None
+
+    run(scenario())
+
+
+def test_a_request_is_sent_again_once_and_not_when_its_client_has_gone() -> None:
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, worker, restart):
+            gone, waiting = [frontend.submit([prompt], PARAMS) for prompt in ("a", "b")]
+            frontend.suspend("it died", 1)
+            gone.close()
+            worker = await restart()
+            assert (await worker.receive()).prompt == "b"
+            frontend.suspend("it died again", 1)
+            with pytest.raises(EngineFailed, match="it died again"):
+                await waiting.next()
+            worker = await restart()
+            frontend.submit(["c"], PARAMS)
+            assert (await worker.receive()).prompt == "c"
 
     run(scenario())
 

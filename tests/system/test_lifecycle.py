@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.system.harness import (
@@ -50,21 +51,49 @@ def send(program: Program, **fields: Any) -> HTTPConnection:
     return connection
 
 
-class OpenRequests:
-    """A stream and two whole answers that run, and one that waits for a row; all are endless."""
+def wait_for_metric(program: Program, name: str, value: int) -> None:
+    line = f"minisgl_{name} {value}.0"
+    wait_until(
+        lambda: line in httpx.get(f"{program.url}/metrics", timeout=TIMEOUT_S).text,
+        f"{line} is said",
+    )
 
-    def __init__(self, program: Program, resources: ExitStack) -> None:
+
+class OpenRequests:
+    """A stream and two whole answers that run, and one more that waits for a row; all are endless.
+
+    Args:
+        waiting: what is different about the one that waits.
+    """
+
+    def __init__(self, program: Program, resources: ExitStack, **waiting: Any) -> None:
         self._stream = resources.enter_context(open_stream(program))
-        self._whole = [resources.enter_context(closing(send(program))) for _ in range(MAX_RUNNING)]
-        with closing(send(program, prompt=[10**6])) as last:
-            # The scheduler refuses this one: the others have reached it before.
-            assert last.getresponse().status == 400
+        self._whole = []
+        for fields in [{}] * (MAX_RUNNING - 1) + [waiting]:
+            self._whole.append(resources.enter_context(closing(send(program, **fields))))
+            wait_for_metric(program, "requests_running", min(len(self._whole) + 1, MAX_RUNNING))
+        wait_for_metric(program, "requests_waiting", 1)
 
     def assert_failed(self, reason: str) -> None:
         """Each got an error that gives the reason."""
+        self.assert_running_failed(reason)
+        self._assert_whole_failed(self._whole[-1:], reason)
+
+    def assert_running_failed(self, reason: str) -> None:
+        """Each but the one that waited got an error that gives the reason."""
         *_, last = self._stream
         assert reason in last["error"]["message"]
-        for connection in self._whole:
+        self._assert_whole_failed(self._whole[:-1], reason)
+
+    def waiting_text(self) -> str:
+        """The answer to the one that waited."""
+        response = self._whole[-1].getresponse()
+        assert response.status == 200
+        text: str = json.loads(response.read())["choices"][0]["text"]
+        return text
+
+    def _assert_whole_failed(self, connections: list[HTTPConnection], reason: str) -> None:
+        for connection in connections:
             response = connection.getresponse()
             assert response.status == 503
             assert reason in json.loads(response.read())["error"]["message"]
@@ -136,25 +165,31 @@ def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
         program.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    ("name", "argv"),
-    [
-        ("scheduler-1", ["--tp", "2"]),
-        ("detokenizer", ["--num-tokenizer", "0"]),
-        ("tokenizer-1", ["--num-tokenizer", "2"]),
-    ],
-)
-def test_when_a_worker_is_killed_every_request_gets_the_reason_and_all_end(
-    name: str, argv: list[str], folder: Path
-) -> None:
-    with Program(*small_server(folder, *argv)) as program:
+def fail(program: Program, fault: Callable[[psutil.Process], None], name: str) -> None:
+    """Let a worker fail under requests. Those that had begun get the reason, one an answer."""
+    with ExitStack() as resources:
+        opened = OpenRequests(program, resources, prompt="the fox", max_tokens=8)
+        fault(program.workers()[name])
+        opened.assert_running_failed(name)
+        assert opened.waiting_text() == text_after("the fox", 8)
+    wait_until(program.is_healthy, "it accepts requests")
+    program.remember_processes()
+
+
+def test_a_worker_that_dies_or_hangs_is_replaced_until_it_happens_too_often(folder: Path) -> None:
+    with Program(*small_server(folder, "--tp", "2", "--step-timeout-s", "10")) as program:
         program.wait_ready()
+        fail(program, psutil.Process.kill, "scheduler-1")
+        assert "scheduler-1 died with exit code -9" in program.stderr
+        fail(program, psutil.Process.suspend, "detokenizer")
+        assert "detokenizer did nothing for 10 s" in program.stderr
+        assert_answers(program)
         with ExitStack() as resources:
             opened = OpenRequests(program, resources)
-            program.workers()[name].kill()
-            opened.assert_failed(f"{name} died")
+            program.workers()["tokenizer-0"].kill()
+            opened.assert_failed("tokenizer-0 died")
         assert program.wait() == 1
-        assert f"{name} died with exit code -9" in last_line(program)
+        assert "3 failures within a minute" in last_line(program)
         program.assert_nothing_is_left()
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.supervisor import Ready, StartupReport, Supervisor
+from minisgl.utils.supervisor import Failure, Ready, StartupReport, Supervisor
 
 
 def fails(ready: Ready) -> None:
@@ -77,12 +78,37 @@ def test_the_exit_code_is_told_though_another_thread_collects_it() -> None:
         assert death == "one died with exit code -9 (SIGKILL)"
 
 
-def test_an_event_loop_that_watches_kills_the_others_too() -> None:
+def next_failure(supervisor: Supervisor, hang_timeout_s: float) -> Failure:
+    return asyncio.run(asyncio.wait_for(supervisor.next_failure(hang_timeout_s), 60))
+
+
+def test_a_child_that_dies_is_a_failure_and_the_others_live_until_they_are_killed() -> None:
     with two_children() as supervisor:
         end("one", signal.SIGKILL)
-        death = asyncio.run(asyncio.wait_for(supervisor.watch(), 60))
-        assert death == "one died with exit code -9 (SIGKILL)"
+        failure = next_failure(supervisor, 3600)
+        assert failure == Failure("one", "one died with exit code -9 (SIGKILL)")
+        assert [child.name for child in multiprocessing.active_children()] == ["two"]
+        supervisor.kill()
         assert_all_end()
+        supervisor.remove()
+
+
+def beats(ready: Ready) -> None:
+    ready(StartupReport())
+    while True:
+        ready.beat()
+        time.sleep(0.01)
+
+
+def test_a_child_that_does_not_beat_is_killed_and_one_that_beats_is_not() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start("alive", f"{__name__}:beats")
+        supervisor.start("stopped", f"{__name__}:beats")
+        supervisor.wait_ready(60)
+        end("stopped", signal.SIGSTOP)
+        failure = next_failure(supervisor, 2)
+        assert failure == Failure("stopped", "stopped did nothing for 2 s")
+        supervisor.kill()
 
 
 def test_children_that_end_with_their_supervisor_have_not_died() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
@@ -39,7 +40,7 @@ def scheduler_worker(
     config = config.resolve(detect_hardware())
     if config.device == "cpu":
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
-    inbox, outbox = _queues(config, rank, addresses)
+    inbox, outbox = _queues(config, rank, addresses, ready.beat)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)
     scheduler.pending_grammars.read_tokenizer()
@@ -53,13 +54,15 @@ def scheduler_worker(
         last.close()
 
 
-def _queues(config: SchedulerConfig, rank: int, addresses: Addresses) -> tuple[Inbox, Outbox]:
+def _queues(
+    config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
+) -> tuple[Inbox, Outbox]:
     if rank > 0:
         return FollowerInbox(
-            PullQueue(addresses.rank(rank), decoder(BatchBackendMsg))
+            PullQueue(addresses.rank(rank), decoder(BatchBackendMsg), beat)
         ), DiscardOutbox()
     queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
-        addresses.backend, decoder(BackendMsg | BatchBackendMsg)
+        addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
     )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
     outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))

@@ -26,6 +26,7 @@ _AT_LEAST_1 = (
     "keep_alive_timeout_s",
     "max_body_mb",
     "start_timeout_s",
+    "step_timeout_s",
 )
 _AT_LEAST_0 = ("num_tokenizer", "drain_timeout_s")
 
@@ -80,6 +81,9 @@ class ServerConfig(SchedulerConfig):
     keep_alive_timeout_s: int = option(30, "seconds that a connection may be idle between requests")
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
+    step_timeout_s: int = option(
+        120, "seconds that a worker may spend on a step or a prompt; then it is killed and replaced"
+    )
     drain_timeout_s: int = option(
         30, "seconds that open requests may take after SIGTERM; new ones get a 503 meanwhile"
     )

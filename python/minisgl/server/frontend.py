@@ -12,7 +12,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from minisgl.core import IntArray, SamplingParams
 from minisgl.errors import (
@@ -36,6 +38,7 @@ from minisgl.message import (
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
+    encode,
     join_replies,
     open_prompt,
     pack_ids,
@@ -44,7 +47,7 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.http.metrics import Metrics, Stopwatch
 from minisgl.utils.garbage import collect_when_idle
-from minisgl.utils.mp import AsyncPullQueue, PushQueue
+from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +96,15 @@ class Generation:
     def has_ended(self) -> bool:
         """Whether all final replies were read; never after an error."""
         return not self._index_of and self.error is None
+
+    @property
+    def uids(self) -> list[int]:
+        """Those whose final reply was not read."""
+        return list(self._index_of)
+
+    def rename(self, uid: int, new_uid: int) -> None:
+        """Let a uid that has no reply yet have another name."""
+        self._index_of[new_uid] = self._index_of.pop(uid)
 
     def put(self, reply: UserReply) -> None:
         """Add a reply. An error ends the whole request."""
@@ -221,8 +233,35 @@ class Generation:
         self._unread.clear()
 
 
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request without its final reply.
+
+    Attributes:
+        unanswered: its message, until the first reply; with it the request can be sent again.
+        is_second_try: whether it was.
+    """
+
+    generation: Generation
+    stopwatch: Stopwatch
+    unanswered: TokenizeMsg | None
+    is_second_try: bool = False
+
+    @property
+    def can_be_sent_again(self) -> bool:
+        return self.unanswered is not None and not self.is_second_try
+
+
+def connect_tokenizers(addresses: Addresses) -> list[PushQueue[TokenizerMsg]]:
+    return [PushQueue(address, encode) for address in addresses.tokenizers]
+
+
 class Frontend:
-    """Sends prompts to the tokenizers and delivers replies to the generations that wait."""
+    """Sends prompts to the tokenizers and delivers replies to the generations that wait.
+
+    Between `suspend` and `resume` there are no workers. A uid belongs to one epoch of them: what is
+    sent again has a new one, so that a reply to the old uid is nobody's.
+    """
 
     def __init__(
         self,
@@ -233,10 +272,11 @@ class Frontend:
         self._tokenizers = tokenizers
         self._incoming = replies
         self._max_open = max_open_requests
-        self._open: dict[int, tuple[Generation, Stopwatch]] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._codec_replies: dict[int, asyncio.Future[CodecReply]] = {}
         self._uids = itertools.count()
-        self._refusal: Unavailable | EngineFailed | None = None
+        self._end: Unavailable | EngineFailed | None = None  # of the server
+        self._outage: Unavailable | None = None  # while there are no workers
         self.metrics = Metrics()
 
     @property
@@ -247,7 +287,7 @@ class Frontend:
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
         """Why no request is accepted now, or None."""
-        return self._refusal
+        return self._end or self._outage
 
     @property
     def num_open(self) -> int:
@@ -275,8 +315,9 @@ class Frontend:
         for uid, (prompt, uid_sampling) in zip(
             uids, itertools.product(prompts, samplings), strict=True
         ):
-            self._tokenizer_of(uid).put(TokenizeMsg(uid, prompt, uid_sampling, uids[0]))
-            self._open[uid] = (generation, Stopwatch(self.metrics))
+            msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
+            self._tokenizer_of(uid).put(msg)
+            self._open[uid] = _OpenRequest(generation, Stopwatch(self.metrics), msg)
         return generation
 
     def check_num_answers(self, num_prompts: int, n: int) -> None:
@@ -292,8 +333,8 @@ class Frontend:
             )
 
     def _check_capacity(self, num_requests: int) -> None:
-        if self._refusal:
-            raise self._refusal
+        if self.refusal:
+            raise self.refusal
         if self.num_open + num_requests > self._max_open:
             raise QueueFull(self.num_open, self._max_open)
 
@@ -343,7 +384,7 @@ class Frontend:
         try:
             reply = await self._codec_replies[uid]
         except asyncio.CancelledError:
-            self._tokenizer_of(uid).put(AbortMsg(uid))
+            self._send_abort(uid)
             raise
         finally:
             self._codec_replies.pop(uid, None)
@@ -355,12 +396,19 @@ class Frontend:
         """Abort a request. Its remaining replies are dropped."""
         if self._open.pop(uid, None):
             self.metrics.aborts.inc()
+            self._send_abort(uid)
+
+    def _send_abort(self, uid: int) -> None:
+        if self._outage is None:
             self._tokenizer_of(uid).put(AbortMsg(uid))
 
     async def run(self) -> None:
         """Deliver replies, for ever."""
         while True:
-            match await self._incoming.get():
+            msg = await self._incoming.get()
+            if self._outage is not None:  # it is of an earlier epoch
+                continue
+            match msg:
                 case BatchFrontendMsg(replies, stats):
                     if stats:
                         self.metrics.update(stats)
@@ -388,31 +436,71 @@ class Frontend:
             future.set_result(reply)
 
     def _deliver(self, reply: UserReply) -> None:
-        opened = self._open.get(reply.uid)
-        if opened is None:  # its generation was closed
+        request = self._open.get(reply.uid)
+        if request is None:  # its generation was closed
             return
-        generation, stopwatch = opened
-        stopwatch.observe(reply)
+        request.unanswered = None
+        request.stopwatch.observe(reply)
         if reply.is_final:
             del self._open[reply.uid]
-        generation.put(reply)
+        request.generation.put(reply)
 
     async def drain(self, reason: str) -> None:
         """Refuse new requests, and wait until all open ones have ended."""
-        self._refusal = Unavailable(reason)
+        self._end = Unavailable(reason)
         while self.num_open:
             await asyncio.sleep(_IDLE_CHECK_S)
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
         failure = EngineFailed(reason)
-        self._refusal = failure
-        for generation in {generation for generation, _ in self._open.values()}:
+        self._end = failure
+        for generation in {request.generation for request in self._open.values()}:
             generation.fail(failure)
         self._open.clear()
+        self._fail_questions(failure)
+
+    def _fail_questions(self, error: Unavailable | EngineFailed) -> None:
         for future in self._codec_replies.values():
             if not future.done():
-                future.set_exception(failure)
+                future.set_exception(error)
+
+    def suspend(self, reason: str, outage_s: int) -> None:
+        """Cut the workers off, for about `outage_s` seconds; they are dead or will be killed.
+
+        New requests are refused. Of the open ones, those that have begun to answer end with an
+        error, and so do those that were sent twice; the others wait.
+        """
+        for queue in self._tokenizers:
+            queue.drop()
+        self._tokenizers = []
+        self._outage = Unavailable(f"the engine starts again: {reason}", outage_s)
+        self._fail_questions(self._outage)
+        failure = EngineFailed(f"the engine failed: {reason}")
+        requests = self._open.values()
+        for generation in {each.generation for each in requests if not each.can_be_sent_again}:
+            for uid in generation.uids:
+                self._open.pop(uid, None)
+            generation.fail(failure)
+
+    def resume(self, tokenizers: list[PushQueue[TokenizerMsg]]) -> None:
+        """Send what waits to new workers, and accept new requests."""
+        self._tokenizers = tokenizers
+        self._outage = None
+        self.metrics.begin_epoch()
+        waiting = self._open
+        self._open = {}
+        for uid, request in waiting.items():
+            new_uid = next(self._uids)
+            request.generation.rename(uid, new_uid)
+            self._send_again(new_uid, request)
+
+    def _send_again(self, uid: int, request: _OpenRequest) -> None:
+        assert request.unanswered is not None
+        request.unanswered = msgspec.structs.replace(request.unanswered, uid=uid)
+        request.is_second_try = True
+        self._tokenizer_of(uid).put(request.unanswered)
+        self._open[uid] = request
 
     def shut_down(self) -> None:
         """Let the workers end, and close the queues."""

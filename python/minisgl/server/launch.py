@@ -2,7 +2,7 @@
 
     read the options, fetch the model ─▶ start the workers ─▶ all ready ─▶ listen, serve
                                                                                 │
-                                             a signal, a dead worker, or the end of the shell
+                                             a signal, too many failures, or the end of the shell
                                                                                 │
     folder removed, exit code ◀─ workers ended ◀─ open requests ended, or with an error ◀─┘
 
@@ -22,14 +22,13 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.capacity import BACKLOG, fit_connections, raise_limit
+from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
-from minisgl.utils.mp import Addresses
 from minisgl.utils.private_folder import private_folder
 from minisgl.utils.supervisor import Supervisor
 
@@ -52,18 +51,21 @@ def _run(config: ServerConfig) -> int:
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
     config = _fit_connections(config.agree(folder))
-    with _interruptible(), _listen(config) as listener, private_folder() as ipc:
-        addresses = Addresses(ipc, config.num_tokenizer)
-        with Supervisor(config.log_level) as supervisor:
-            _start_workers(
-                supervisor, config, addresses, config.max_seq_len or model_config.max_position
-            )
-            from minisgl.server.serve import serve, served_model  # here, while the workers start
+    max_seq_len = config.max_seq_len or model_config.max_position
+    with (
+        _interruptible(),
+        _listen(config) as listener,
+        private_folder() as ipc,
+        Supervisor(config.log_level) as supervisor,
+    ):
+        workers = Workers(config, supervisor, ipc, max_seq_len)
+        workers.start()
+        from minisgl.server.serve import serve, served_model  # here, while the workers start
 
-            reports = supervisor.wait_ready(config.start_timeout_s)
-            _accept_connections(listener)
-            model = served_model(name, model_config, reports, config)
-            serve(config, model, addresses, supervisor, listener)
+        reports = workers.wait_ready()
+        _accept_connections(listener)
+        model = served_model(name, model_config, reports, config)
+        serve(config, model, workers, listener)
     return 0
 
 
@@ -110,26 +112,3 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _start_workers(
-    supervisor: Supervisor, config: ServerConfig, addresses: Addresses, max_seq_len: int
-) -> None:
-    assert config.model
-    for rank in range(config.tp):
-        supervisor.start(
-            f"scheduler-{rank}", "minisgl.scheduler:scheduler_worker", config, rank, addresses
-        )
-    inboxes = {"detokenizer": addresses.detokenizer}
-    inboxes |= {f"tokenizer-{i}": addresses.tokenizers[i] for i in range(config.num_tokenizer)}
-    for name, inbox in inboxes.items():
-        supervisor.start(
-            name,
-            "minisgl.tokenizer:tokenize_worker",
-            Path(config.model),
-            max_seq_len,
-            inbox,
-            addresses,
-            config.allow_control_tokens,
-            config.tool_call_parser is None,
-        )

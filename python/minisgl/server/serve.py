@@ -19,21 +19,22 @@ import uvicorn
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed
-from minisgl.message import FrontendMsg, TokenizerMsg, decoder, encode
+from minisgl.message import FrontendMsg, decoder
 from minisgl.server.api_server import create_app, warm_up
 from minisgl.server.args import ServerConfig
-from minisgl.server.frontend import Frontend
+from minisgl.server.frontend import Frontend, connect_tokenizers
 from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
+from minisgl.server.recovery import Recovery
 from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
+from minisgl.server.workers import Workers
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
-from minisgl.utils.supervisor import StartupReport, Supervisor
+from minisgl.utils.mp import AsyncPullQueue
+from minisgl.utils.supervisor import StartupReport
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ def served_model(
 def serve(
     config: ServerConfig,
     model: ServedModel,
-    addresses: Addresses,
-    supervisor: Supervisor,
+    workers: Workers,
     listener: socket.socket,
 ) -> None:
     """Serve until a signal, the end of the shell, or a failure.
@@ -81,22 +81,23 @@ def serve(
     After a signal, or the end of the shell, open requests have `drain_timeout_s` to end.
 
     Raises:
-        EngineFailed: a worker died; every open request has ended with this error.
+        EngineFailed: workers failed too often; every open request has ended with this error.
         KeyboardInterrupt: a second signal came; so has every open request.
     """
-    asyncio.run(_serve(config, model, addresses, supervisor, listener))
+    asyncio.run(_serve(config, model, workers, listener))
 
 
 async def _serve(
     config: ServerConfig,
     model: ServedModel,
-    addresses: Addresses,
-    supervisor: Supervisor,
+    workers: Workers,
     listener: socket.socket,
 ) -> None:
-    queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
-    replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(addresses.frontend, decoder(FrontendMsg))
-    frontend = Frontend(queues, replies, config.max_open_requests)
+    replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
+        workers.addresses.frontend, decoder(FrontendMsg)
+    )
+    tokenizers = connect_tokenizers(workers.addresses)
+    frontend = Frontend(tokenizers, replies, config.max_open_requests)
     app = create_app(
         frontend,
         model,
@@ -113,7 +114,7 @@ async def _serve(
     tasks = _Tasks(
         serving=asyncio.create_task(http.serve([listener])),
         delivery=asyncio.create_task(frontend.run()),
-        watch=asyncio.create_task(supervisor.watch()),
+        recovery=asyncio.create_task(Recovery(workers, frontend).run()),
         leave=asyncio.create_task(_wait_to_leave(config, model, frontend, signals)),
         hurry=asyncio.create_task(signals.second.wait()),
     )
@@ -131,19 +132,19 @@ class _Tasks:
     """What runs while the server does.
 
     Attributes:
-        watch: ends with the reason when a worker dies.
+        recovery: ends with an error when the workers cannot be started again.
         leave: ends when the server shall, after a signal or the end of the shell.
         hurry: ends when it shall do so at once.
     """
 
     serving: asyncio.Task[None]
     delivery: asyncio.Task[None]
-    watch: asyncio.Task[str]
+    recovery: asyncio.Task[None]
     leave: asyncio.Task[None]
     hurry: asyncio.Task[Any]
 
     async def cancel(self) -> None:
-        tasks = (self.serving, self.delivery, self.watch, self.leave, self.hurry)
+        tasks = (self.serving, self.delivery, self.recovery, self.leave, self.hurry)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,15 +154,15 @@ async def _serve_until_the_end(
     tasks: _Tasks, frontend: Frontend, http: uvicorn.Server, drain_timeout_s: float
 ) -> None:
     """Serve; then open requests end, by themselves or with an error, and after them connections."""
-    needed = {tasks.serving, tasks.delivery, tasks.watch}
+    needed = {tasks.serving, tasks.delivery, tasks.recovery}
     await _wait_for_one({*needed, tasks.leave})
     if tasks.leave.done():
         draining = asyncio.create_task(frontend.drain(_SHUTTING_DOWN))
         await _wait_for_one({*needed, draining, tasks.hurry}, drain_timeout_s)
         draining.cancel()
 
-    failure = tasks.watch.result() if tasks.watch.done() else None
-    frontend.fail(failure or _SHUTTING_DOWN)
+    failure = tasks.recovery.exception() if tasks.recovery.done() else None
+    frontend.fail(str(failure or _SHUTTING_DOWN))
     http.should_exit = True
     await _wait_for_one({tasks.serving, tasks.hurry})
     http.force_exit = True  # it waits for connections no longer
@@ -170,8 +171,6 @@ async def _serve_until_the_end(
     is_hurried = tasks.hurry.done()
     finished = [task for task in (*needed, tasks.leave) if task.done()]
     await tasks.cancel()
-    if failure:
-        raise EngineFailed(failure)
     if is_hurried:
         raise KeyboardInterrupt
     for task in finished:

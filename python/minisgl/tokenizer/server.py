@@ -217,7 +217,7 @@ def tokenize_worker(
         CheckpointError: the folder has no usable tokenizer.
     """
     _hide_torch()
-    queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg))
+    queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg), ready.beat)
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
     worker = TokenizeWorker(

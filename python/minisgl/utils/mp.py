@@ -17,6 +17,7 @@ import zmq.asyncio
 
 M = TypeVar("M")
 _LINGER_MS = 1000
+_BEAT_INTERVAL_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,17 @@ class Addresses:
     Attributes:
         num_tokenizer: tokenizers with a queue of their own; with zero the detokenizer's queue is
             used.
+        epoch: how often the workers were started again. Every start has sockets of its own but for
+            the frontend's, so that no worker reads what was meant for one before it.
     """
 
     folder: Path
     num_tokenizer: int = 0
+    epoch: int = 0
 
     @property
     def frontend(self) -> str:
-        return self._socket("frontend")
+        return f"ipc://{self.folder / 'frontend'}"
 
     @property
     def backend(self) -> str:
@@ -55,10 +59,10 @@ class Addresses:
     @property
     def rendezvous(self) -> Path:
         """The file through which tensor-parallel ranks find each other."""
-        return self.folder / "rendezvous"
+        return self.folder / f"rendezvous.{self.epoch}"
 
     def _socket(self, name: str) -> str:
-        return f"ipc://{self.folder / name}"
+        return f"ipc://{self.folder / name}.{self.epoch}"
 
 
 class PushQueue(Generic[M]):
@@ -79,19 +83,33 @@ class PushQueue(Generic[M]):
         """Wait up to a second until all messages are sent, then drop the rest."""
         self._context.destroy(linger=_LINGER_MS)
 
+    def drop(self) -> None:
+        """Close, and drop what is not sent."""
+        self._context.destroy(linger=0)
+
 
 class PullQueue(Generic[M]):
-    """The reading end."""
+    """The reading end.
 
-    def __init__(self, address: str, decode: Callable[[bytes], M]) -> None:
+    Args:
+        beat: is called at every look for a message, and twice a second while none comes.
+    """
+
+    def __init__(
+        self, address: str, decode: Callable[[bytes], M], beat: Callable[[], None] = lambda: None
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._decode = decode
+        self._beat = beat
 
     def get(self) -> M:
         """Wait for the next message."""
+        self._beat()
+        while not self._socket.poll(_BEAT_INTERVAL_MS):
+            self._beat()
         return self._decode(self._socket.recv())
 
     def wait(self, *descriptors: int) -> bool:
@@ -107,6 +125,7 @@ class PullQueue(Generic[M]):
 
     def drain(self, *, block: bool = False) -> list[M]:
         """Return all messages that have arrived; with `block`, wait for at least one."""
+        self._beat()
         msgs = [self.get()] if block else []
         while self._socket.poll(0):
             msgs.append(self.get())

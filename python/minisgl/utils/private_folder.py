@@ -34,7 +34,7 @@ def private_folder() -> Iterator[Path]:
     """
     _remove_stale_folders(Path(gettempdir()))
     with TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
-        if len(os.fsencode(name)) + len("/tokenizer-000") > zmq.IPC_PATH_MAX_LEN:
+        if len(os.fsencode(name)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:
             raise ConfigError(
                 f"the temporary folder {name} is too long for a socket name; set TMPDIR"
             )

@@ -1,14 +1,18 @@
-"""Child processes: they start together, are ready together, and all end when one dies.
+"""Child processes: they start together, are ready together, and their ends are noticed.
 
 Owns the processes. Each child reports over a pipe, in JSON, that it is ready or why it cannot
-start. No child outlives this process (`die_with_parent`). None outlives another one for long: the
-rest of a tensor-parallel group would wait for the dead rank in a collective, which nothing but the
-end of a process interrupts.
+start. No child outlives this process (`die_with_parent`). The rest of a tensor-parallel group would
+wait for a dead rank in a collective, which nothing but the end of a process interrupts: so `LLM`
+lets all children end with the first, and the server asks for the next failure and kills the rest.
+
+A child that lives may still hang. Each has a counter in shared memory, its *beat*, which it raises
+whenever it looks for messages. If it stands still for too long, the child is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -17,7 +21,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -33,6 +36,7 @@ from minisgl.utils.logger import set_up_logging
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
+_TICK_S = 0.5
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
@@ -66,15 +70,28 @@ class StartupReport(msgspec.Struct, frozen=True):
     tokenizer: TokenizerInfo | None = None
 
 
-Ready = Callable[[StartupReport], None]
+class Ready:
+    """A child's way to its supervisor: call it with a report, then beat."""
+
+    def __init__(self, writer: Connection, beats: ctypes.c_ulong) -> None:
+        self._writer = writer
+        self._beats = beats
+
+    def __call__(self, report: StartupReport) -> None:
+        self._writer.send_bytes(msgspec.json.encode(report))
+
+    def beat(self) -> None:
+        """Say that this process goes on; costs nothing."""
+        self._beats.value += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process, and the reading end of the pipe for its reports."""
+    """A process, the reading end of the pipe for its reports, and its beat."""
 
     process: SpawnProcess
     reader: Connection
+    beats: ctypes.c_ulong
 
     def read_report(self) -> StartupReport | None:
         """Wait for a report. None if the process has closed its end before."""
@@ -84,10 +101,18 @@ class _Child:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A child that died or hung: its name, and what happened, as a clause."""
+
+    name: str
+    reason: str
+
+
 class Supervisor:
     """A set of named children.
 
-    `start` them, `wait_ready`, then `watch` for the first death in an event loop, or
+    `start` them, `wait_ready`, then wait for the `next_failure` in an event loop, or
     `end_together`. At the end of the `with` block they have a few seconds to end; then they are
     killed. After an error they are killed at once.
     """
@@ -112,15 +137,16 @@ class Supervisor:
             body: "module:function". Only the new process imports the module.
         """
         reader, writer = self._context.Pipe(duplex=False)
+        beats = self._context.RawValue(ctypes.c_ulong)
         process = self._context.Process(
             target=_run_worker,
-            args=(name, os.getpid(), writer, self._log_level, body, *args),
+            args=(name, os.getpid(), writer, beats, self._log_level, body, *args),
             name=name,
             daemon=True,
         )
         process.start()
         writer.close()
-        self._children[name] = _Child(process, reader)
+        self._children[name] = _Child(process, reader, beats)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child.
@@ -145,23 +171,52 @@ class Supervisor:
             _raise_failure(reports)
         return reports
 
-    async def watch(self) -> str:
-        """Wait until a child dies, and kill the others.
+    async def next_failure(self, hang_timeout_s: float) -> Failure:
+        """Wait until a child dies, or hangs for so long and is killed. All must be ready.
 
-        Returns:
-            the name of the first and its exit code, as a sentence.
+        Time counts only while this process runs too: a machine may sleep.
         """
+        hang_reasons: dict[str, str] = {}
+        last_beats: dict[str, int] = {}
+        num_still_ticks = dict.fromkeys(self._children, 0)
+        while not self._dead_children():
+            await self._wait_for_a_sentinel(_TICK_S)
+            for name, child in self._children.items():
+                is_still = last_beats.get(name) == child.beats.value
+                last_beats[name] = child.beats.value
+                num_still_ticks[name] = num_still_ticks[name] + 1 if is_still else 0
+                if num_still_ticks[name] * _TICK_S >= hang_timeout_s:
+                    hang_reasons[name] = f"{name} did nothing for {hang_timeout_s:g} s"
+                    child.process.kill()
+        first = self._first_death()
+        return Failure(first, hang_reasons.get(first) or self._describe_death(first))
+
+    async def _wait_for_a_sentinel(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         has_died = asyncio.Event()
         sentinels = self.sentinels
         for sentinel in sentinels:
             loop.add_reader(sentinel, has_died.set)
         try:
-            await has_died.wait()
+            async with asyncio.timeout(timeout_s):
+                await has_died.wait()
+        except TimeoutError:
+            pass
         finally:
             for sentinel in sentinels:
                 loop.remove_reader(sentinel)
-        return self._end_after_a_death()
+
+    def kill(self) -> None:
+        """Kill all children. Returns at once; `remove` waits."""
+        for child in self._children.values():
+            child.process.kill()
+
+    def remove(self) -> None:
+        """Wait until killed children have ended, and forget them."""
+        for child in self._children.values():
+            child.process.join()
+            child.reader.close()
+        self._children.clear()
 
     def end_together(self) -> None:
         """From now on, when a child dies, kill the others at once.
@@ -187,18 +242,21 @@ class Supervisor:
             self._death = self._end_after_a_death()
 
     def _end_after_a_death(self) -> str:
-        dead = set(wait(self.sentinels, timeout=0))
-        names = [name for name in self._children if self._child_sentinel(name) in dead]
-        # Others may have failed since, because they lack the first. It was rather killed than
-        # that it failed in the same way.
-        first = min(names, key=self._exit_code)
-        description = self._describe_death(first)
-        for child in self._children.values():
-            child.process.kill()
+        description = self._describe_death(self._first_death())
+        self.kill()
         return description
 
-    def _child_sentinel(self, name: str) -> int:
-        return self._children[name].process.sentinel
+    def _dead_children(self) -> list[str]:
+        dead = set(wait(self.sentinels, timeout=0))
+        return [name for name, child in self._children.items() if child.process.sentinel in dead]
+
+    def _first_death(self) -> str:
+        """The name of the child that died first.
+
+        Others may have failed since, because they lack the first. It was rather killed than that
+        it failed in the same way.
+        """
+        return min(self._dead_children(), key=self._exit_code)
 
     def _exit_code(self, name: str) -> int:
         """The exit code of a dead child, negative for a signal.
@@ -252,9 +310,7 @@ class Supervisor:
             process.join()
         if self._guard:
             self._guard.join()
-        for child in self._children.values():
-            child.reader.close()
-        self._children.clear()
+        self.remove()
 
 
 def _raise_failure(reports: list[StartupReport]) -> None:
@@ -271,6 +327,7 @@ def _run_worker(
     name: str,
     parent_pid: int,
     writer: Connection,
+    beats: ctypes.c_ulong,
     log_level: str,
     body: str,
     *args: Any,
@@ -284,11 +341,9 @@ def _run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level)
 
-    def send(report: StartupReport) -> None:
-        writer.send_bytes(msgspec.json.encode(report))
-
+    ready = Ready(writer, beats)
     try:
-        pkgutil.resolve_name(body)(send, *args)
+        pkgutil.resolve_name(body)(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())
@@ -296,6 +351,6 @@ def _run_worker(
         else:
             logger.exception("%s fails", name)
             reason = f"{name}: {type(error).__name__}: {error}"
-        send(StartupReport(failure=reason, is_config_error=isinstance(error, ConfigError)))
+        ready(StartupReport(failure=reason, is_config_error=isinstance(error, ConfigError)))
         writer.close()
         os._exit(1)

@@ -77,6 +77,9 @@ class Metrics:
             "http_requests_total", "HTTP requests by route and status", ["route", "status"]
         )
         self._errors = counter("errors_total", "Errors answered, by their code", ["code"])
+        self._failures = counter(
+            "worker_failures_total", "Workers that died or hung, by their name", ["worker"]
+        )
         self.aborts = counter("aborts_total", "Prompts whose reader went away before the end")
         self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts that were computed")
         self.cached_tokens = counter(
@@ -133,6 +136,13 @@ class Metrics:
 
     def count_error(self, code: str) -> None:
         self._errors.labels(code).inc()
+
+    def count_failure(self, worker: str) -> None:
+        self._failures.labels(worker).inc()
+
+    def begin_epoch(self) -> None:
+        """The scheduler was started again and counts from zero."""
+        self._counted = dict.fromkeys(self._counters, 0)
 
     def update(self, stats: EngineStats) -> None:
         """Set the state of the scheduler after its latest step."""

@@ -1,0 +1,72 @@
+"""What happens when a worker dies or hangs: the workers start again, and requests with them.
+
+    a worker fails ─▶ new requests get a 503 ─▶ the others are killed ─▶ a new epoch starts
+                                                                              │
+       requests without a token are sent again, new ones are accepted ◀─ ready ◀─┘
+
+A request that has begun to answer ends with an error: its answer cannot go on, since its client has
+the beginning. One that has not is sent again, once. Three failures within a minute of service, or
+one before the workers are ready, end the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from minisgl.errors import EngineFailed, MiniSGLError
+from minisgl.server.frontend import Frontend, connect_tokenizers
+from minisgl.server.workers import Workers
+from minisgl.utils.supervisor import Failure
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILURES = 3
+_WITHIN_S = 60.0
+
+
+class Recovery:
+    """Starts the workers of a frontend again, for as long as that helps."""
+
+    def __init__(self, workers: Workers, frontend: Frontend) -> None:
+        self._workers = workers
+        self._frontend = frontend
+        self._served_s: deque[float] = deque(maxlen=_MAX_FAILURES)  # between failures
+
+    async def run(self) -> None:
+        """Recover from every failure, until there are too many.
+
+        Raises:
+            EngineFailed: three workers failed within a minute, or one before it was ready again.
+        """
+        while True:
+            began_at = time.monotonic()
+            failure = await self._workers.next_failure()
+            self._served_s.append(time.monotonic() - began_at)
+            self._frontend.metrics.count_failure(failure.name)
+            self._check_rate(failure)
+            await self._restart(failure)
+
+    def _check_rate(self, failure: Failure) -> None:
+        later = list(self._served_s)[1:]
+        if len(later) == _MAX_FAILURES - 1 and sum(later) < _WITHIN_S:
+            raise EngineFailed(f"{failure.reason}; {_MAX_FAILURES} failures within a minute")
+
+    async def _restart(self, failure: Failure) -> None:
+        logger.error("%s; the engine starts again", failure.reason)
+        self._frontend.suspend(failure.reason, self._workers.start_s)
+        self._workers.kill()
+        await asyncio.to_thread(self._workers.end_epoch)
+        # Here and not in a thread: the kernel kills a child when the thread that made it ends.
+        self._workers.start()
+        try:
+            await asyncio.to_thread(self._workers.wait_ready)
+        except asyncio.CancelledError:
+            self._workers.kill()  # or the thread would wait for their reports
+            raise
+        except MiniSGLError as error:
+            raise EngineFailed(f"{failure.reason}; it does not start again: {error}") from None
+        self._frontend.resume(connect_tokenizers(self._workers.addresses))
+        logger.info("the engine is ready again, after %d s", self._workers.start_s)

@@ -1,0 +1,93 @@
+"""The server's child processes: schedulers, detokenizer and tokenizers.
+
+Each start of all of them is an *epoch*, with sockets of its own. Imports little: the first epoch
+starts before the parent has imported its HTTP server.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from minisgl.server.args import ServerConfig
+from minisgl.utils.mp import Addresses
+from minisgl.utils.supervisor import Failure, StartupReport, Supervisor
+
+
+class Workers:
+    """The children of one server, under its supervisor.
+
+    Args:
+        folder: of the sockets.
+        max_seq_len: no prompt may have more tokens.
+    """
+
+    def __init__(
+        self, config: ServerConfig, supervisor: Supervisor, folder: Path, max_seq_len: int
+    ) -> None:
+        assert config.model
+        self._config = config
+        self._model = Path(config.model)
+        self._supervisor = supervisor
+        self._max_seq_len = max_seq_len
+        self._started_at = 0.0
+        self._start_s = 1.0
+        self.addresses = Addresses(folder, config.num_tokenizer)
+
+    @property
+    def start_s(self) -> int:
+        """About how long the latest complete start took, in seconds, at least one."""
+        return math.ceil(self._start_s)
+
+    def start(self) -> None:
+        """Start all workers, those that take longest first. They must not run already."""
+        self._started_at = time.monotonic()
+        for rank in range(self._config.tp):
+            self._supervisor.start(
+                f"scheduler-{rank}",
+                "minisgl.scheduler:scheduler_worker",
+                self._config,
+                rank,
+                self.addresses,
+            )
+        self._start_tokenizer("detokenizer", self.addresses.detokenizer)
+        for i in range(self._config.num_tokenizer):
+            self._start_tokenizer(f"tokenizer-{i}", self.addresses.tokenizers[i])
+
+    def _start_tokenizer(self, name: str, inbox: str) -> None:
+        self._supervisor.start(
+            name,
+            "minisgl.tokenizer:tokenize_worker",
+            self._model,
+            self._max_seq_len,
+            inbox,
+            self.addresses,
+            self._config.allow_control_tokens,
+            self._config.tool_call_parser is None,
+        )
+
+    def wait_ready(self) -> list[StartupReport]:
+        """Wait for the report of every worker.
+
+        Raises:
+            ConfigError: a worker cannot run with these options or this model.
+            EngineFailed: a worker died or was not ready in time; the message names it.
+        """
+        reports = self._supervisor.wait_ready(self._config.start_timeout_s)
+        self._start_s = time.monotonic() - self._started_at
+        return reports
+
+    async def next_failure(self) -> Failure:
+        """Wait until a worker dies, or hangs for `step_timeout_s` and is killed."""
+        return await self._supervisor.next_failure(self._config.step_timeout_s)
+
+    def kill(self) -> None:
+        """Kill all workers. Returns at once."""
+        self._supervisor.kill()
+
+    def end_epoch(self) -> None:
+        """Wait until killed workers have ended. The next start is a new epoch."""
+        self._supervisor.remove()
+        self.addresses = replace(self.addresses, epoch=self.addresses.epoch + 1)
