@@ -12,6 +12,7 @@
     │   ├─ SlowReader         408: an answer is not read
     │   ├─ QueueFull          429
     │   ├─ TooManyBodies      429
+    │   ├─ RequestTimeout     504: an answer takes too long
     │   └─ Unavailable        503: no request is accepted now
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
@@ -35,6 +36,7 @@ __all__ = [
     "PromptTooLong",
     "QueueFull",
     "RequestError",
+    "RequestTimeout",
     "ResponseNotFound",
     "SlowReader",
     "TooManyBodies",
@@ -171,6 +173,16 @@ class TooManyBodies(RequestError):
         super().__init__(
             f"{num_bytes} bytes of bodies have come and the limit is {limit}; try again later"
         )
+
+
+class RequestTimeout(RequestError):
+    """A request has taken longer than this server lets one take."""
+
+    status = 504
+    code = "timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the request took longer than the limit of {limit_s:g} s")
 
 
 class Unavailable(RequestError):

@@ -129,7 +129,9 @@ async def restartable_frontend() -> AsyncIterator[
 
 @asynccontextmanager
 async def running_frontend(
-    max_open_requests: int = 8, num_tokenizer: int = 1
+    max_open_requests: int = 8,
+    num_tokenizer: int = 1,
+    request_timeout_s: float | None = None,
 ) -> AsyncIterator[tuple[Frontend, FakeWorker]]:
     """A running frontend and the worker that it talks to."""
     with private_folder() as folder:
@@ -138,7 +140,7 @@ async def running_frontend(
         replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
             addresses.frontend, decoder(FrontendMsg)
         )
-        frontend = Frontend(queues, replies, max_open_requests)
+        frontend = Frontend(queues, replies, max_open_requests, request_timeout_s)
         worker = FakeWorker(addresses)
         running = asyncio.create_task(frontend.run())
         try:

@@ -56,6 +56,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "header_timeout_s": (["--header-timeout-s", "3"], 3),
     "body_timeout_s": (["--body-timeout-s", "4"], 4),
     "keep_alive_timeout_s": (["--keep-alive-timeout-s", "5"], 5),
+    "request_timeout_s": (["--request-timeout-s", "60"], 60),
     "max_body_mb": (["--max-body-mb", "1"], 1),
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
     "step_timeout_s": (["--step-timeout-s", "9"], 9),

@@ -25,6 +25,7 @@ _AT_LEAST_1 = (
     "body_timeout_s",
     "keep_alive_timeout_s",
     "max_body_mb",
+    "request_timeout_s",
     "start_timeout_s",
     "step_timeout_s",
 )
@@ -79,6 +80,9 @@ class ServerConfig(SchedulerConfig):
     header_timeout_s: int = option(10, "seconds that the head of a request may take")
     body_timeout_s: int = option(60, "seconds that the body of a request may take")
     keep_alive_timeout_s: int = option(30, "seconds that a connection may be idle between requests")
+    request_timeout_s: int | None = option(
+        None, "seconds that a request may take until its last token; auto: no limit"
+    )
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
     step_timeout_s: int = option(

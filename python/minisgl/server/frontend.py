@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from minisgl.errors import (
     InvalidRequest,
     QueueFull,
     RequestError,
+    RequestTimeout,
     SlowReader,
     Unavailable,
 )
@@ -55,6 +58,7 @@ _MAX_UNREAD = 64  # replies to a uid; they are joined then
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
 _IDLE_CHECK_S = 0.05
+_DEADLINE_CHECK_S = 0.25
 
 
 class Generation:
@@ -238,12 +242,14 @@ class _OpenRequest:
     """A request without its final reply.
 
     Attributes:
+        deadline: when it ends with an error, by `time.monotonic`.
         unanswered: its message, until the first reply; with it the request can be sent again.
         is_second_try: whether it was.
     """
 
     generation: Generation
     stopwatch: Stopwatch
+    deadline: float
     unanswered: TokenizeMsg | None
     is_second_try: bool = False
 
@@ -261,6 +267,9 @@ class Frontend:
 
     Between `suspend` and `resume` there are no workers. A uid belongs to one epoch of them: what is
     sent again has a new one, so that a reply to the old uid is nobody's.
+
+    Args:
+        request_timeout_s: a request that takes longer ends with an error; None is no limit.
     """
 
     def __init__(
@@ -268,10 +277,12 @@ class Frontend:
         tokenizers: list[PushQueue[TokenizerMsg]],
         replies: AsyncPullQueue[FrontendMsg],
         max_open_requests: int,
+        request_timeout_s: float | None = None,
     ) -> None:
         self._tokenizers = tokenizers
         self._incoming = replies
         self._max_open = max_open_requests
+        self._timeout_s = request_timeout_s
         self._open: dict[int, _OpenRequest] = {}
         self._codec_replies: dict[int, asyncio.Future[CodecReply]] = {}
         self._uids = itertools.count()
@@ -312,12 +323,14 @@ class Frontend:
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
         uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self, uids, n, joins_replies=sampling.logprobs is None)
+        deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
         for uid, (prompt, uid_sampling) in zip(
             uids, itertools.product(prompts, samplings), strict=True
         ):
             msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
             self._tokenizer_of(uid).put(msg)
-            self._open[uid] = _OpenRequest(generation, Stopwatch(self.metrics), msg)
+            stopwatch = Stopwatch(self.metrics)
+            self._open[uid] = _OpenRequest(generation, stopwatch, deadline, msg)
         return generation
 
     def check_num_answers(self, num_prompts: int, n: int) -> None:
@@ -378,6 +391,16 @@ class Frontend:
         If the caller is cancelled, the tokenizer drops a question that still waits there.
         """
         self._check_capacity(1)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._query_without_limit(make_msg)
+        except TimeoutError:
+            assert self._timeout_s is not None
+            raise RequestTimeout(self._timeout_s) from None
+
+    async def _query_without_limit(
+        self, make_msg: Callable[[int], EncodeMsg | DecodeMsg]
+    ) -> CodecReply:
         uid = next(self._uids)
         self._tokenizer_of(uid).put(make_msg(uid))
         self._codec_replies[uid] = asyncio.get_running_loop().create_future()
@@ -403,7 +426,23 @@ class Frontend:
             self._tokenizer_of(uid).put(AbortMsg(uid))
 
     async def run(self) -> None:
-        """Deliver replies, for ever."""
+        """Deliver replies, and end requests at their deadlines, for ever."""
+        deadlines = asyncio.create_task(self._end_late_requests())
+        try:
+            await self._deliver_replies()
+        finally:
+            deadlines.cancel()
+
+    async def _end_late_requests(self) -> None:
+        while self._timeout_s is not None:
+            await asyncio.sleep(_DEADLINE_CHECK_S)
+            now = time.monotonic()
+            requests = self._open.values()
+            for generation in {each.generation for each in requests if each.deadline < now}:
+                generation.close()
+                generation.fail(RequestTimeout(self._timeout_s))
+
+    async def _deliver_replies(self) -> None:
         while True:
             msg = await self._incoming.get()
             if self._outage is not None:  # it is of an earlier epoch

@@ -97,7 +97,7 @@ async def _serve(
         workers.addresses.frontend, decoder(FrontendMsg)
     )
     tokenizers = connect_tokenizers(workers.addresses)
-    frontend = Frontend(tokenizers, replies, config.max_open_requests)
+    frontend = Frontend(tokenizers, replies, config.max_open_requests, config.request_timeout_s)
     app = create_app(
         frontend,
         model,
