@@ -335,3 +335,17 @@ def test_what_was_written_for_a_row_that_came_back_is_not_written() -> None:
     assert writes.tokens.tolist() == list(range(50, 56))
     assert len(pages.table.drain_writes().pages) == 0
     pages.manager.check_integrity([req])
+
+
+def test_a_flush_drops_what_nobody_uses_and_keeps_the_rest() -> None:
+    pages = Pages(10)
+    for first_token, is_open in ((0, False), (100, True)):
+        req = pages.admitted(12, first_token)
+        pages.manager.publish(req, 12)
+        if not is_open:
+            pages.manager.release(req)
+    assert pages.manager.flush() == 12
+    assert pages.manager.flush() == 0
+    pages.manager.check_integrity([req])
+    assert pages.admitted(12, 0).num_cached == 0
+    assert pages.admitted(13, 100).num_cached == 12

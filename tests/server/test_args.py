@@ -62,6 +62,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "step_timeout_s": (["--step-timeout-s", "9"], 9),
     "drain_timeout_s": (["--drain-timeout-s", "0"], 0),
     "log_level": (["--log-level", "DEBUG"], "DEBUG"),
+    "log_json": (["--log-json"], True),
 }
 FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 

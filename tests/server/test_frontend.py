@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from minisgl.core import SamplingParams
 from minisgl.errors import (
@@ -21,9 +22,12 @@ from minisgl.errors import (
 )
 from minisgl.message import (
     AbortMsg,
+    BatchFrontendMsg,
     CodecReply,
     DecodeMsg,
     EncodeMsg,
+    EngineStats,
+    FlushCacheMsg,
     ReplyError,
     ShutdownMsg,
     TextLogprobs,
@@ -299,6 +303,29 @@ def test_a_request_that_takes_too_long_is_aborted() -> None:
                 await asking
             assert await worker.receive() == AbortMsg(question.uid)
             assert frontend.num_open == 0
+
+    run(scenario())
+
+
+def test_flushes_of_the_cache_are_answered_in_order() -> None:
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            flushes = [asyncio.create_task(frontend.flush_cache()) for _ in range(3)]
+            assert [await worker.receive() for _ in flushes] == [FlushCacheMsg()] * 3
+            flushes[1].cancel()
+            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, num_flushes=1, num_flushed_tokens=8)
+            worker.send_message(BatchFrontendMsg([], stats))
+            assert await flushes[0] == 8
+            stats = structs.replace(stats, num_flushes=3, num_flushed_tokens=12)
+            worker.send_message(BatchFrontendMsg([], stats))
+            assert await flushes[2] == 0
+
+            lost = asyncio.create_task(frontend.flush_cache())
+            await worker.receive()
+            frontend.suspend("it died", 1)
+            for refused in (lost, frontend.flush_cache()):
+                with pytest.raises(Unavailable, match="it died"):
+                    await refused
 
     run(scenario())
 

@@ -82,6 +82,25 @@ def test_a_prefix_is_cached_for_its_key_only(guarded: Program) -> None:
     assert "cache_salt" not in guarded.stderr
 
 
+def flush(program: Program, headers: dict[str, str]) -> httpx.Response:
+    return httpx.post(f"{program.url}/flush_cache", headers=headers, timeout=TIMEOUT_S)
+
+
+def test_a_flush_drops_the_prefixes_that_nobody_uses(guarded: Program) -> None:
+    assert flush(guarded, {}).status_code == 401
+    flush(guarded, BEARER)
+    with guarded.client(KEY) as client:
+        body = {"model": MODEL, "prompt": "the quick brown fox jumps " * 8, "temperature": 0}
+        usages = [client.completions.create(**body, max_tokens=1).usage for _ in range(2)]  # type: ignore[call-overload]
+        assert usages[1].prompt_tokens_details.cached_tokens > 0
+        num_tokens = flush(guarded, BEARER).json()["num_tokens"]
+        assert num_tokens >= usages[1].prompt_tokens_details.cached_tokens
+        again = client.completions.create(**body, max_tokens=1).usage  # type: ignore[call-overload]
+        assert again.prompt_tokens_details.cached_tokens == 0
+    assert flush(guarded, BEARER).json()["num_tokens"] > 0
+    assert flush(guarded, BEARER).json() == {"num_tokens": 0}
+
+
 def scrape(program: Program) -> dict[str, float]:
     response = httpx.get(f"{program.url}/metrics", headers=BEARER, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text

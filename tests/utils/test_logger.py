@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 
 import pytest
 
-from minisgl.utils.logger import RepeatLimit, limit_repeats
+from minisgl.utils.logger import JsonFormatter, RepeatLimit, limit_repeats
 
 
 class Records(logging.Handler):
@@ -59,3 +60,27 @@ def test_a_logger_is_limited_once(logger: logging.Logger) -> None:
     limit_repeats(logger.name)
     limit_repeats(logger.name)
     assert len(logger.filters) == 1
+
+
+def test_a_line_of_json_has_a_records_own_fields_and_its_exception(logger: logging.Logger) -> None:
+    lines: list[str] = []
+    formatter = JsonFormatter("scheduler-0")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(formatter.format(record))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.info('of "%s"\n', "x", extra={"fields": {"status": 200}})
+    try:
+        raise KeyError("a")
+    except KeyError:
+        logger.exception("broken")
+    first, second = [json.loads(line) for line in lines]
+    assert not any("\n" in line for line in lines)
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "INFO",
+        "process": "scheduler-0",
+        "logger": "tests.repeats",
+        "message": 'of "x"\n',
+        "status": 200,
+    }
+    assert second["exception"].endswith("KeyError: 'a'")

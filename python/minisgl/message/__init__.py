@@ -2,6 +2,7 @@
 
     API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
+    API server  ─ FlushCacheMsg ────────────▶  tokenizer    ─ FlushCacheMsg ───▶  scheduler 0
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, StepCostsMsg ─▶  itself, and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
@@ -18,6 +19,7 @@ from minisgl.message.backend import (
     BaseBackendMsg,
     BatchBackendMsg,
     ExitMsg,
+    FlushCacheMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     StepCostsMsg,
@@ -73,6 +75,7 @@ __all__ = [
     "EncodeMsg",
     "EngineStats",
     "ExitMsg",
+    "FlushCacheMsg",
     "FrontendMsg",
     "GrammarCompiledMsg",
     "GrammarVerdictMsg",

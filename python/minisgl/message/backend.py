@@ -33,6 +33,13 @@ class ExitMsg(BaseBackendMsg, frozen=True):
     """Tokenizer → scheduler 0 → ranks: end the loop."""
 
 
+class FlushCacheMsg(BaseBackendMsg, frozen=True):
+    """API server → tokenizer → scheduler 0 → ranks: drop the cached prefixes that nobody uses.
+
+    `EngineStats` says how many tokens that were.
+    """
+
+
 class GrammarVerdictMsg(BaseBackendMsg, frozen=True):
     """Scheduler 0 → itself → ranks: the trial of a grammar has ended.
 
@@ -71,10 +78,22 @@ class BatchBackendMsg(BaseBackendMsg, frozen=True):
     """
 
     msgs: list[
-        UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | StepCostsMsg | ExitMsg
+        UserMsg
+        | AbortBackendMsg
+        | FlushCacheMsg
+        | GrammarVerdictMsg
+        | GrammarCompiledMsg
+        | StepCostsMsg
+        | ExitMsg
     ]
 
 
 BackendMsg: TypeAlias = (
-    UserMsg | AbortBackendMsg | GrammarVerdictMsg | GrammarCompiledMsg | StepCostsMsg | ExitMsg
+    UserMsg
+    | AbortBackendMsg
+    | FlushCacheMsg
+    | GrammarVerdictMsg
+    | GrammarCompiledMsg
+    | StepCostsMsg
+    | ExitMsg
 )

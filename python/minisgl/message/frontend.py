@@ -127,6 +127,7 @@ class EngineStats(BaseMsg, frozen=True):
         num_cached_tokens: tokens that were not, because the prefix cache supplied them.
         budget_tokens, budget_ms: prompt tokens that a step may compute beside running requests, and
             how long it may take for that; of the latest such step, 0 ms if nothing bounds it.
+        num_flushes, num_flushed_tokens: how often the prefix cache was flushed, and what of it.
     """
 
     num_running: int
@@ -139,6 +140,8 @@ class EngineStats(BaseMsg, frozen=True):
     num_cached_tokens: int
     budget_tokens: int = 0
     budget_ms: float = 0.0
+    num_flushes: int = 0
+    num_flushed_tokens: int = 0
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
+from minisgl.message.backend import FlushCacheMsg
 from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import EngineStats, ReplyError
 
@@ -144,5 +145,5 @@ class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
 
 
 TokenizerMsg: TypeAlias = (
-    TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | ShutdownMsg | BatchTokenizerMsg
+    TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | FlushCacheMsg | ShutdownMsg | BatchTokenizerMsg
 )

@@ -203,6 +203,12 @@ class CacheManager:
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
+    def flush(self) -> int:
+        """Drop all cached prefixes that nobody has locked; returns how many tokens they had."""
+        num_pages = self._cache.num_evictable
+        self._give_back(self._cache.evict(num_pages))
+        return num_pages * self.page_size
+
     def check_integrity(self, admitted: list[Req]) -> None:
         """Assert that each page has exactly one owner, and rows name pages that they may read."""
         own = [page for holding in self._held.values() for page in holding.own]

@@ -32,6 +32,7 @@ from minisgl.message import (
     BackendMsg,
     EngineStats,
     ExitMsg,
+    FlushCacheMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     StepCostsMsg,
@@ -175,6 +176,8 @@ class Scheduler:
         self._deferred: dict[int, Req] = {}
         self._in_flight: InFlightStep | None = None
         self._num_steps = 0
+        self._num_flushes = 0
+        self._num_flushed_tokens = 0
         self._counts = EventCounts(self.events)
         log_events(self.events)
         self._reported = self._stats()
@@ -243,6 +246,8 @@ class Scheduler:
             num_cached_tokens=self._counts.num_cached_tokens,
             budget_tokens=self.pacer.latest.num_tokens,
             budget_ms=round(self.pacer.latest.bound_ms, 1),
+            num_flushes=self._num_flushes,
+            num_flushed_tokens=self._num_flushed_tokens,
         )
 
     def _receive(self, msgs: Sequence[BackendMsg]) -> None:
@@ -254,6 +259,9 @@ class Scheduler:
                     if uid in self._live:
                         self.outputs.add_abort(self._live[uid])
                         self._end(self._live[uid], "abort")
+                case FlushCacheMsg():
+                    self._num_flushes += 1
+                    self._num_flushed_tokens += self.cache.flush()
                 case GrammarVerdictMsg():
                     self._open(self.pending_grammars.take_verdict(msg))
                 case GrammarCompiledMsg():

@@ -92,6 +92,7 @@ class ServerConfig(SchedulerConfig):
         30, "seconds that open requests may take after SIGTERM; new ones get a 503 meanwhile"
     )
     log_level: str = option("INFO", "how much to log", _LOG_LEVELS)
+    log_json: bool = option(False, "write each line of the log as a JSON object")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,6 +34,8 @@ from minisgl.message import (
     CodecReply,
     DecodeMsg,
     EncodeMsg,
+    EngineStats,
+    FlushCacheMsg,
     FrontendMsg,
     Prompt,
     ShutdownMsg,
@@ -258,6 +260,35 @@ class _OpenRequest:
         return self.unanswered is not None and not self.is_second_try
 
 
+class _Flushes:
+    """The flushes of an epoch that were asked for; the scheduler does them in this order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._num_done = 0
+        self._num_tokens = 0
+
+    def add(self) -> asyncio.Future[int]:
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        return self._waiting[-1]
+
+    def take(self, stats: EngineStats) -> None:
+        """Answer those that are done. Of several, the first has dropped all that there was."""
+        num_tokens = stats.num_flushed_tokens - self._num_tokens
+        for _ in range(stats.num_flushes - self._num_done):
+            flush = self._waiting.popleft()
+            if not flush.done():  # its client has not gone
+                flush.set_result(num_tokens)
+            num_tokens = 0
+        self._num_done = stats.num_flushes
+        self._num_tokens = stats.num_flushed_tokens
+
+    def fail(self, error: Unavailable | EngineFailed) -> None:
+        for flush in self._waiting:
+            if not flush.done():
+                flush.set_exception(error)
+
+
 def connect_tokenizers(addresses: Addresses) -> list[PushQueue[TokenizerMsg]]:
     return [PushQueue(address, encode) for address in addresses.tokenizers]
 
@@ -285,6 +316,7 @@ class Frontend:
         self._timeout_s = request_timeout_s
         self._open: dict[int, _OpenRequest] = {}
         self._codec_replies: dict[int, asyncio.Future[CodecReply]] = {}
+        self._flushes = _Flushes()
         self._uids = itertools.count()
         self._end: Unavailable | EngineFailed | None = None  # of the server
         self._outage: Unavailable | None = None  # while there are no workers
@@ -415,6 +447,18 @@ class Frontend:
             raise reply.error.rebuild()
         return reply
 
+    async def flush_cache(self) -> int:
+        """Drop all cached prefixes that no request uses; returns how many tokens they had.
+
+        Raises:
+            Unavailable: no request is accepted now.
+            EngineFailed: the engine is gone.
+        """
+        if self.refusal:
+            raise self.refusal
+        self._tokenizers[0].put(FlushCacheMsg())
+        return await self._flushes.add()
+
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
         if self._open.pop(uid, None):
@@ -451,6 +495,7 @@ class Frontend:
                 case BatchFrontendMsg(replies, stats):
                     if stats:
                         self.metrics.update(stats)
+                        self._flushes.take(stats)
                     await self._deliver_all(replies)
                 case UserReply() as refusal:
                     self._deliver(refusal)
@@ -476,7 +521,7 @@ class Frontend:
 
     def _deliver(self, reply: UserReply) -> None:
         request = self._open.get(reply.uid)
-        if request is None:  # its generation was closed
+        if request is None or self._outage:  # its generation was closed, or an epoch has ended
             return
         request.unanswered = None
         request.stopwatch.observe(reply)
@@ -494,6 +539,7 @@ class Frontend:
         """End every open request with an error, and refuse new ones."""
         failure = EngineFailed(reason)
         self._end = failure
+        self._flushes.fail(failure)
         for generation in {request.generation for request in self._open.values()}:
             generation.fail(failure)
         self._open.clear()
@@ -515,6 +561,7 @@ class Frontend:
         self._tokenizers = []
         self._outage = Unavailable(f"the engine starts again: {reason}", outage_s)
         self._fail_questions(self._outage)
+        self._flushes.fail(self._outage)
         failure = EngineFailed(f"the engine failed: {reason}")
         requests = self._open.values()
         for generation in {each.generation for each in requests if not each.can_be_sent_again}:
@@ -527,6 +574,7 @@ class Frontend:
         self._tokenizers = tokenizers
         self._outage = None
         self.metrics.begin_epoch()
+        self._flushes = _Flushes()
         waiting = self._open
         self._open = {}
         for uid, request in waiting.items():

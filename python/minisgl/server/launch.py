@@ -37,7 +37,7 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code. A failure is one line on stderr."""
     try:
         config = parse_args(argv)
-        set_up_logging("server", config.log_level)
+        set_up_logging("server", config.log_level, as_json=config.log_json)
         return _run(config)
     except MiniSGLError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)  # noqa: T201 - how the program ends
@@ -56,7 +56,7 @@ def _run(config: ServerConfig) -> int:
         _interruptible(),
         _listen(config) as listener,
         private_folder() as ipc,
-        Supervisor(config.log_level) as supervisor,
+        Supervisor(config.log_level, log_json=config.log_json) as supervisor,
     ):
         workers = Workers(config, supervisor, ipc, max_seq_len)
         workers.start()

@@ -28,6 +28,7 @@ from minisgl.message import (
     DecodeMsg,
     EncodeMsg,
     ExitMsg,
+    FlushCacheMsg,
     FrontendMsg,
     ReplyError,
     ShutdownMsg,
@@ -110,12 +111,14 @@ class TokenizeWorker:
         if shutdown.stops_scheduler:
             self._backend.put(ExitMsg())
 
-    def _receive(self, msg: Job | AbortMsg | BatchTokenizerMsg) -> None:
+    def _receive(self, msg: Job | AbortMsg | FlushCacheMsg | BatchTokenizerMsg) -> None:
         match msg:
             case AbortMsg(uid):
                 self._abort(uid)
             case BatchTokenizerMsg():
                 self._detokenize(msg)
+            case FlushCacheMsg():
+                self._backend.put(msg)
             case _:
                 self._jobs[msg.uid] = msg
                 self._turns.put(msg.uid, _cost(msg), _flow(msg))

@@ -6,23 +6,52 @@ Neither tokens nor prompts are logged.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+from datetime import UTC, datetime
 
 _REPEAT_INTERVAL_S = 10.0
+_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
-def set_up_logging(process: str, level: str = "INFO") -> None:
+def set_up_logging(process: str, level: str = "INFO", *, as_json: bool = False) -> None:
     """Write this process's records to stderr under its name. Replaces an earlier call."""
     handler = logging.StreamHandler(sys.stderr)
+    text_format = f"%(asctime)s [{process}] %(levelname)s %(message)s"
     handler.setFormatter(
-        logging.Formatter(f"%(asctime)s [{process}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        JsonFormatter(process) if as_json else logging.Formatter(text_format, _TIME_FORMAT)
     )
     root = logging.getLogger("minisgl")
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(level)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one line of JSON.
+
+    A record may bring fields of its own: `logger.info(..., extra={"fields": {...}})`.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time_of_day = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, object] = {
+            "time": time_of_day.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
 
 
 def limit_repeats(*names: str) -> None:

@@ -117,8 +117,9 @@ class Supervisor:
     killed. After an error they are killed at once.
     """
 
-    def __init__(self, log_level: str) -> None:
+    def __init__(self, log_level: str, *, log_json: bool = False) -> None:
         self._log_level = log_level
+        self._log_json = log_json
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, _Child] = {}
         self._guard: threading.Thread | None = None
@@ -140,7 +141,16 @@ class Supervisor:
         beats = self._context.RawValue(ctypes.c_ulong)
         process = self._context.Process(
             target=_run_worker,
-            args=(name, os.getpid(), writer, beats, self._log_level, body, *args),
+            args=(
+                name,
+                os.getpid(),
+                writer,
+                beats,
+                self._log_level,
+                self._log_json,
+                body,
+                *args,
+            ),
             name=name,
             daemon=True,
         )
@@ -329,6 +339,7 @@ def _run_worker(
     writer: Connection,
     beats: ctypes.c_ulong,
     log_level: str,
+    log_json: bool,
     body: str,
     *args: Any,
 ) -> None:
@@ -339,7 +350,7 @@ def _run_worker(
     die_with_parent(parent_pid)
     name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up_logging(name, log_level)
+    set_up_logging(name, log_level, as_json=log_json)
 
     ready = Ready(writer, beats)
     try:

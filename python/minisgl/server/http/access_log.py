@@ -111,26 +111,42 @@ def _write_line(scope: Scope, record: _RequestRecord) -> None:
     level = logging.DEBUG if route in _PROBES else logging.INFO
     if not logger.isEnabledFor(level):
         return
+    method = scope["method"][:16]
+    duration_ms = round(1000 * (time.perf_counter() - record.started_at), 1)
+    details = _details(record)
+    words = [
+        name if value is True else f"{name}={value}"
+        for name, value in {**details, "request_id": record.request_id}.items()
+    ]
     logger.log(
         level,
-        "%s %s %s %.1f ms%s request_id=%s",
-        scope["method"][:16],
+        "%s %s %s %.1f ms %s",
+        method,
         route,
         record.status or "-",
-        1000 * (time.perf_counter() - record.started_at),
-        "".join(f" {word}" for word in _details(record)),
-        record.request_id,
+        duration_ms,
+        " ".join(words),
+        extra={
+            "fields": {
+                "method": method,
+                "route": route,
+                "status": record.status,
+                "duration_ms": duration_ms,
+                **details,
+                "request_id": record.request_id,
+            }
+        },
     )
 
 
-def _details(record: _RequestRecord) -> list[str]:
-    details = []
+def _details(record: _RequestRecord) -> dict[str, str | int]:
+    details: dict[str, str | int] = {}
     if record.error_code:
-        details.append(f"error={record.error_code}")
+        details["error"] = record.error_code
     elif not record.is_complete:
-        details.append("disconnected")
+        details["disconnected"] = True
     usage = record.usage() if record.usage else None
     if usage and usage.total_tokens:
-        details.append(f"prompt_tokens={usage.prompt_tokens}")
-        details.append(f"completion_tokens={usage.completion_tokens}")
+        details["prompt_tokens"] = usage.prompt_tokens
+        details["completion_tokens"] = usage.completion_tokens
     return details

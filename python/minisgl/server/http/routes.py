@@ -13,6 +13,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
@@ -230,6 +231,17 @@ async def detokenize(
     with errors_name_fields(lambda param: param or "tokens"):
         (text,) = await run_while_connected(request, frontend.prompt_texts(body.prompts()))
     return Detokenized(prompt=text)
+
+
+class FlushedCache(BaseModel):
+    num_tokens: int
+
+
+@router.post("/flush_cache", responses=ERRORS)
+async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
+    """Drop all cached prefixes that no request uses, whoever has sent them."""
+    num_tokens = await run_while_connected(request, frontend.flush_cache())
+    return FlushedCache(num_tokens=num_tokens)
 
 
 def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
