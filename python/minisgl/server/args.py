@@ -86,7 +86,7 @@ class ServerConfig(SchedulerConfig):
     max_body_mb: int = option(32, "largest request body, in MiB; larger ones get a 413")
     start_timeout_s: int = option(900, "seconds that the workers may take until they are ready")
     step_timeout_s: int = option(
-        120, "seconds that a worker may spend on a step or a prompt; then it is killed and replaced"
+        300, "seconds that a worker may spend on a step or a prompt; then it is killed and replaced"
     )
     drain_timeout_s: int = option(
         30, "seconds that open requests may take after SIGTERM; new ones get a 503 meanwhile"
