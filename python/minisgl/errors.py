@@ -11,6 +11,7 @@
     │   ├─ ResponseNotFound   404: no response is kept
     │   ├─ SlowReader         408: an answer is not read
     │   ├─ QueueFull          429
+    │   ├─ KeyLimitExceeded   429: a key asks for more than it may
     │   ├─ TooManyBodies      429
     │   ├─ RequestTimeout     504: an answer takes too long
     │   └─ Unavailable        503: no request is accepted now
@@ -32,6 +33,7 @@ __all__ = [
     "InvalidApiKey",
     "InvalidRequest",
     "KernelInputError",
+    "KeyLimitExceeded",
     "MiniSGLError",
     "PromptTooLong",
     "QueueFull",
@@ -161,6 +163,25 @@ class QueueFull(RequestError):
 
     def __init__(self, num_open: int, limit: int) -> None:
         super().__init__(f"{num_open} requests are open and the limit is {limit}; try again later")
+
+
+class KeyLimitExceeded(RequestError):
+    """The request's key has taken all that it may take for now.
+
+    Args:
+        name: of the key, in the operator's file.
+        what: is limited.
+    """
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, name: str, what: str, limit: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"the API key {name!r} is at its limit of {limit} {what}; "
+            f"try again in {retry_after_s} s"
+        )
+        self.retry_after_s = retry_after_s
 
 
 class TooManyBodies(RequestError):

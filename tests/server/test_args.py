@@ -43,6 +43,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "num_tokenizer": (["--num-tokenizer", "0"], 0),
     "api_key": (["--api-key", "a, b", "--api-key", "c"], ("a", "b", "c")),
     "strict_fields": (["--strict-fields"], True),
+    "key_limits": (["--key-limits", "keys.toml"], "keys.toml"),
     "share_prefixes_between_keys": (["--share-prefixes-between-keys"], True),
     "tool_call_parser": (["--tool-call-parser", "mistral"], "mistral"),
     "open_tool_schemas": (["--open-tool-schemas"], True),

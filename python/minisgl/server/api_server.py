@@ -21,9 +21,10 @@ from minisgl.server.frontend import Frontend
 from minisgl.server.http.access_log import REQUEST_ID_HEADER, AccessLog
 from minisgl.server.http.body import BodyReader
 from minisgl.server.http.errors import add_error_handlers, methods_of_path
-from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet
+from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet, KeyQuota
 from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp, document_router
 from minisgl.server.http.routes import open_router, router
+from minisgl.server.key_limits import KeyLimits
 from minisgl.server.openai.validation import RequestBounds
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
@@ -47,6 +48,7 @@ def create_app(
     shares_prefixes: bool = False,
     strict_fields: bool = False,
     body_timeout_s: float = 60,
+    key_limits: KeyLimits | None = None,
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
@@ -56,6 +58,7 @@ def create_app(
         api_keys: a request has to bring one of them; if there are none, no key is needed.
         cors_origins: origins whose pages may call the server from a browser; "*" is all.
         body_timeout_s: how long a body may take to come.
+        key_limits: what each of the keys may take.
         shares_prefixes: whether a request may use prefixes that another key's request has computed.
         strict_fields: whether a field that a request does not declare is an error.
     """
@@ -73,6 +76,8 @@ def create_app(
     )
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    if key_limits:
+        app.add_middleware(KeyQuota, limits=key_limits, metrics=frontend.metrics)
     _add_middleware(app, frontend, api_keys, cors_origins, salts_prefixes)
     add_error_handlers(app)
     app.include_router(document_router)

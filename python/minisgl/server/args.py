@@ -48,6 +48,9 @@ class ServerConfig(SchedulerConfig):
         "keys, one of which a request must bring, with commas or repeated; also in MINISGL_API_KEY",
         secret=True,
     )
+    key_limits: str | None = option(
+        None, "TOML file with limits of keys, by their SHA-256; SIGHUP reads it again"
+    )
     share_prefixes_between_keys: bool = option(
         False,
         "let requests use prefixes that were computed for another key; "

@@ -22,11 +22,13 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.capacity import BACKLOG, fit_connections, raise_limit
+from minisgl.server.key_limits import KeyLimits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.private_folder import private_folder
@@ -47,6 +49,7 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: ServerConfig) -> int:
+    key_limits = KeyLimits(Path(config.key_limits)) if config.key_limits else None
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
@@ -65,7 +68,7 @@ def _run(config: ServerConfig) -> int:
         reports = workers.wait_ready()
         _accept_connections(listener)
         model = served_model(name, model_config, reports, config)
-        serve(config, model, workers, listener)
+        serve(config, model, workers, listener, key_limits)
     return 0
 
 

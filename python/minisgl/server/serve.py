@@ -19,12 +19,14 @@ import uvicorn
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
+from minisgl.errors import ConfigError
 from minisgl.message import FrontendMsg, decoder
 from minisgl.server.api_server import create_app, warm_up
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend, connect_tokenizers
 from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
+from minisgl.server.key_limits import KeyLimits
 from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
@@ -75,6 +77,7 @@ def serve(
     model: ServedModel,
     workers: Workers,
     listener: socket.socket,
+    key_limits: KeyLimits | None = None,
 ) -> None:
     """Serve until a signal, the end of the shell, or a failure.
 
@@ -84,7 +87,7 @@ def serve(
         EngineFailed: workers failed too often; every open request has ended with this error.
         KeyboardInterrupt: a second signal came; so has every open request.
     """
-    asyncio.run(_serve(config, model, workers, listener))
+    asyncio.run(_serve(config, model, workers, listener, key_limits))
 
 
 async def _serve(
@@ -92,6 +95,7 @@ async def _serve(
     model: ServedModel,
     workers: Workers,
     listener: socket.socket,
+    key_limits: KeyLimits | None = None,
 ) -> None:
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
         workers.addresses.frontend, decoder(FrontendMsg)
@@ -107,10 +111,14 @@ async def _serve(
         shares_prefixes=config.share_prefixes_between_keys,
         strict_fields=config.strict_fields,
         body_timeout_s=config.body_timeout_s,
+        key_limits=key_limits,
     )
     await warm_up(app)
     http = create_server(app, connection_limits(config), config.keep_alive_timeout_s)
     signals = _Signals()
+    if key_limits:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, _reload, key_limits)
     tasks = _Tasks(
         serving=asyncio.create_task(http.serve([listener])),
         delivery=asyncio.create_task(frontend.run()),
@@ -206,6 +214,15 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
 def _host_and_port(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reload(key_limits: KeyLimits) -> None:
+    try:
+        key_limits.reload()
+    except ConfigError as error:
+        logger.error("%s; the limits stay as they were", error)
+    else:
+        logger.info("the limits of the keys were read again")
 
 
 class _Signals:

@@ -96,6 +96,12 @@ def note_usage(scope: Scope, usage: Callable[[], Usage]) -> None:
     scope["state"][_RECORD].usage = usage
 
 
+def num_tokens(scope: Scope) -> int:
+    """The tokens of a request and its answer so far."""
+    usage = scope["state"][_RECORD].usage
+    return usage().total_tokens if usage else 0
+
+
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"

@@ -12,14 +12,16 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.errors import InvalidApiKey
-from minisgl.server.http.access_log import note_error
-from minisgl.server.http.errors import error_content
+from minisgl.errors import InvalidApiKey, KeyLimitExceeded, RequestError
+from minisgl.server.http.access_log import note_error, num_tokens
+from minisgl.server.http.errors import error_content, retry_after
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.tenants import KEY_SALT, key_salts
+from minisgl.server.key_limits import KeyLimits
 from minisgl.server.openai.common import error_response
 
 OPEN_PATHS = {"/health"}  # their requests need no key
+_KEY_DIGEST = "key_digest"  # the name in a request's state
 
 
 class ApiKey:
@@ -28,7 +30,8 @@ class ApiKey:
     It comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`.
     One header stands once, with one space behind the scheme, and a key is compared byte by byte.
     Keeps digests of one length and compares with all of them, so that the time it takes says
-    nothing about the keys. If `salts_prefixes`, the key's salt is put into the request's state.
+    nothing about the keys. The key's digest is put into the request's state, and its salt too if
+    `salts_prefixes`.
     """
 
     def __init__(
@@ -46,15 +49,13 @@ class ApiKey:
             return
         digest = self._digest_of_key(scope)
         if digest is not None:
+            state = scope.setdefault("state", {})
+            state[_KEY_DIGEST] = digest
             if self._salts_prefixes:
-                scope.setdefault("state", {})[KEY_SALT] = self._salt_of_digest[digest]
+                state[KEY_SALT] = self._salt_of_digest[digest]
             await self._app(scope, receive, send)
             return
-        error = InvalidApiKey()
-        self._metrics.count_error(error.code)
-        note_error(scope, error.code)
-        content = error_content(scope["path"], error_response(error).error, error.status)
-        response = JSONResponse(content, error.status, {"WWW-Authenticate": "Bearer"})
+        response = _refuse(scope, InvalidApiKey(), self._metrics, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
     def _digest_of_key(self, scope: Scope) -> bytes | None:
@@ -74,6 +75,42 @@ def _keys(headers: Headers) -> list[str]:
         scheme, _, key = credentials.partition(" ")
         keys.append(key if scheme.lower() == "bearer" else "")
     return keys
+
+
+def _refuse(
+    scope: Scope, error: RequestError, metrics: Metrics, headers: dict[str, str]
+) -> JSONResponse:
+    """The answer to a request that no route sees; it is counted and logged."""
+    metrics.count_error(error.code)
+    note_error(scope, error.code)
+    content = error_content(scope["path"], error_response(error).error, error.status)
+    return JSONResponse(content, error.status, headers)
+
+
+class KeyQuota:
+    """Refuses what is above the limits of its key, before its body is read. Only POST counts."""
+
+    def __init__(self, app: ASGIApp, limits: KeyLimits, metrics: Metrics) -> None:
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        digest = scope.get("state", {}).get(_KEY_DIGEST)
+        account = self._limits.account_of(digest) if digest else None
+        if account is None or scope.get("method") != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            account.open()
+        except KeyLimitExceeded as error:
+            headers = retry_after(error.retry_after_s)
+            await _refuse(scope, error, self._metrics, headers)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            account.close(num_tokens(scope))
 
 
 class HeadAsGet:

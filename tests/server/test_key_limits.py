@@ -1,0 +1,136 @@
+"""Limits of API keys: what is above them is refused, and other keys do not notice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from minisgl.errors import ConfigError, KeyLimitExceeded
+from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits
+from tests.server.harness import (
+    BODIES,
+    CHAT,
+    App,
+    HttpCall,
+    assert_is_error,
+    run_with_app,
+    token_replies,
+)
+
+DIGEST = hashlib.sha256(b"sk-one").hexdigest()
+
+
+def limits_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_bucket_holds_a_minutes_worth_and_is_refilled_evenly() -> None:
+    now = 0.0
+    bucket = Bucket(30, lambda: now)
+    bucket.take(30)
+    assert bucket.wait_s(1) == 2
+    bucket.take(30)
+    assert bucket.wait_s(1) == 62
+    now = 60.0
+    assert bucket.wait_s(1) == 2
+    now = 1000.0
+    assert bucket.wait_s(30) == 0
+    assert bucket.wait_s(31) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_tokens", "reason", "retry_after_s"),
+    [
+        ({"requests_per_minute": 1}, 0, "1 requests a minute", 60),
+        ({"tokens_per_minute": 60}, 70, "60 tokens a minute", 11),
+    ],
+)
+def test_what_a_minute_has_is_refused_until_there_is_more(
+    limits: dict[str, int], num_tokens: int, reason: str, retry_after_s: int
+) -> None:
+    account = KeyAccount("batch", KeyLimit(DIGEST, **limits))
+    account.open()
+    account.close(num_tokens)
+    with pytest.raises(KeyLimitExceeded, match=f"'batch' is at its limit of {reason}") as refusal:
+        account.open()
+    assert refusal.value.retry_after_s == retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a]", "missing required field `sha256`"),
+        ("[a]\nsha256 = 'abc'", "regex"),
+        (f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 0", ">= 1"),
+        (f"[a]\nsha256 = '{DIGEST}'\nrequests = 1", "requests"),
+        ("[a", "end of document"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_reason(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        KeyLimits(path)
+
+
+def test_a_bad_file_changes_nothing_when_it_is_read_again(tmp_path: Path) -> None:
+    path = limits_file(tmp_path, f"[a]\nsha256 = '{DIGEST}'")
+    limits = KeyLimits(path)
+    path.write_text("[a")
+    with pytest.raises(ConfigError):
+        limits.reload()
+    assert limits.account_of(bytes.fromhex(DIGEST))
+    path.write_text("")
+    limits.reload()
+    assert limits.account_of(bytes.fromhex(DIGEST)) is None
+
+
+def post(app: App, key: str, **fields: bool) -> HttpCall:
+    headers = [(b"authorization", b"Bearer " + key.encode())]
+    return app.call("POST", CHAT, json.dumps({**BODIES[CHAT], **fields}).encode(), headers=headers)
+
+
+def test_a_key_at_its_limit_gets_429s_and_another_key_its_answers(tmp_path: Path) -> None:
+    text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1\ntokens_per_minute = 5"
+
+    async def scenario(app: App) -> None:
+        first = post(app, "sk-one", stream=True)
+        msg = await app.worker.receive()
+        second = post(app, "sk-one")
+        await second.done
+        error = assert_is_error(second, 429, type="rate_limit_error", code="rate_limit_exceeded")
+        assert "1 open requests" in error["message"]
+        assert int(second.headers["retry-after"]) >= 1
+
+        for reply in token_replies("a", "b", num_prompt=9)(msg):
+            app.worker.send(reply)
+        await first.done
+        assert first.status == 200
+        third = post(app, "sk-one")
+        await third.done
+        assert "5 tokens a minute" in assert_is_error(third, 429)["message"]
+        assert int(third.headers["retry-after"]) >= 60
+
+        models = [(b"authorization", b"Bearer sk-one")]
+        listing = app.call("GET", "/v1/models", headers=models)
+        await listing.done
+        assert listing.status == 200
+        app.worker.answer_with(token_replies("ok"))
+        other = post(app, "sk-two")
+        await other.done
+        assert other.status == 200
+
+    run_with_app(
+        scenario,
+        api_keys=("sk-one", "sk-two"),
+        key_limits=KeyLimits(limits_file(tmp_path, text)),
+    )
