@@ -15,7 +15,9 @@ from minisgl.server.http.metrics import Metrics, Stopwatch
 from tests.server.harness import CHAT, TEXT, App, run_with_app, token_replies, wait_until
 from tests.server.http.test_middleware import KEYS, bearer
 
-FEATURES = Path(__file__).parents[3] / "docs" / "features.md"
+DOCS = Path(__file__).parents[3] / "docs"
+FEATURES = DOCS / "features.md"
+SUFFIXES = ("", "_total", "_bucket", "_count", "_sum")
 Samples = dict[str, float]
 
 
@@ -253,3 +255,13 @@ def test_the_documentation_lists_every_metric_with_its_type_and_no_other() -> No
         for family in families
         if not family.name.endswith("_created")
     ]
+
+
+@pytest.mark.parametrize("name", ["alerts.yml", "dashboard.json"])
+def test_what_operators_are_given_names_metrics_that_there_are(name: str) -> None:
+    text = (DOCS / "operating" / name).read_text()
+    named = set(re.findall(r"minisgl_\w+", text))
+    families = text_string_to_metric_families(Metrics().expose().decode())
+    there_are = {f"{family.name}{suffix}" for family in families for suffix in SUFFIXES}
+    assert named
+    assert named <= there_are
