@@ -34,10 +34,11 @@ with private_folder() as folder:
 
 
 @pytest.fixture
-def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder of this test alone."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of this test alone, with a short name: sockets are to be in it."""
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
 
 
 @contextlib.contextmanager
@@ -183,12 +184,12 @@ def test_a_folder_too_deep_for_a_socket_is_refused_and_left_nowhere(
 
 @pytest.mark.parametrize("letter", ["d", "ö"])
 def test_a_folder_that_is_not_refused_has_room_for_every_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str
+    temp: Path, monkeypatch: pytest.MonkeyPatch, letter: str
 ) -> None:
     """However many bytes a letter has: it is bytes that the system counts."""
     longest = 0
     for length in range(1, 80):
-        deep = tmp_path / (letter * length)
+        deep = temp / (letter * length)
         deep.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(deep))
         with contextlib.suppress(ConfigError), private_folder() as folder:
