@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 
 from minisgl.benchmark.online.load import ClientReport
@@ -133,7 +134,7 @@ def test_gaps_are_binned_by_their_end() -> None:
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib").use("svg")
+    matplotlib.use("svg")
     records = [record(0.1, 0.2, group=STREAMS), record(0.9, group=LONG_PROMPTS)]
     points = {rate: summarize([record(0.1, rate)], Objective())[""] for rate in (1.0, 2.0)}
 

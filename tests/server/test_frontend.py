@@ -36,12 +36,8 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.server.frontend import (
-    _DELIVERIES_A_TURN,
-    _MAX_UNREAD,
-    Generation,
-    _seed_after,
-)
+from minisgl.server.frontend import _DELIVERIES_A_TURN, _seed_after
+from minisgl.server.generation import _MAX_UNREAD, Generation
 from tests.server.harness import (
     restartable_frontend,
     run,
@@ -366,6 +362,33 @@ def test_over_an_outage_requests_without_a_token_go_on_unseen_and_others_fail() 
             assert await texts(batch) == [(0, "whole"), (1, "b")]
             assert await texts(waiting) == [(0, "b")]
             assert frontend.refusal is None
+
+    run(scenario())
+
+
+def test_what_an_earlier_epoch_sent_is_dropped_also_in_the_middle_of_a_batch() -> None:
+    """A batch is delivered in several turns of the loop; the workers may fail between two."""
+
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, worker, restart):
+            first = frontend.submit(["a"], PARAMS)
+            last = frontend.submit(["b"], PARAMS)
+            uids = [(await worker.receive()).uid for _ in range(2)]
+
+            def fail() -> None:
+                first.take()
+                frontend.suspend("it died", 1)
+
+            reading = asyncio.create_task(first.wait_for_more(fail))
+            await asyncio.sleep(0)
+            worker.send(UserReply(uids[0], "x"), UserReply(uids[1], "stale", finish="stop"))
+            with pytest.raises(EngineFailed, match="it died"):
+                await reading
+
+            worker = await restart()
+            again = await worker.receive()
+            worker.send(UserReply(again.uid, "new", finish="stop"))
+            assert await texts(last) == [(0, "new")]
 
     run(scenario())
 

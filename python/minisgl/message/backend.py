@@ -70,24 +70,6 @@ class StepCostsMsg(BaseBackendMsg, frozen=True):
     seconds: tuple[float, float, float, float, float, float]
 
 
-class BatchBackendMsg(BaseBackendMsg, frozen=True):
-    """Messages that a scheduler gets before one step.
-
-    Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it. `LLM` →
-    scheduler 0: the prompts of a call.
-    """
-
-    msgs: list[
-        UserMsg
-        | AbortBackendMsg
-        | FlushCacheMsg
-        | GrammarVerdictMsg
-        | GrammarCompiledMsg
-        | StepCostsMsg
-        | ExitMsg
-    ]
-
-
 BackendMsg: TypeAlias = (
     UserMsg
     | AbortBackendMsg
@@ -97,3 +79,13 @@ BackendMsg: TypeAlias = (
     | StepCostsMsg
     | ExitMsg
 )
+
+
+class BatchBackendMsg(BaseBackendMsg, frozen=True):
+    """Messages that a scheduler gets before one step.
+
+    Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it. `LLM` →
+    scheduler 0: the prompts of a call.
+    """
+
+    msgs: list[BackendMsg]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -23,9 +22,7 @@ from minisgl.errors import (
     EngineFailed,
     InvalidRequest,
     QueueFull,
-    RequestError,
     RequestTimeout,
-    SlowReader,
     Unavailable,
 )
 from minisgl.message import (
@@ -44,199 +41,19 @@ from minisgl.message import (
     TokenizerMsg,
     UserReply,
     encode,
-    join_replies,
     open_prompt,
     pack_ids,
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
+from minisgl.server.generation import Generation
 from minisgl.server.http.metrics import Metrics, Stopwatch
 from minisgl.utils.garbage import collect_when_idle
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 
-logger = logging.getLogger(__name__)
-
-_MAX_UNREAD = 64  # replies to a uid; they are joined then
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
-_MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
 _IDLE_CHECK_S = 0.05
 _DEADLINE_CHECK_S = 0.25
-
-
-class Generation:
-    """The replies to one API request. Each of its answers to each prompt has a uid.
-
-    A reader that is behind gets the text that has come for an answer as one reply. Replies with log
-    probabilities are not joined, because each belongs to its piece of text; there is a limit to how
-    many wait. Whoever holds a generation must `close` it. What has not ended by then is aborted.
-
-    Replies wait to be taken. A stream is called at each instead, so that no task has to be woken
-    for a token; see `wait_for_more`.
-
-    Args:
-        num_answers: to each prompt.
-        joins_replies: whether none of them has log probabilities.
-    """
-
-    def __init__(
-        self,
-        frontend: Frontend,
-        uids: list[int],
-        num_answers: int = 1,
-        *,
-        joins_replies: bool = True,
-    ) -> None:
-        self._frontend = frontend
-        self._joins_replies = joins_replies
-        self._num_answers = num_answers
-        self._index_of = {uid: index for index, uid in enumerate(uids)}
-        self._prompts_without_reply = set(range(len(uids) // num_answers))
-        self._unread: dict[int, deque[UserReply]] = {}  # by uid, the one that waits longest first
-        self._num_unread_logprobs = 0
-        self._has_come = asyncio.Event()
-        self._read: Callable[[], None] | None = None
-        self._reader_bug: Exception | None = None
-        self.error: RequestError | EngineFailed | None = None  # comes after what is unread
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all final replies were read; never after an error."""
-        return not self._index_of and self.error is None
-
-    @property
-    def uids(self) -> list[int]:
-        """Those whose final reply was not read."""
-        return list(self._index_of)
-
-    def rename(self, uid: int, new_uid: int) -> None:
-        """Let a uid that has no reply yet have another name."""
-        self._index_of[new_uid] = self._index_of.pop(uid)
-
-    def put(self, reply: UserReply) -> None:
-        """Add a reply. An error ends the whole request."""
-        if self.error is not None:
-            return
-        if reply.error is not None:
-            self.fail(reply.error.rebuild())
-            return
-        if self._prompts_without_reply:
-            self._prompts_without_reply.discard(self._index_of[reply.uid] // self._num_answers)
-        unread = self._unread.setdefault(reply.uid, deque())
-        unread.append(reply)
-        if self._joins_replies and len(unread) >= _MAX_UNREAD:
-            self._unread[reply.uid] = deque([join_replies(unread)])
-        self._num_unread_logprobs += _num_logprobs(reply)
-        if self._num_unread_logprobs > _MAX_UNREAD_LOGPROBS:
-            self.close()
-            self.fail(SlowReader(self._num_unread_logprobs, _MAX_UNREAD_LOGPROBS))
-        if self._read is not None:
-            self._call_reader(self._read)
-        if self._unread or not self._index_of or self._reader_bug is not None:
-            self._has_come.set()
-
-    def _call_reader(self, read: Callable[[], None]) -> None:
-        """Let the stream read. A bug there ends this request and no other."""
-        try:
-            read()
-        except Exception as bug:
-            self._read = None
-            self._reader_bug = bug
-
-    def fail(self, error: RequestError | EngineFailed) -> None:
-        """End the request: `next` raises this after what is unread."""
-        self.error = error
-        self._has_come.set()
-
-    async def wait_for_first_replies(self) -> None:
-        """Wait until every prompt has a reply. Raises as `next` does."""
-        while self._prompts_without_reply and self.error is None:
-            await self._wait_for_more()
-        if self.error is not None:
-            raise self.error
-
-    def unread_replies(self) -> dict[int, UserReply]:
-        """A reply to each prompt, by its index, of those that wait to be read."""
-        return {
-            self._index_of[uid] // self._num_answers: replies[0]
-            for uid, replies in self._unread.items()
-        }
-
-    async def next(self) -> tuple[int, UserReply]:
-        """Wait for a reply to any of the prompts, and return its index with it.
-
-        The index counts prompt by prompt, each with all its answers.
-
-        Raises:
-            RequestError: a prompt is refused, or its reader is far too slow.
-            EngineFailed: the engine died.
-        """
-        while not self._unread:
-            if self.error is not None:
-                raise self.error
-            await self._wait_for_more()
-        return self.take()
-
-    async def wait_for_more(self, read: Callable[[], None]) -> None:
-        """Wait until there is a reply to take, or all have ended.
-
-        Args:
-            read: is called, while this waits, as soon as a reply has come. It may take it.
-
-        Raises:
-            RequestError, EngineFailed: as `next`.
-        """
-        self._read = read
-        try:
-            while not self._unread and not self.has_ended:
-                if self.error is not None:
-                    raise self.error
-                await self._wait_for_more()
-                if self._reader_bug is not None:
-                    raise self._reader_bug
-        finally:
-            self._read = None
-
-    @property
-    def has_unread(self) -> bool:
-        return bool(self._unread)
-
-    def take(self) -> tuple[int, UserReply]:
-        """The reply that waits longest, with its index as from `next`. There must be one."""
-        uid = next(iter(self._unread))
-        reply = self._take(uid)
-        index = self._index_of[uid]
-        if reply.is_final:
-            del self._index_of[uid]
-        return index, reply
-
-    def _take(self, uid: int) -> UserReply:
-        unread = self._unread.pop(uid)
-        if self._joins_replies:
-            return join_replies(unread)
-        reply = unread.popleft()
-        self._num_unread_logprobs -= _num_logprobs(reply)
-        if unread:
-            self._unread[uid] = unread  # behind the other answers
-        return reply
-
-    async def _wait_for_more(self) -> None:
-        self._has_come.clear()
-        await self._has_come.wait()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, UserReply]]:
-        while not self.has_ended:
-            yield await self.next()
-
-    async def collect(self) -> list[tuple[int, UserReply]]:
-        """All remaining replies with their indexes. Raises as `next` does."""
-        return [indexed_reply async for indexed_reply in self]
-
-    def close(self) -> None:
-        """Abort what has not ended. May be called more than once."""
-        for uid in self._index_of:
-            self._frontend.abort(uid)
-        self._index_of.clear()
-        self._unread.clear()
 
 
 @dataclass(slots=True)
@@ -354,7 +171,7 @@ class Frontend:
         self._check_capacity(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
         uids = [next(self._uids) for _ in range(num_answers)]
-        generation = Generation(self, uids, n, joins_replies=sampling.logprobs is None)
+        generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
         deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
         for uid, (prompt, uid_sampling) in zip(
             uids, itertools.product(prompts, samplings), strict=True
@@ -605,10 +422,3 @@ def _seed_after(seed: int | None, i: int) -> int | None:
     if seed is None:
         return None
     return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
-
-
-def _num_logprobs(reply: UserReply) -> int:
-    """How many log probabilities a reply has for new tokens and the likeliest in their place."""
-    if not reply.logprobs:
-        return 0
-    return sum(1 + len(token.top) for token in reply.logprobs)

@@ -81,7 +81,7 @@ class Ready:
         self._writer.send_bytes(msgspec.json.encode(report))
 
     def beat(self) -> None:
-        """Say that this process goes on; costs nothing."""
+        """Say that this process goes on: one more in shared memory, without a lock."""
         self._beats.value += 1
 
 

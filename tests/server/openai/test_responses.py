@@ -25,7 +25,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
-from minisgl.server.frontend import Generation
+from minisgl.server.generation import Generation
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import EngineFailed, RequestError
-from minisgl.server.frontend import Generation
+from minisgl.server.generation import Generation
 from minisgl.server.http.access_log import note_error
 from minisgl.server.http.body_writer import BodyWriter, body_writer_of
 from minisgl.server.http.metrics import Metrics

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
-from minisgl.server.frontend import Generation
+from minisgl.server.generation import Generation
 from minisgl.server.openai.common import (
     FinishReason,
     Usage,

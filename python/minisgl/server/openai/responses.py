@@ -15,7 +15,7 @@ from typing import Any, Literal
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, UserReply
-from minisgl.server.frontend import Generation
+from minisgl.server.generation import Generation
 from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.openai.common import ChatLogprob, ResponseModel, error_response, now
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
