@@ -7,6 +7,8 @@ While an attack runs from a process of its own, one thread here asks for /health
 another reads the stream of a text completion. The table has what they saw:
 
     health      milliseconds from when a check was due to its answer: median, 99 %, the longest
+    stall       milliseconds that the machine itself stood still, at most; and the 99 % of /health
+                without the checks during which it did. Virtual machines do so now and then.
     gap         seconds between two chunks of the stream, at most
     after       what the server answers to a completion afterwards, and after how many seconds; how
                 many requests it still computes
@@ -36,22 +38,28 @@ from minisgl.benchmark.stress.attacks import ATTACKS
 from minisgl.benchmark.stress.target import Server, Target
 from minisgl.benchmark.stress.watch import (
     HealthWatch,
+    MachineWatch,
     MemoryWatch,
     NeighbourWatch,
     context_of,
     num_engine_requests,
+    quantile_s,
 )
 
 NICENESS = 10
 IDLE_WITHIN_S = 60.0
 HEAD = (
-    f"{'attack':34} {'s':>6} {'p50':>6} {'p99':>7} {'max ms':>8} {'checks':>6} {'gap s':>6}  after"
+    f"{'attack':34} {'s':>6} {'p50':>6} {'p99':>7} {'max ms':>8} {'checks':>6} "
+    f"{'stall':>6} {'p99':>7} {'gap s':>6}  after"
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was seen of one attack. Times in the unit of their names; memory in MiB."""
+    """What was seen of one attack. Times in the unit of their names; memory in MiB.
+
+    Undisturbed checks are those during which the machine itself did not stand still.
+    """
 
     attack: str
     duration_s: float
@@ -62,6 +70,9 @@ class Result:
     health_max_ms: float
     num_checks: int
     num_failed_checks: int
+    machine_stall_max_ms: float
+    num_undisturbed_checks: int
+    undisturbed_health_p99_ms: float
     gap_s: float
     num_chunks: int
     num_broken_streams: int
@@ -79,6 +90,7 @@ class Result:
         seen = " ".join(f"{status}x{count}" for status, count in self.statuses.items())
         return (
             f"{self.attack:34} {self.duration_s:6.1f} {health} {self.num_checks:6} "
+            f"{self.machine_stall_max_ms:6.0f} {self.undisturbed_health_p99_ms:7.1f} "
             f"{self.gap_s:6.2f}  {self.completion_after} {self.served_after_s:.1f} s"
             f"{left}{failed}{limit} | {memory} | {seen}"
         )
@@ -146,25 +158,30 @@ def measure(name: str, server: Server, args: argparse.Namespace) -> Result:
     health = HealthWatch(server, timeout_s)
     neighbour = NeighbourWatch(server, timeout_s)
     memory = MemoryWatch(args.pid)
+    machine = MachineWatch()
     with memory:
         with neighbour:
             neighbour.wait_for_chunk()
             attacker = Attacker(name, server, args.seconds)
-            with health:
+            with machine, health:
                 attacker.wait(args.limit)
         ended = time.perf_counter()
         answer = completion(server, timeout_s)
         served_after_s = time.perf_counter() - ended
         left = requests_left(server)
-    quantile_ms = [round(1000 * health.quantile_s(share), 1) for share in (0.5, 0.99, 1.0)]
+    quantile_ms = [round(1000 * quantile_s(health.checks, share), 1) for share in (0.5, 0.99, 1.0)]
+    undisturbed = health.undisturbed(machine.stalls)
     return Result(
         name,
         round(attacker.duration_s, 2),
         attacker.was_broken_off,
         dict(attacker.statuses),
         *quantile_ms,
-        len(health.waits_s),
+        len(health.checks),
         health.num_failed,
+        round(1000 * machine.longest_s),
+        len(undisturbed),
+        round(1000 * quantile_s(undisturbed, 0.99), 1),
         round(neighbour.largest_gap_s, 3),
         neighbour.num_chunks,
         neighbour.num_broken,

@@ -8,6 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Self
 
@@ -17,6 +18,8 @@ from minisgl.benchmark.stress.target import Server
 
 _CHECK_EVERY_S = 0.02
 _SAMPLE_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.002
+_STALL_S = 0.03  # far above what the scheduler lets a thread wait that sleeps most of the time
 _RETRY_S = 0.05
 
 
@@ -44,6 +47,48 @@ class Watch(ABC):
         """Look on until `_stop` is set."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time of `time.perf_counter`, from begin to end."""
+
+    begin: float
+    end: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.begin
+
+    def overlaps(self, other: Span) -> bool:
+        return self.begin < other.end and other.begin < self.end
+
+
+class MachineWatch(Watch):
+    """Sleeps for two milliseconds, again and again, and notes when that took far longer.
+
+    Then the machine itself stood still, as virtual ones do, and no server could have answered.
+
+    Attributes:
+        stalls: when it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stalls: list[Span] = []
+
+    @property
+    def longest_s(self) -> float:
+        return max((stall.duration_s for stall in self.stalls), default=0.0)
+
+    def _run(self) -> None:
+        last_look = time.perf_counter()
+        while not self._stop.is_set():
+            time.sleep(_LOOK_EVERY_S)
+            now = time.perf_counter()
+            if now - last_look > _STALL_S:
+                self.stalls.append(Span(last_look, now))
+            last_look = now
+
+
 class HealthWatch(Watch):
     """Asks for /health every 20 ms on a connection that is kept.
 
@@ -51,7 +96,7 @@ class HealthWatch(Watch):
     were due, so that a long wait is not one bad check among many.
 
     Attributes:
-        waits_s: of each check that was due.
+        checks: from when each was due to its answer.
         num_failed: checks without a good answer; their waits count, too.
     """
 
@@ -59,7 +104,7 @@ class HealthWatch(Watch):
         super().__init__()
         self._server = server
         self._timeout_s = timeout_s
-        self.waits_s: list[float] = []
+        self.checks: list[Span] = []
         self.num_failed = 0
 
     def _run(self) -> None:
@@ -73,14 +118,21 @@ class HealthWatch(Watch):
                 connection.close()
             answered = time.perf_counter()
             while due <= sent:
-                self.waits_s.append(answered - due)
+                self.checks.append(Span(due, answered))
                 due += _CHECK_EVERY_S
         connection.close()
 
-    def quantile_s(self, share: float) -> float:
-        """The wait that this share of the checks did not exceed."""
-        ordered = sorted(self.waits_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    def undisturbed(self, stalls: list[Span]) -> list[Span]:
+        """The checks during which the machine did not stand still."""
+        return [check for check in self.checks if not any(map(check.overlaps, stalls))]
+
+
+def quantile_s(checks: list[Span], share: float) -> float:
+    """The wait that this share of the checks did not exceed; 0 if there are none."""
+    waits_s = sorted(check.duration_s for check in checks)
+    if not waits_s:
+        return 0.0
+    return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))]
 
 
 def _is_healthy(connection: HTTPConnection) -> bool:
