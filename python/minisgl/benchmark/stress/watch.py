@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -63,12 +64,13 @@ class Span:
 
 
 class MachineWatch(Watch):
-    """Sleeps for two milliseconds, again and again, and notes when that took far longer.
+    """Sleeps two milliseconds on each processor, again and again, and notes when that took longer.
 
-    Then the machine itself stood still, as virtual ones do, and no server could have answered.
+    Then that processor itself stood still, as those of virtual machines do, and no server could
+    have answered from it.
 
     Attributes:
-        stalls: when it did.
+        stalls: when one did.
     """
 
     def __init__(self) -> None:
@@ -80,6 +82,17 @@ class MachineWatch(Watch):
         return max((stall.duration_s for stall in self.stalls), default=0.0)
 
     def _run(self) -> None:
+        threads = [
+            threading.Thread(target=self._watch_processor, args=(processor,), daemon=True)
+            for processor in os.sched_getaffinity(0)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _watch_processor(self, processor: int) -> None:
+        os.sched_setaffinity(0, {processor})  # of this thread
         last_look = time.perf_counter()
         while not self._stop.is_set():
             time.sleep(_LOOK_EVERY_S)
