@@ -27,15 +27,25 @@ from minisgl.message import (
     DecodeMsg,
     DetokenizeMsg,
     EncodeMsg,
+    EndMsg,
     EngineStats,
     ExitMsg,
     FlushCacheMsg,
     FrontendMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
+    KeyLimitsMsg,
+    MetricSample,
+    MetricsQuery,
+    MetricsReply,
+    PeerMsg,
+    RefuseMsg,
     ReplyError,
+    ResumeMsg,
+    ServeMsg,
     ShutdownMsg,
     StepCostsMsg,
+    SuspendMsg,
     TextLogprobs,
     TokenIds,
     TokenizeMsg,
@@ -48,6 +58,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_COUNT, MAX_SEED
+from minisgl.utils.supervisor import StartupReport, TokenizerInfo
 
 SAMPLING = SamplingParams(
     max_tokens=5,
@@ -73,7 +84,9 @@ STATS = EngineStats(
     num_cached_tokens=8,
     budget_tokens=9,
     budget_ms=10.5,
+    flushes=[(11, 12)],
 )
+REPORT = StartupReport(max_seq_len=9, tokenizer=TokenizerInfo("{{ messages }}", {"<s>": 1}))
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
     (BackendMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
@@ -82,7 +95,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, GrammarCompiledMsg(3)),
     (BackendMsg, StepCostsMsg((1e-3, 0.0, 2e-5, 1e-300, 0.1, 1 / 3))),
     (BackendMsg, ExitMsg()),
-    (TokenizerMsg, FlushCacheMsg()),
+    (TokenizerMsg, FlushCacheMsg(3)),
     (BatchBackendMsg, BatchBackendMsg([])),
     (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
@@ -120,6 +133,14 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
         UserReply(5, finish="length", logprobs=[TextLogprobs(b"\xf0", -0.5, [(b"b", -0.25)])]),
     ),
     (FrontendMsg, BatchFrontendMsg([UserReply(5, error=ERROR), UserReply(6)])),
+    (PeerMsg, ServeMsg([REPORT], 1, b"\0\xff", "[a]")),
+    (PeerMsg, SuspendMsg("it died", 3)),
+    (PeerMsg, ResumeMsg(2)),
+    (PeerMsg, KeyLimitsMsg("[a]")),
+    (PeerMsg, RefuseMsg("going")),
+    (PeerMsg, EndMsg("gone")),
+    (PeerMsg, MetricsQuery(1, 7)),
+    (PeerMsg, MetricsReply(7, [MetricSample("a_total", {"route": "/"}, 0.5)])),
 ]
 
 
@@ -140,6 +161,7 @@ def test_every_message_is_tried() -> None:
         Conversation,
         TextLogprobs,
         EngineStats,
+        MetricSample,
         ReplyError,
         TokenIds,
     }  # fields of other messages
@@ -147,7 +169,7 @@ def test_every_message_is_tried() -> None:
     assert tried == concrete
 
 
-@pytest.mark.parametrize("types", [BackendMsg, BatchBackendMsg, TokenizerMsg, FrontendMsg])
+@pytest.mark.parametrize("types", [BackendMsg, BatchBackendMsg, TokenizerMsg, FrontendMsg, PeerMsg])
 def test_a_message_of_another_process_is_refused(types: Any) -> None:
     accepted = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
     foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in accepted]

@@ -57,7 +57,7 @@ class FakeWorker:
         self._inboxes: list[AsyncPullQueue[TokenizerMsg]] = [
             AsyncPullQueue(a, decode) for a in addresses.tokenizers
         ]
-        self._frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
+        self._frontend = PushQueue[FrontendMsg](addresses.frontends[0], encode)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def receive(self, tokenizer: int = 0) -> Any:
@@ -103,7 +103,7 @@ async def restartable_frontend() -> AsyncIterator[
     """A running frontend, its worker, and a function that replaces the worker in an outage."""
     with private_folder() as folder:
         replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
-            Addresses(folder).frontend, decoder(FrontendMsg)
+            Addresses(folder).frontends[0], decoder(FrontendMsg)
         )
         frontend = Frontend(connect_tokenizers(Addresses(folder)), replies, max_open_requests=8)
         workers = [FakeWorker(Addresses(folder))]
@@ -132,15 +132,20 @@ async def running_frontend(
     max_open_requests: int = 8,
     num_tokenizer: int = 1,
     request_timeout_s: float | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Frontend, FakeWorker]]:
-    """A running frontend and the worker that it talks to."""
+    """A running frontend and the worker that it talks to.
+
+    Args:
+        options: of `Frontend`.
+    """
     with private_folder() as folder:
         addresses = Addresses(folder, num_tokenizer)
         queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
         replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
-            addresses.frontend, decoder(FrontendMsg)
+            addresses.frontends[0], decoder(FrontendMsg)
         )
-        frontend = Frontend(queues, replies, max_open_requests, request_timeout_s)
+        frontend = Frontend(queues, replies, max_open_requests, request_timeout_s, **options)
         worker = FakeWorker(addresses)
         running = asyncio.create_task(frontend.run())
         try:

@@ -40,6 +40,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "port": (["--port", "0"], 0),
     "shell": (["--shell"], True),
     "served_model_name": (["--served-model-name", "m"], "m"),
+    "api_workers": (["--api-workers", "3"], 3),
     "num_tokenizer": (["--num-tokenizer", "0"], 0),
     "api_key": (["--api-key", "a, b", "--api-key", "c"], ("a", "b", "c")),
     "strict_fields": (["--strict-fields"], True),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from msgspec import structs
 
 from minisgl.core import SamplingParams
 from minisgl.errors import (
@@ -27,7 +27,6 @@ from minisgl.message import (
     DecodeMsg,
     EncodeMsg,
     EngineStats,
-    FlushCacheMsg,
     ReplyError,
     ShutdownMsg,
     TextLogprobs,
@@ -38,6 +37,7 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
+from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     restartable_frontend,
     run,
@@ -267,8 +267,8 @@ def test_a_drain_refuses_new_requests_and_ends_when_the_open_ones_have() -> None
             generation = frontend.submit(["a"], PARAMS)
             asking = asyncio.create_task(frontend.decode([1]))
             uids = [(await worker.receive()).uid for _ in range(2)]
-            draining = asyncio.create_task(frontend.drain("going"))
-            await wait_until(lambda: frontend.refusal is not None)
+            frontend.refuse("going")
+            draining = asyncio.create_task(frontend.drained())
             with pytest.raises(Unavailable, match="going"):
                 frontend.submit(["b"], PARAMS)
             with pytest.raises(Unavailable, match="going"):
@@ -303,18 +303,18 @@ def test_a_request_that_takes_too_long_is_aborted() -> None:
     run(scenario())
 
 
-def test_flushes_of_the_cache_are_answered_in_order() -> None:
+def test_a_flush_of_the_cache_is_answered_by_its_uid() -> None:
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):
             flushes = [asyncio.create_task(frontend.flush_cache()) for _ in range(3)]
-            assert [await worker.receive() for _ in flushes] == [FlushCacheMsg()] * 3
+            uids = [(await worker.receive()).uid for _ in flushes]
             flushes[1].cancel()
-            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, num_flushes=1, num_flushed_tokens=8)
+            answers = [(uids[2], 0), (uids[1], 4), (99, 7), (uids[0], 8)]
+            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, flushes=answers)
             worker.send_message(BatchFrontendMsg([], stats))
-            assert await flushes[0] == 8
-            stats = structs.replace(stats, num_flushes=3, num_flushed_tokens=12)
-            worker.send_message(BatchFrontendMsg([], stats))
-            assert await flushes[2] == 0
+            assert [await flushes[0], await flushes[2]] == [8, 0]
+            assert await worker.receive() == AbortMsg(uids[1])
+            assert frontend.num_open == frontend.num_open_in_all == 0
 
             lost = asyncio.create_task(frontend.flush_cache())
             await worker.receive()
@@ -322,6 +322,39 @@ def test_flushes_of_the_cache_are_answered_in_order() -> None:
             for refused in (lost, frontend.flush_cache()):
                 with pytest.raises(Unavailable, match="it died"):
                     await refused
+
+    run(scenario())
+
+
+def test_api_processes_give_uids_of_their_own_and_share_the_limit_of_open_requests(
+    tmp_path: Path,
+) -> None:
+    """Each is behind a tokenizer queue of its own here, so that its messages are told apart."""
+
+    async def scenario() -> None:
+        def open_frontend(api: int) -> Any:
+            shared = SharedNumbers(tmp_path)
+            return running_frontend(3, num_tokenizer=2, api=api, num_api=2, shared=shared)
+
+        async with open_frontend(0) as (first, worker), open_frontend(1) as (second, other):
+            generation = first.submit(["a", "b"], PARAMS)
+            others = second.submit(["c"], PARAMS)
+            assert [(await worker.receive(i)).uid for i in range(2)] == [0, 2]
+            assert (await other.receive(0)).uid == 1
+            assert first.num_open_in_all == second.num_open_in_all == 3
+            for frontend in (first, second):
+                with pytest.raises(QueueFull, match="3 requests are open and the limit is 3"):
+                    frontend.submit(["d"], PARAMS)
+            with pytest.raises(InvalidRequest, match="4 answers"):
+                second.submit(["d"], PARAMS, n=4)
+
+            draining = asyncio.create_task(first.drained())
+            worker.send(UserReply(0, "x", finish="stop"), UserReply(2, "y", finish="stop"))
+            await generation.collect()
+            assert (first.num_open, second.num_open, first.num_open_in_all) == (0, 1, 1)
+            assert not draining.done()
+            others.close()
+            await draining
 
     run(scenario())
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
-from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits
+from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits, read_key_limits
+from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -23,15 +24,10 @@ from tests.server.harness import (
 DIGEST = hashlib.sha256(b"sk-one").hexdigest()
 
 
-def limits_file(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "keys.toml"
-    path.write_text(text)
-    return path
-
-
 def test_a_bucket_holds_a_minutes_worth_and_is_refilled_evenly() -> None:
     now = 0.0
-    bucket = Bucket(30, lambda: now)
+    numbers = SharedNumbers().array("bucket", 2)
+    bucket = Bucket(30, numbers, lambda: now)
     bucket.take(30)
     assert bucket.wait_s(1) == 2
     bucket.take(30)
@@ -53,7 +49,9 @@ def test_a_bucket_holds_a_minutes_worth_and_is_refilled_evenly() -> None:
 def test_what_a_minute_has_is_refused_until_there_is_more(
     limits: dict[str, int], num_tokens: int, reason: str, retry_after_s: int
 ) -> None:
-    account = KeyAccount("batch", KeyLimit(DIGEST, **limits))
+    shared = SharedNumbers()
+    numbers = shared.array("account", KeyAccount.NUM_NUMBERS)
+    account = KeyAccount("batch", KeyLimit(DIGEST, **limits), shared, numbers)
     account.open()
     account.close(num_tokens)
     with pytest.raises(KeyLimitExceeded, match=f"'batch' is at its limit of {reason}") as refusal:
@@ -79,19 +77,44 @@ def test_a_bad_file_is_refused_with_the_reason(
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        KeyLimits(path)
+        read_key_limits(path)
 
 
-def test_a_bad_file_changes_nothing_when_it_is_read_again(tmp_path: Path) -> None:
-    path = limits_file(tmp_path, f"[a]\nsha256 = '{DIGEST}'")
-    limits = KeyLimits(path)
-    path.write_text("[a")
-    with pytest.raises(ConfigError):
-        limits.reload()
-    assert limits.account_of(bytes.fromhex(DIGEST))
-    path.write_text("")
-    limits.reload()
+def test_other_limits_begin_anew() -> None:
+    text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
+    limits = KeyLimits(text, SharedNumbers())
+    before = limits.account_of(bytes.fromhex(DIGEST))
+    assert before
+    before.open()
+    limits.replace(text)
+    after = limits.account_of(bytes.fromhex(DIGEST))
+    assert after
+    after.open()
+    before.close(0)  # ends where it began
+    with pytest.raises(KeyLimitExceeded):
+        after.open()
+    limits.replace("")
     assert limits.account_of(bytes.fromhex(DIGEST)) is None
+
+
+def test_api_processes_share_what_a_key_has_taken(tmp_path: Path) -> None:
+    text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 2\nrequests_per_minute = 3"
+    accounts = []
+    for _ in range(2):
+        account = KeyLimits(text, SharedNumbers(tmp_path)).account_of(bytes.fromhex(DIGEST))
+        assert account
+        accounts.append(account)
+    first, second = accounts
+    first.open()
+    second.open()
+    for account in accounts:
+        with pytest.raises(KeyLimitExceeded, match="2 open requests"):
+            account.open()
+    second.close(0)
+    first.open()
+    first.close(0)
+    with pytest.raises(KeyLimitExceeded, match="3 requests a minute"):
+        second.open()
 
 
 def post(app: App, key: str, **fields: bool) -> HttpCall:
@@ -99,7 +122,7 @@ def post(app: App, key: str, **fields: bool) -> HttpCall:
     return app.call("POST", CHAT, json.dumps({**BODIES[CHAT], **fields}).encode(), headers=headers)
 
 
-def test_a_key_at_its_limit_gets_429s_and_another_key_its_answers(tmp_path: Path) -> None:
+def test_a_key_at_its_limit_gets_429s_and_another_key_its_answers() -> None:
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1\ntokens_per_minute = 5"
 
     async def scenario(app: App) -> None:
@@ -132,5 +155,5 @@ def test_a_key_at_its_limit_gets_429s_and_another_key_its_answers(tmp_path: Path
     run_with_app(
         scenario,
         api_keys=("sk-one", "sk-two"),
-        key_limits=KeyLimits(limits_file(tmp_path, text)),
+        key_limits=KeyLimits(text, SharedNumbers()),
     )

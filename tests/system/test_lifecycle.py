@@ -107,6 +107,8 @@ def test_after_a_signal_and_its_time_to_drain_every_request_ends(folder: Path) -
     options = [
         "--tp",
         "2",
+        "--api-workers",
+        "2",
         "--num-tokenizer",
         "2",
         "--cache",
@@ -131,7 +133,8 @@ def test_after_a_signal_and_its_time_to_drain_every_request_ends(folder: Path) -
 
 def assert_drains(program: Program) -> None:
     """It says so at /health, and refuses new requests."""
-    wait_until(lambda: not program.is_healthy(), "it drains")
+    # Several times, because each connection is accepted by one of the API processes.
+    wait_until(lambda: not any(program.is_healthy() for _ in range(8)), "it drains")
     health = httpx.get(f"{program.url}/health", timeout=TIMEOUT_S)
     refused = httpx.post(f"{program.url}/v1/completions", json=endless_body(), timeout=TIMEOUT_S)
     for response in (health, refused):
@@ -141,7 +144,7 @@ def assert_drains(program: Program) -> None:
 
 
 def test_a_signal_lets_open_requests_end(folder: Path) -> None:
-    with Program(*small_server(folder)) as program:
+    with Program(*small_server(folder, "--api-workers", "3")) as program:
         program.wait_ready()
         with open_stream(program), open_stream(program, max_tokens=100) as short:
             program.process.send_signal(signal.SIGTERM)
@@ -153,7 +156,9 @@ def test_a_signal_lets_open_requests_end(folder: Path) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
-    with Program(*small_server(folder, "--drain-timeout-s", "100000")) as program:
+    with Program(
+        *small_server(folder, "--api-workers", "2", "--drain-timeout-s", "100000")
+    ) as program:
         program.wait_ready()
         with ExitStack() as resources:
             opened = OpenRequests(program, resources)
@@ -177,7 +182,8 @@ def fail(program: Program, fault: Callable[[psutil.Process], None], name: str) -
 
 
 def test_a_worker_that_dies_or_hangs_is_replaced_until_it_happens_too_often(folder: Path) -> None:
-    with Program(*small_server(folder, "--tp", "2", "--step-timeout-s", "10")) as program:
+    options = ["--tp", "2", "--api-workers", "2", "--step-timeout-s", "10"]
+    with Program(*small_server(folder, *options)) as program:
         program.wait_ready()
         fail(program, psutil.Process.kill, "scheduler-1")
         assert "scheduler-1 died with exit code -9" in program.stderr
@@ -193,9 +199,19 @@ def test_a_worker_that_dies_or_hangs_is_replaced_until_it_happens_too_often(fold
         program.assert_nothing_is_left()
 
 
+def test_an_api_process_that_dies_ends_the_server(folder: Path) -> None:
+    with Program(*small_server(folder, "--api-workers", "2")) as program:
+        program.wait_ready()
+        program.workers()["api-1"].kill()
+        assert program.wait() == 1
+        assert "api-1 died with exit code -9" in last_line(program)
+        program.assert_nothing_is_left()
+
+
 def test_when_the_parent_is_killed_its_children_vanish(folder: Path) -> None:
     env = {"MINISGL_DISABLE_OVERLAP_SCHEDULING": "1"}
-    with Program(*small_server(folder, "--num-tokenizer", "0", "--overlap"), env=env) as program:
+    options = ["--api-workers", "2", "--num-tokenizer", "0", "--overlap"]
+    with Program(*small_server(folder, *options), env=env) as program:
         program.wait_ready()
         assert_answers(program)
         with open_stream(program) as stream:

@@ -34,8 +34,9 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path) -> Iterator[Program]:
-    """A server with two keys, which logs at DEBUG."""
-    argv = small_server(folder, "--api-key", OTHER_KEY, "--log-level", "DEBUG")
+    """A server with two keys and two API processes, which logs at DEBUG."""
+    options = ["--api-key", OTHER_KEY, "--api-workers", "2", "--log-level", "DEBUG"]
+    argv = small_server(folder, *options)
     with Program(*argv, env={"MINISGL_API_KEY": KEY}) as program:
         yield program.wait_ready()
 

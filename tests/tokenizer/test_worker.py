@@ -76,7 +76,7 @@ def run(
     """What the backend and the frontend get."""
     backend = Outbox()
     frontend = Outbox()
-    worker = TokenizeWorker(folder, max_seq_len, backend, frontend)  # type: ignore[arg-type]
+    worker = TokenizeWorker(folder, max_seq_len, backend, [frontend])  # type: ignore[arg-type]
     worker.run(Inbox(*msgs))  # type: ignore[arg-type]
     return backend.msgs, frontend.msgs
 
@@ -190,6 +190,33 @@ def test_replies_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> 
         (2, "", "abort"),
     ]
     assert to_backend == []
+
+
+def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(folder: Path) -> None:
+    uids = [4, 3, 7, 1]
+    outputs = [DetokenizeMsg(uid, [260]) for uid in uids]
+    stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
+    frontends = [Outbox(), Outbox(), Outbox()]
+    worker = TokenizeWorker(folder, 1000, Outbox(), frontends)  # type: ignore[arg-type]
+    worker.run(
+        Inbox(  # type: ignore[arg-type]
+            BatchTokenizerMsg(outputs),
+            BatchTokenizerMsg([], stats),
+            EncodeMsg(5, "a"),
+            TokenizeMsg(8, "a" * 10**5, GREEDY),
+            ShutdownMsg(),
+        )
+    )
+    replied = [
+        [reply.uid for reply in frontend.msgs[0].replies] if number < 2 else []
+        for number, frontend in enumerate(frontends)
+    ]
+    assert replied == [[3], [4, 7, 1], []]
+    assert all(BatchFrontendMsg([], stats) in frontend.msgs for frontend in frontends)
+    assert [(type(msg), msg.uid) for msg in frontends[2].msgs[1:]] == [
+        (CodecReply, 5),
+        (UserReply, 8),
+    ]
 
 
 def test_questions_are_answered_without_the_backend(folder: Path) -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PullQueue, PushQueue
+from minisgl.utils.mp import (
+    Addresses,
+    AsyncPullQueue,
+    PullQueue,
+    PushQueue,
+    api_of,
+    tokenizer_of,
+    uids_of_api,
+)
 from minisgl.utils.private_folder import private_folder
 
 NUM_MSGS = 100_000
@@ -118,11 +127,20 @@ def test_an_event_loop_reads_in_order_and_is_not_blocked(address: str) -> None:
 
 
 def test_every_queue_has_an_address_of_its_own(tmp_path: Path) -> None:
-    addresses = Addresses(tmp_path, num_tokenizer=3)
-    names = [addresses.frontend, addresses.backend, addresses.detokenizer, *addresses.tokenizers]
-    names += [addresses.rank(1), addresses.rank(2)]
+    addresses = Addresses(tmp_path, num_tokenizer=3, num_api=2)
+    names = [*addresses.frontends, *addresses.peers, addresses.backend, addresses.detokenizer]
+    names += [*addresses.tokenizers, addresses.rank(1), addresses.rank(2)]
 
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 11
+
+
+def test_a_uid_says_which_api_process_and_which_tokenizer_have_its_request() -> None:
+    uids = {api: list(itertools.islice(uids_of_api(api, 3), 6)) for api in range(3)}
+
+    assert sorted(itertools.chain(*uids.values())) == list(range(18))
+    for api, its_uids in uids.items():
+        assert {api_of(uid, 3) for uid in its_uids} == {api}
+        assert [tokenizer_of(uid, 3, 2) for uid in its_uids] == [0, 1] * 3
 
 
 def test_without_tokenizers_the_detokenizer_takes_their_messages(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def test_two_servers_do_not_meet() -> None:
 
 def test_the_folder_goes_with_its_sockets_also_after_an_error() -> None:
     with pytest.raises(KeyError), private_folder() as folder:
-        pull = PullQueue(Addresses(folder).frontend, int.from_bytes)
-        assert (folder / "frontend").exists()
+        pull = PullQueue(Addresses(folder).frontends[0], int.from_bytes)
+        assert (folder / "frontend-0").exists()
         raise KeyError
     pull.close()
 

@@ -6,6 +6,7 @@
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, StepCostsMsg ─▶  itself, and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
+    API process ─ the messages of peer.py ──▶  other API processes
 
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
@@ -37,6 +38,19 @@ from minisgl.message.frontend import (
     UserReply,
     join_replies,
 )
+from minisgl.message.peer import (
+    BasePeerMsg,
+    EndMsg,
+    KeyLimitsMsg,
+    MetricSample,
+    MetricsQuery,
+    MetricsReply,
+    PeerMsg,
+    RefuseMsg,
+    ResumeMsg,
+    ServeMsg,
+    SuspendMsg,
+)
 from minisgl.message.tokenizer import (
     AbortMsg,
     BaseTokenizerMsg,
@@ -63,26 +77,37 @@ __all__ = [
     "BaseBackendMsg",
     "BaseFrontendMsg",
     "BaseMsg",
+    "BasePeerMsg",
     "BaseTokenizerMsg",
     "BatchBackendMsg",
     "BatchFrontendMsg",
     "BatchTokenizerMsg",
     "ChatMessage",
-    "Conversation",
     "CodecReply",
+    "Conversation",
     "DecodeMsg",
     "DetokenizeMsg",
     "EncodeMsg",
+    "EndMsg",
     "EngineStats",
     "ExitMsg",
     "FlushCacheMsg",
     "FrontendMsg",
     "GrammarCompiledMsg",
     "GrammarVerdictMsg",
+    "KeyLimitsMsg",
+    "MetricSample",
+    "MetricsQuery",
+    "MetricsReply",
+    "PeerMsg",
     "Prompt",
+    "RefuseMsg",
     "ReplyError",
+    "ResumeMsg",
+    "ServeMsg",
     "ShutdownMsg",
     "StepCostsMsg",
+    "SuspendMsg",
     "TextLogprobs",
     "TokenIds",
     "TokenizeMsg",

@@ -36,8 +36,10 @@ class ExitMsg(BaseBackendMsg, frozen=True):
 class FlushCacheMsg(BaseBackendMsg, frozen=True):
     """API server → tokenizer → scheduler 0 → ranks: drop the cached prefixes that nobody uses.
 
-    `EngineStats` says how many tokens that were.
+    The next `EngineStats` say how many tokens that were.
     """
+
+    uid: int
 
 
 class GrammarVerdictMsg(BaseBackendMsg, frozen=True):

@@ -127,7 +127,8 @@ class EngineStats(BaseMsg, frozen=True):
         num_cached_tokens: tokens that were not, because the prefix cache supplied them.
         budget_tokens, budget_ms: prompt tokens that a step may compute beside running requests, and
             how long it may take for that; of the latest such step, 0 ms if nothing bounds it.
-        num_flushes, num_flushed_tokens: how often the prefix cache was flushed, and what of it.
+        flushes: the answers to FlushCacheMsgs that came since the last such message: their uids,
+            each with the number of tokens that were dropped.
     """
 
     num_running: int
@@ -140,12 +141,11 @@ class EngineStats(BaseMsg, frozen=True):
     num_cached_tokens: int
     budget_tokens: int = 0
     budget_ms: float = 0.0
-    num_flushes: int = 0
-    num_flushed_tokens: int = 0
+    flushes: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
-    """Detokenizer → API server: all replies of one step."""
+    """Detokenizer → API server: all replies of one step that are for this API process."""
 
     replies: list[UserReply]
     stats: EngineStats | None = None

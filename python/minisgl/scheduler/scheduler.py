@@ -176,8 +176,7 @@ class Scheduler:
         self._deferred: dict[int, Req] = {}
         self._in_flight: InFlightStep | None = None
         self._num_steps = 0
-        self._num_flushes = 0
-        self._num_flushed_tokens = 0
+        self._flushes: list[tuple[int, int]] = []  # uids and dropped tokens; not reported yet
         self._counts = EventCounts(self.events)
         log_events(self.events)
         self._reported = self._stats()
@@ -233,6 +232,7 @@ class Scheduler:
         if self.outputs.has_messages or has_changed:
             self._outbox.send(self.outputs.drain_messages(), stats if has_changed else None)
             self._reported = stats
+            self._flushes = []
 
     def _stats(self) -> EngineStats:
         return EngineStats(
@@ -246,8 +246,7 @@ class Scheduler:
             num_cached_tokens=self._counts.num_cached_tokens,
             budget_tokens=self.pacer.latest.num_tokens,
             budget_ms=round(self.pacer.latest.bound_ms, 1),
-            num_flushes=self._num_flushes,
-            num_flushed_tokens=self._num_flushed_tokens,
+            flushes=self._flushes,
         )
 
     def _receive(self, msgs: Sequence[BackendMsg]) -> None:
@@ -259,9 +258,8 @@ class Scheduler:
                     if uid in self._live:
                         self.outputs.add_abort(self._live[uid])
                         self._end(self._live[uid], "abort")
-                case FlushCacheMsg():
-                    self._num_flushes += 1
-                    self._num_flushed_tokens += self.cache.flush()
+                case FlushCacheMsg(uid):
+                    self._flushes.append((uid, self.cache.flush()))
                 case GrammarVerdictMsg():
                     self._open(self.pending_grammars.take_verdict(msg))
                 case GrammarCompiledMsg():

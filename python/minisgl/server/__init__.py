@@ -1,16 +1,19 @@
 """The online entrance: processes, HTTP, and the chat in the terminal.
 
-    args.py        the command line, made from the config's fields
-    launch.py      `launch_server`: from options to a running server, and its end
-    capacity.py    how many connections there may be
-    serve.py       the event loop of the running server
-    api_server.py  `create_app`: the HTTP application and what the API says of the model
-    frontend.py    open requests: from a prompt to a stream of replies
-    shell.py       the chat
-    openai/        OpenAI's endpoints: requests, objects and builders of answers
-    native/        /generate, /tokenize and /detokenize
-    parsing/       what the text of a model means: content, reasoning, tool calls
-    http/          routes, middleware, errors, metrics, the OpenAPI document
+    args.py         the command line, made from the config's fields
+    launch.py       `launch_server`: from options to a running server, and its end
+    capacity.py     how many connections and API processes there may be
+    workers.py      the child processes; recovery.py starts them again
+    serve.py        the first API process, and the end of the server
+    api_worker.py   the other API processes; peers.py is how they speak to each other
+    api_process.py  what every API process has
+    api_server.py   `create_app`: the HTTP application
+    frontend.py     open requests: from a prompt to a stream of replies
+    shell.py        the chat
+    openai/         OpenAI's endpoints: requests, objects and builders of answers
+    native/         /generate, /tokenize and /detokenize
+    parsing/        what the text of a model means: content, reasoning, tool calls
+    http/           routes, middleware, errors, metrics, the OpenAPI document
 
 Only light modules are imported here, because this package is imported before the workers start.
 Read `launch.py`, then `api_server.py`.

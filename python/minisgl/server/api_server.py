@@ -10,6 +10,7 @@ Knows nothing of tokens or processes. Next to read: `http/routes.py`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import anyio.lowlevel
@@ -24,8 +25,10 @@ from minisgl.server.http.errors import add_error_handlers, methods_of_path
 from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet, KeyQuota
 from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp, document_router
 from minisgl.server.http.routes import open_router, router
+from minisgl.server.http.tenants import key_salts
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.openai.validation import RequestBounds
+from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
@@ -46,9 +49,11 @@ def create_app(
     cors_origins: Sequence[str] = (),
     *,
     shares_prefixes: bool = False,
+    salt_secret: bytes | None = None,
     strict_fields: bool = False,
     body_timeout_s: float = 60,
     key_limits: KeyLimits | None = None,
+    peers: Peers | None = None,
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
@@ -60,17 +65,23 @@ def create_app(
         body_timeout_s: how long a body may take to come.
         key_limits: what each of the keys may take.
         shares_prefixes: whether a request may use prefixes that another key's request has computed.
+        salt_secret: which the salts of keys are made with, equal in all API processes; one of this
+            application's own if there is none.
+        peers: the other API processes, if there are any.
         strict_fields: whether a field that a request does not declare is an error.
     """
     app = _Application(title="Mini-SGLang", version=__version__)
     app.state.strict_fields = strict_fields
     app.state.frontend = frontend
     app.state.model = model
+    app.state.peers = peers
     bounds = RequestBounds(
         model.max_seq_len, frontend.max_open, strict_fields, model.has_reasoning_switch
     )
     app.state.body_reader = BodyReader(bounds, max_body_bytes)
-    salts_prefixes = len(set(api_keys)) > 1 and not shares_prefixes
+    salt_of_key: dict[bytes, bytes] = {}
+    if len(set(api_keys)) > 1 and not shares_prefixes:
+        salt_of_key = key_salts(api_keys, salt_secret or secrets.token_bytes(32))
     app.state.methods_of_path = methods_of_path(
         [*document_router.routes, *open_router.routes, *router.routes]
     )
@@ -78,7 +89,7 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
     if key_limits:
         app.add_middleware(KeyQuota, limits=key_limits, metrics=frontend.metrics)
-    _add_middleware(app, frontend, api_keys, cors_origins, salts_prefixes)
+    _add_middleware(app, frontend, api_keys, cors_origins, salt_of_key)
     add_error_handlers(app)
     app.include_router(document_router)
     app.include_router(open_router)
@@ -105,13 +116,11 @@ def _add_middleware(
     frontend: Frontend,
     api_keys: Sequence[str],
     cors_origins: Sequence[str],
-    salts_prefixes: bool,
+    salt_of_key: dict[bytes, bytes],
 ) -> None:
     """Middleware that is added last sees a request first."""
     if api_keys:
-        app.add_middleware(
-            ApiKey, keys=api_keys, metrics=frontend.metrics, salts_prefixes=salts_prefixes
-        )
+        app.add_middleware(ApiKey, keys=api_keys, metrics=frontend.metrics, salt_of_key=salt_of_key)
     if cors_origins:  # before the keys, because a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,

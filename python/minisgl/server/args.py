@@ -19,6 +19,7 @@ TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _AT_LEAST_1 = (
+    "api_workers",
     "max_open_requests",
     "max_connections",
     "header_timeout_s",
@@ -41,6 +42,9 @@ class ServerConfig(SchedulerConfig):
     shell: bool = option(False, "chat in this terminal, beside the server")
     served_model_name: str | None = option(
         None, "the model's name in the API; auto: what --model says"
+    )
+    api_workers: int | None = option(
+        None, "processes that serve HTTP, behind one port; auto: one for every four cores, up to 4"
     )
     num_tokenizer: int = option(1, "tokenizer processes; with 0 the detokenizer also tokenizes")
     api_key: tuple[str, ...] = option(

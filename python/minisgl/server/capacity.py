@@ -1,4 +1,4 @@
-"""How many connections the API process takes: those that its descriptors allow, and a queue."""
+"""How many connections an API process takes, and how many API processes a machine is good for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ NUM_RESERVED = 32  # connections above the limit, which are there for /health
 _OTHERS = 96  # files, queues, and connections that are accepted but not yet counted
 _PER_WORKER = 8
 _AUTO = 16384
+
+
+_CORES_PER_API_WORKER = 4  # the engine and the tokenizers need some of them
+_MAX_API_WORKERS = 4
+
+
+def fit_api_workers(num_cores: int) -> int:
+    """The number of API processes for so many cores. One writes some 30,000 chunks a second."""
+    return min(_MAX_API_WORKERS, max(1, num_cores // _CORES_PER_API_WORKER))
 
 
 def raise_limit() -> int:

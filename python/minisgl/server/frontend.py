@@ -11,9 +11,9 @@ import asyncio
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -49,7 +49,14 @@ from minisgl.sampling_params import MAX_SEED
 from minisgl.server.generation import Generation
 from minisgl.server.http.metrics import Metrics, Stopwatch
 from minisgl.utils.garbage import collect_when_idle
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
+from minisgl.utils.mp import (
+    Addresses,
+    AsyncPullQueue,
+    PushQueue,
+    tokenizer_of,
+    uids_of_api,
+)
+from minisgl.utils.shared_numbers import SharedNumbers
 
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _IDLE_CHECK_S = 0.05
@@ -77,35 +84,6 @@ class _OpenRequest:
         return self.unanswered is not None and not self.is_second_try
 
 
-class _Flushes:
-    """The flushes of an epoch that were asked for; the scheduler does them in this order."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[int]] = deque()
-        self._num_done = 0
-        self._num_tokens = 0
-
-    def add(self) -> asyncio.Future[int]:
-        self._waiting.append(asyncio.get_running_loop().create_future())
-        return self._waiting[-1]
-
-    def take(self, stats: EngineStats) -> None:
-        """Answer those that are done. Of several, the first has dropped all that there was."""
-        num_tokens = stats.num_flushed_tokens - self._num_tokens
-        for _ in range(stats.num_flushes - self._num_done):
-            flush = self._waiting.popleft()
-            if not flush.done():  # its client has not gone
-                flush.set_result(num_tokens)
-            num_tokens = 0
-        self._num_done = stats.num_flushes
-        self._num_tokens = stats.num_flushed_tokens
-
-    def fail(self, error: Unavailable | EngineFailed) -> None:
-        for flush in self._waiting:
-            if not flush.done():
-                flush.set_exception(error)
-
-
 def connect_tokenizers(addresses: Addresses) -> list[PushQueue[TokenizerMsg]]:
     return [PushQueue(address, encode) for address in addresses.tokenizers]
 
@@ -117,7 +95,10 @@ class Frontend:
     sent again has a new one, so that a reply to the old uid is nobody's.
 
     Args:
+        max_open_requests: in all API processes.
         request_timeout_s: a request that takes longer ends with an error; None is no limit.
+        api, num_api: which of how many API processes this is.
+        shared: numbers that all of them share.
     """
 
     def __init__(
@@ -126,15 +107,21 @@ class Frontend:
         replies: AsyncPullQueue[FrontendMsg],
         max_open_requests: int,
         request_timeout_s: float | None = None,
+        *,
+        api: int = 0,
+        num_api: int = 1,
+        shared: SharedNumbers | None = None,
     ) -> None:
         self._tokenizers = tokenizers
         self._incoming = replies
         self._max_open = max_open_requests
         self._timeout_s = request_timeout_s
         self._open: dict[int, _OpenRequest] = {}
-        self._codec_replies: dict[int, asyncio.Future[CodecReply]] = {}
-        self._flushes = _Flushes()
-        self._uids = itertools.count()
+        self._questions: dict[int, asyncio.Future[Any]] = {}  # to tokenizers and the scheduler
+        self._num_api = num_api
+        self._uids = uids_of_api(api, num_api)
+        self._shared = shared or SharedNumbers()
+        self._num_open_in_all = self._shared.array("open-requests", 1)
         self._end: Unavailable | EngineFailed | None = None  # of the server
         self._outage: Unavailable | None = None  # while there are no workers
         self.metrics = Metrics()
@@ -151,7 +138,13 @@ class Frontend:
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + len(self._codec_replies)
+        """Requests and questions that are open in this process."""
+        return len(self._open) + len(self._questions)
+
+    @property
+    def num_open_in_all(self) -> int:
+        """Those that are open in all API processes."""
+        return int(self._num_open_in_all[0])
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
         """Send prompts to the tokenizers.
@@ -168,7 +161,7 @@ class Frontend:
         """
         self.check_num_answers(len(prompts), n)
         num_answers = n * len(prompts)
-        self._check_capacity(num_answers)
+        self._take_places(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
         uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
@@ -194,11 +187,25 @@ class Frontend:
                 param=None if n == 1 else "n",
             )
 
-    def _check_capacity(self, num_requests: int) -> None:
+    def _take_places(self, number: int) -> None:
+        """Count requests or questions as open, if there may be so many more."""
         if self.refusal:
             raise self.refusal
-        if self.num_open + num_requests > self._max_open:
-            raise QueueFull(self.num_open, self._max_open)
+        with self._shared.locked():
+            if self.num_open_in_all + number > self._max_open:
+                raise QueueFull(self.num_open_in_all, self._max_open)
+            self._num_open_in_all[0] += number
+
+    def _give_places_back(self, number: int) -> None:
+        with self._shared.locked():
+            self._num_open_in_all[0] -= number
+
+    def _close(self, uid: int) -> bool:
+        """Count a request as open no more; returns whether it was."""
+        if self._open.pop(uid, None) is None:
+            return False
+        self._give_places_back(1)
+        return True
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> list[int]:
         """The tokens of a text or a conversation; see `EncodeMsg`.
@@ -232,34 +239,9 @@ class Frontend:
                 texts.append(str(prompt))
         return texts
 
-    async def _query_tokenizer(
-        self, make_msg: Callable[[int], EncodeMsg | DecodeMsg]
-    ) -> CodecReply:
-        """Send a message to a tokenizer and wait for its reply.
-
-        If the caller is cancelled, the tokenizer drops a question that still waits there.
-        """
-        self._check_capacity(1)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._query_without_limit(make_msg)
-        except TimeoutError:
-            assert self._timeout_s is not None
-            raise RequestTimeout(self._timeout_s) from None
-
-    async def _query_without_limit(
-        self, make_msg: Callable[[int], EncodeMsg | DecodeMsg]
-    ) -> CodecReply:
-        uid = next(self._uids)
-        self._tokenizer_of(uid).put(make_msg(uid))
-        self._codec_replies[uid] = asyncio.get_running_loop().create_future()
-        try:
-            reply = await self._codec_replies[uid]
-        except asyncio.CancelledError:
-            self._send_abort(uid)
-            raise
-        finally:
-            self._codec_replies.pop(uid, None)
+    async def _query_tokenizer(self, make_msg: Callable[[int], TokenizerMsg]) -> CodecReply:
+        """Ask a tokenizer. If the caller is cancelled, it drops a question that still waits."""
+        reply: CodecReply = await self._ask(make_msg)
         if reply.error is not None:
             raise reply.error.rebuild()
         return reply
@@ -268,17 +250,41 @@ class Frontend:
         """Drop all cached prefixes that no request uses; returns how many tokens they had.
 
         Raises:
-            Unavailable: no request is accepted now.
+            RequestError: too many requests are open, or no request is accepted now.
             EngineFailed: the engine is gone.
         """
-        if self.refusal:
-            raise self.refusal
-        self._tokenizers[0].put(FlushCacheMsg())
-        return await self._flushes.add()
+        num_tokens: int = await self._ask(FlushCacheMsg)
+        return num_tokens
+
+    async def _ask(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
+        """Send a question with a new uid, and wait for its answer."""
+        self._take_places(1)
+        uid = next(self._uids)
+        self._tokenizer_of(uid).put(make_msg(uid))
+        self._questions[uid] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._questions[uid]
+        except asyncio.CancelledError:
+            self._send_abort(uid)
+            raise
+        except TimeoutError:
+            self._send_abort(uid)
+            assert self._timeout_s is not None
+            raise RequestTimeout(self._timeout_s) from None
+        finally:
+            del self._questions[uid]
+            self._give_places_back(1)
+
+    def _answer(self, uid: int, answer: object) -> None:
+        """Answer a question, if it is one of this process and its client has not gone."""
+        question = self._questions.get(uid)
+        if question and not question.done():
+            question.set_result(answer)
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
-        if self._open.pop(uid, None):
+        if self._close(uid):
             self.metrics.aborts.inc()
             self._send_abort(uid)
 
@@ -311,13 +317,12 @@ class Frontend:
             match msg:
                 case BatchFrontendMsg(replies, stats):
                     if stats:
-                        self.metrics.update(stats)
-                        self._flushes.take(stats)
+                        self._take_stats(stats)
                     await self._deliver_all(replies)
                 case UserReply() as refusal:
                     self._deliver(refusal)
-                case CodecReply() as codec_reply:
-                    self._deliver_codec_reply(codec_reply)
+                case CodecReply(uid) as codec_reply:
+                    self._answer(uid, codec_reply)
             if self.num_open == 0:
                 collect_when_idle()
             # `get` does not wait while messages are there. Who waits for this one goes first.
@@ -331,10 +336,10 @@ class Frontend:
             for reply in replies[begin : begin + _DELIVERIES_A_TURN]:
                 self._deliver(reply)
 
-    def _deliver_codec_reply(self, reply: CodecReply) -> None:
-        future = self._codec_replies.get(reply.uid)
-        if future and not future.done():
-            future.set_result(reply)
+    def _take_stats(self, stats: EngineStats) -> None:
+        self.metrics.update(stats)
+        for uid, num_tokens in stats.flushes:
+            self._answer(uid, num_tokens)
 
     def _deliver(self, reply: UserReply) -> None:
         request = self._open.get(reply.uid)
@@ -343,29 +348,32 @@ class Frontend:
         request.unanswered = None
         request.stopwatch.observe(reply)
         if reply.is_final:
-            del self._open[reply.uid]
+            self._close(reply.uid)
         request.generation.put(reply)
 
-    async def drain(self, reason: str) -> None:
-        """Refuse new requests, and wait until all open ones have ended."""
+    def refuse(self, reason: str) -> None:
+        """Refuse new requests; open ones go on."""
         self._end = Unavailable(reason)
-        while self.num_open:
+
+    async def drained(self) -> None:
+        """Wait until no request is open, in any API process."""
+        while self.num_open_in_all:
             await asyncio.sleep(_IDLE_CHECK_S)
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
         failure = EngineFailed(reason)
         self._end = failure
-        self._flushes.fail(failure)
         for generation in {request.generation for request in self._open.values()}:
             generation.fail(failure)
-        self._open.clear()
+        for uid in list(self._open):
+            self._close(uid)
         self._fail_questions(failure)
 
     def _fail_questions(self, error: Unavailable | EngineFailed) -> None:
-        for future in self._codec_replies.values():
-            if not future.done():
-                future.set_exception(error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
 
     def suspend(self, reason: str, outage_s: int) -> None:
         """Cut the workers off, for about `outage_s` seconds; they are dead or will be killed.
@@ -378,12 +386,11 @@ class Frontend:
         self._tokenizers = []
         self._outage = Unavailable(f"the engine starts again: {reason}", outage_s)
         self._fail_questions(self._outage)
-        self._flushes.fail(self._outage)
         failure = EngineFailed(f"the engine failed: {reason}")
         requests = self._open.values()
         for generation in {each.generation for each in requests if not each.can_be_sent_again}:
             for uid in generation.uids:
-                self._open.pop(uid, None)
+                self._close(uid)
             generation.fail(failure)
 
     def resume(self, tokenizers: list[PushQueue[TokenizerMsg]]) -> None:
@@ -391,7 +398,6 @@ class Frontend:
         self._tokenizers = tokenizers
         self._outage = None
         self.metrics.begin_epoch()
-        self._flushes = _Flushes()
         waiting = self._open
         self._open = {}
         for uid, request in waiting.items():
@@ -410,11 +416,16 @@ class Frontend:
         """Let the workers end, and close the queues."""
         for i, queue in enumerate(self._tokenizers):
             queue.put(ShutdownMsg(stops_scheduler=i == 0))
+        self.close()
+
+    def close(self) -> None:
+        """Close the queues; the workers go on."""
+        for queue in self._tokenizers:
             queue.close()
         self._incoming.close()
 
     def _tokenizer_of(self, uid: int) -> PushQueue[TokenizerMsg]:
-        return self._tokenizers[uid % len(self._tokenizers)]
+        return self._tokenizers[tokenizer_of(uid, self._num_api, len(self._tokenizers))]
 
 
 def _seed_after(seed: int | None, i: int) -> int | None:

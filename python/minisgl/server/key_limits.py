@@ -25,6 +25,7 @@ from typing import Annotated
 import msgspec
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
+from minisgl.utils.shared_numbers import SharedNumbers
 
 _AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -40,40 +41,55 @@ class KeyLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """What a key may still take of something; it is below zero when the key has overdrawn.
+    """What a key may still take of something; less than nothing when the key has overdrawn.
 
     Args:
         per_minute: how much is refilled in a minute, and how much there is at most.
-        clock: the time in seconds.
+        numbers: two, which are zero at first: what was taken, and when that was so.
+        clock: the time in seconds, equal in all processes.
     """
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_minute: int,
+        numbers: memoryview[float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._per_minute = per_minute
+        self._numbers = numbers
         self._clock = clock
-        self._level = float(per_minute)
-        self._filled_at = clock()
 
     def wait_s(self, amount: int) -> float:
         """Seconds until there is so much; 0 if there is."""
         now = self._clock()
-        refill = (now - self._filled_at) * self._per_minute / 60
-        self._level = min(self._per_minute, self._level + refill)
-        self._filled_at = now
-        return max(0.0, (amount - self._level) * 60 / self._per_minute)
+        taken, taken_at = self._numbers
+        taken = max(0.0, taken - (now - taken_at) * self._per_minute / 60)
+        self._numbers[0] = taken
+        self._numbers[1] = now
+        return max(0.0, (taken + amount - self._per_minute) * 60 / self._per_minute)
 
     def take(self, amount: int) -> None:
-        self._level -= amount
+        self._numbers[0] += amount
 
 
 class KeyAccount:
-    """What one key has taken of its limits."""
+    """What one key has taken of its limits, in all API processes."""
 
-    def __init__(self, name: str, limit: KeyLimit) -> None:
+    NUM_NUMBERS = 5
+
+    def __init__(
+        self, name: str, limit: KeyLimit, shared: SharedNumbers, numbers: memoryview[float]
+    ) -> None:
         self._name = name
         self._limit = limit
-        self._requests = Bucket(limit.requests_per_minute) if limit.requests_per_minute else None
-        self._tokens = Bucket(limit.tokens_per_minute) if limit.tokens_per_minute else None
-        self._num_open = 0
+        self._shared = shared
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        if limit.requests_per_minute:
+            self._requests = Bucket(limit.requests_per_minute, numbers[0:2])
+        if limit.tokens_per_minute:
+            self._tokens = Bucket(limit.tokens_per_minute, numbers[2:4])
+        self._num_open = numbers[4:5]
 
     def open(self) -> None:
         """Account for a new request.
@@ -81,15 +97,19 @@ class KeyAccount:
         Raises:
             KeyLimitExceeded: it is above a limit.
         """
+        with self._shared.locked():
+            self._open()
+
+    def _open(self) -> None:
         limit = self._limit
-        if limit.open_requests is not None and self._num_open >= limit.open_requests:
+        if limit.open_requests is not None and self._num_open[0] >= limit.open_requests:
             raise KeyLimitExceeded(self._name, "open requests", limit.open_requests, 1)
         if self._tokens:
             self._check(self._tokens, "tokens a minute", limit.tokens_per_minute)
         if self._requests:
             self._check(self._requests, "requests a minute", limit.requests_per_minute)
             self._requests.take(1)
-        self._num_open += 1
+        self._num_open[0] += 1
 
     def _check(self, bucket: Bucket, what: str, limit: int | None) -> None:
         wait_s = bucket.wait_s(1)
@@ -99,32 +119,57 @@ class KeyAccount:
 
     def close(self, num_tokens: int) -> None:
         """Account for the end of a request that took so many tokens."""
-        self._num_open -= 1
-        if self._tokens:
-            self._tokens.take(num_tokens)
+        with self._shared.locked():
+            self._num_open[0] -= 1
+            if self._tokens:
+                self._tokens.take(num_tokens)
+
+
+def read_key_limits(path: Path) -> str:
+    """The text of a file of limits.
+
+    Raises:
+        ConfigError: it cannot be read, or a value is outside its bounds.
+    """
+    try:
+        text = path.read_text()
+        _parse(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--key-limits {path}: {error}") from None
+    return text
+
+
+def _parse(text: str) -> dict[str, KeyLimit]:
+    return msgspec.convert(tomllib.loads(text), dict[str, KeyLimit])
 
 
 class KeyLimits:
-    """The accounts of the keys in a file. A request ends in the account in which it began.
+    """The accounts of the keys that have limits. A request ends in the account where it began.
 
-    Raises:
-        ConfigError: the file cannot be read, or a value is outside its bounds.
+    API processes that share numbers share the accounts, if they are given the same texts in the
+    same order.
+
+    Args:
+        text: from `read_key_limits`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, text: str, shared: SharedNumbers) -> None:
+        self._shared = shared
+        self._num_texts = 0
         self._accounts: dict[bytes, KeyAccount] = {}
-        self.reload()
+        self.replace(text)
 
-    def reload(self) -> None:
-        """Read the file again: all accounts begin anew. After an error nothing has changed."""
-        try:
-            tables = tomllib.loads(self._path.read_text())
-            limits = msgspec.convert(tables, dict[str, KeyLimit])
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--key-limits {self._path}: {error}") from None
+    def replace(self, text: str) -> None:
+        """Take other limits: all accounts begin anew."""
+        limits = _parse(text)
+        size = KeyAccount.NUM_NUMBERS
+        self._num_texts += 1
+        numbers = self._shared.array(f"key-limits-{self._num_texts}", 1 + size * len(limits))
         self._accounts = {
-            bytes.fromhex(limit.sha256): KeyAccount(name, limit) for name, limit in limits.items()
+            bytes.fromhex(limit.sha256): KeyAccount(
+                name, limit, self._shared, numbers[size * i : size * (i + 1)]
+            )
+            for i, (name, limit) in enumerate(limits.items())
         }
 
     def account_of(self, digest: bytes) -> KeyAccount | None:

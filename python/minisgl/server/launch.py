@@ -6,8 +6,9 @@
                                                                                 │
     folder removed, exit code ◀─ workers ended ◀─ open requests ended, or with an error ◀─┘
 
-The parent process is the API server. Its exit code is 0 after the shell's end or a signal while it
-serves, 130 after a signal before that or after a second signal, 1 if anything failed.
+The parent process is the first API process, or the only one. Its exit code is 0 after the shell's
+end or a signal while it serves, 130 after a signal before that or after a second signal, 1 if
+anything failed.
 
 A scheduler takes longest to start, because torch alone takes seconds to import. So it is started
 first, by a process that has imported little: not torch, which the parent never needs, and not yet
@@ -17,6 +18,7 @@ what `serve.py` imports.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -27,8 +29,8 @@ from pathlib import Path
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.server.args import ServerConfig, parse_args
-from minisgl.server.capacity import BACKLOG, fit_connections, raise_limit
-from minisgl.server.key_limits import KeyLimits
+from minisgl.server.capacity import BACKLOG, fit_api_workers, fit_connections, raise_limit
+from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.private_folder import private_folder
@@ -49,11 +51,11 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: ServerConfig) -> int:
-    key_limits = KeyLimits(Path(config.key_limits)) if config.key_limits else None
+    key_limits = read_key_limits(Path(config.key_limits)) if config.key_limits else None
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
-    config = _fit_connections(config.agree(folder))
+    config = _fit(replace(config.agree(folder), served_model_name=name))
     max_seq_len = config.max_seq_len or model_config.max_position
     with (
         _interruptible(),
@@ -63,20 +65,21 @@ def _run(config: ServerConfig) -> int:
     ):
         workers = Workers(config, supervisor, ipc, max_seq_len)
         workers.start()
-        from minisgl.server.serve import serve, served_model  # here, while the workers start
+        workers.start_api_workers(listener)
+        from minisgl.server.serve import serve  # here, while the workers start
 
         reports = workers.wait_ready()
         _accept_connections(listener)
-        model = served_model(name, model_config, reports, config)
-        serve(config, model, workers, listener, key_limits)
+        serve(config, model_config, reports, workers, listener, key_limits)
     return 0
 
 
-def _fit_connections(config: ServerConfig) -> ServerConfig:
-    """The options, with a limit of connections for which there are descriptors."""
-    num_workers = config.tp + config.num_tokenizer + 1
+def _fit(config: ServerConfig) -> ServerConfig:
+    """The options, with as many API processes and connections as this machine is good for."""
+    api_workers = config.api_workers or fit_api_workers(len(os.sched_getaffinity(0)))
+    num_workers = config.tp + config.num_tokenizer + 1 + api_workers
     limit = fit_connections(config.max_connections, num_workers, raise_limit())
-    return replace(config, max_connections=limit)
+    return replace(config, api_workers=api_workers, max_connections=limit)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -6,7 +6,7 @@
 
 A request that has begun to answer ends with an error: its answer cannot go on, since its client has
 the beginning. One that has not is sent again, once. Three failures within a minute of service, or
-one before the workers are ready, end the server.
+one before the workers are ready, end the server. So does the failure of an API process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import time
 from collections import deque
 
 from minisgl.errors import EngineFailed, MiniSGLError
+from minisgl.message import ResumeMsg, SuspendMsg
 from minisgl.server.frontend import Frontend, connect_tokenizers
+from minisgl.server.peers import Peers
 from minisgl.server.workers import Workers
 from minisgl.utils.supervisor import Failure
 
@@ -28,24 +30,33 @@ _WITHIN_S = 60.0
 
 
 class Recovery:
-    """Starts the workers of a frontend again, for as long as that helps."""
+    """Starts the workers of the API processes again, for as long as that helps.
 
-    def __init__(self, workers: Workers, frontend: Frontend) -> None:
+    Args:
+        frontend: of the first API process.
+        peers: the others.
+    """
+
+    def __init__(self, workers: Workers, frontend: Frontend, peers: Peers) -> None:
         self._workers = workers
         self._frontend = frontend
+        self._peers = peers
         self._served_s: deque[float] = deque(maxlen=_MAX_FAILURES)  # between failures
 
     async def run(self) -> None:
         """Recover from every failure, until there are too many.
 
         Raises:
-            EngineFailed: three workers failed within a minute, or one before it was ready again.
+            EngineFailed: three workers failed within a minute, or one before it was ready again, or
+                an API process has failed.
         """
         while True:
             began_at = time.monotonic()
             failure = await self._workers.next_failure()
             self._served_s.append(time.monotonic() - began_at)
             self._frontend.metrics.count_failure(failure.name)
+            if self._workers.is_api_worker(failure.name):  # its clients are gone with it
+                raise EngineFailed(failure.reason)
             self._check_rate(failure)
             await self._restart(failure)
 
@@ -57,6 +68,7 @@ class Recovery:
     async def _restart(self, failure: Failure) -> None:
         logger.error("%s; the engine starts again", failure.reason)
         self._frontend.suspend(failure.reason, self._workers.start_s)
+        self._peers.tell(SuspendMsg(failure.reason, self._workers.start_s))
         self._workers.kill()
         await asyncio.to_thread(self._workers.end_epoch)
         # Here and not in a thread: the kernel kills a child when the thread that made it ends.
@@ -69,4 +81,5 @@ class Recovery:
         except MiniSGLError as error:
             raise EngineFailed(f"{failure.reason}; it does not start again: {error}") from None
         self._frontend.resume(connect_tokenizers(self._workers.addresses))
+        self._peers.tell(ResumeMsg(self._workers.addresses.epoch))
         logger.info("the engine is ready again, after %d s", self._workers.start_s)

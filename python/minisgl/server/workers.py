@@ -1,12 +1,13 @@
-"""The server's child processes: schedulers, detokenizer and tokenizers.
+"""The server's child processes: schedulers, detokenizer and tokenizers, and API processes.
 
-Each start of all of them is an *epoch*, with sockets of its own. Imports little: the first epoch
-starts before the parent has imported its HTTP server.
+Each start of all of them but the API processes is an *epoch*, with sockets of its own. Imports
+little: the first epoch starts before the parent has imported its HTTP server.
 """
 
 from __future__ import annotations
 
 import math
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,9 @@ class Workers:
         self._max_seq_len = max_seq_len
         self._started_at = 0.0
         self._start_s = 1.0
-        self.addresses = Addresses(folder, config.num_tokenizer)
+        assert config.api_workers is not None  # `launch.py` resolves it
+        self.addresses = Addresses(folder, config.num_tokenizer, num_api=config.api_workers)
+        self._api_workers = {f"api-{api}": api for api in range(1, config.api_workers)}
 
     @property
     def start_s(self) -> int:
@@ -56,6 +59,22 @@ class Workers:
         for i in range(self._config.num_tokenizer):
             self._start_tokenizer(f"tokenizer-{i}", self.addresses.tokenizers[i])
 
+    def start_api_workers(self, listener: socket.socket) -> None:
+        """Start the API processes beside this one, which accept connections from one socket."""
+        for name, api in self._api_workers.items():
+            self._supervisor.start(
+                name,
+                "minisgl.server.api_worker:api_worker",
+                self._config,
+                self.addresses,
+                api,
+                listener,
+                has_children=True,  # that parse large bodies
+            )
+
+    def is_api_worker(self, name: str) -> bool:
+        return name in self._api_workers
+
     def _start_tokenizer(self, name: str, inbox: str) -> None:
         self._supervisor.start(
             name,
@@ -69,7 +88,7 @@ class Workers:
         )
 
     def wait_ready(self) -> list[StartupReport]:
-        """Wait for the report of every worker.
+        """Wait for the report of every worker that was started.
 
         Raises:
             ConfigError: a worker cannot run with these options or this model.
@@ -84,10 +103,10 @@ class Workers:
         return await self._supervisor.next_failure(self._config.step_timeout_s)
 
     def kill(self) -> None:
-        """Kill all workers. Returns at once."""
-        self._supervisor.kill()
+        """Kill all workers but API processes. Returns at once."""
+        self._supervisor.kill(keep=self._api_workers)
 
     def end_epoch(self) -> None:
         """Wait until killed workers have ended. The next start is a new epoch."""
-        self._supervisor.remove()
+        self._supervisor.remove(keep=self._api_workers)
         self.addresses = replace(self.addresses, epoch=self.addresses.epoch + 1)

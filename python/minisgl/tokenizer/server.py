@@ -46,7 +46,7 @@ from minisgl.tokenizer.tokenize import Tokenizer
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.mp import Addresses, PullQueue, PushQueue, api_of
 from minisgl.utils.supervisor import Ready, StartupReport, TokenizerInfo
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class TokenizeWorker:
 
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
+        frontends: the queues of the API processes.
         allow_control_tokens, needs_known_calls: as for `Tokenizer`.
     """
 
@@ -70,7 +71,7 @@ class TokenizeWorker:
         folder: Path,
         max_seq_len: int,
         backend: PushQueue[BackendMsg],
-        frontend: PushQueue[FrontendMsg],
+        frontends: list[PushQueue[FrontendMsg]],
         *,
         allow_control_tokens: bool = False,
         needs_known_calls: bool = False,
@@ -81,7 +82,7 @@ class TokenizeWorker:
         )
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
-        self._frontend = frontend
+        self._frontends = frontends
         self._jobs: dict[int, Job] = {}  # those that wait, by uid
         self._turns: FairQueue[int] = FairQueue()  # their uids, and those of dropped ones
 
@@ -137,7 +138,7 @@ class TokenizeWorker:
             case TokenizeMsg():
                 self._tokenize(job)
             case EncodeMsg() | DecodeMsg():
-                self._frontend.put(self._codec_reply(job))
+                self._send(self._codec_reply(job))
             case None:  # it was aborted
                 pass
 
@@ -145,23 +146,30 @@ class TokenizeWorker:
         try:
             ids = self._tokenizer.encode(msg.prompt, max_tokens=self._max_seq_len)
         except RequestError as error:
-            self._frontend.put(UserReply(msg.uid, error=ReplyError.of(error)))
+            self._send(UserReply(msg.uid, error=ReplyError.of(error)))
         else:
             logger.debug("request %d has %d tokens", msg.uid, len(ids))
             self._backend.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
 
+    def _send(self, reply: UserReply | CodecReply) -> None:
+        """Send a reply to the API process that has its request."""
+        self._frontends[api_of(reply.uid, len(self._frontends))].put(reply)
+
     def _detokenize(self, batch: BatchTokenizerMsg) -> None:
-        replies = []
+        """Send the replies of a step, a message to each API process; all get the statistics."""
+        num_api = len(self._frontends)
+        replies: list[list[UserReply]] = [[] for _ in range(num_api)]
         for msg in batch.msgs:
             reply = self._detokenizer.step(msg)
             if reply is None:
                 continue
-            replies.append(reply)
+            replies[api_of(reply.uid, num_api)].append(reply)
             scheduler_knows = msg.finish is not None or msg.error is not None
             if reply.is_final and not scheduler_knows:  # a stop text
                 self._backend.put(AbortBackendMsg(msg.uid))
-        if replies or batch.stats:
-            self._frontend.put(BatchFrontendMsg(replies, batch.stats))
+        for frontend, its_replies in zip(self._frontends, replies, strict=True):
+            if its_replies or batch.stats:
+                frontend.put(BatchFrontendMsg(its_replies, batch.stats))
 
     def _codec_reply(self, msg: EncodeMsg | DecodeMsg) -> CodecReply:
         try:
@@ -222,12 +230,12 @@ def tokenize_worker(
     _hide_torch()
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg), ready.beat)
     backend = PushQueue[BackendMsg](addresses.backend, encode)
-    frontend = PushQueue[FrontendMsg](addresses.frontend, encode)
+    frontends = [PushQueue[FrontendMsg](address, encode) for address in addresses.frontends]
     worker = TokenizeWorker(
         folder,
         max_seq_len,
         backend,
-        frontend,
+        frontends,
         allow_control_tokens=allow_control_tokens,
         needs_known_calls=needs_known_calls,
     )

@@ -6,6 +6,7 @@ logger.py          logging
 mp.py              queues between processes
 private_folder.py  the folder of their sockets
 registry.py        tables of named backends and models
+shared_numbers.py  numbers that several processes change
 staging.py         copies from pinned host memory to the device
 supervisor.py      child processes
 """

@@ -7,7 +7,8 @@ message type: functions that encode and decode are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -28,16 +29,24 @@ class Addresses:
         num_tokenizer: tokenizers with a queue of their own; with zero the detokenizer's queue is
             used.
         epoch: how often the workers were started again. Every start has sockets of its own but for
-            the frontend's, so that no worker reads what was meant for one before it.
+            those of API processes, so that no worker reads what was meant for one before it.
+        num_api: API processes.
     """
 
     folder: Path
     num_tokenizer: int = 0
     epoch: int = 0
+    num_api: int = 1
 
     @property
-    def frontend(self) -> str:
-        return f"ipc://{self.folder / 'frontend'}"
+    def frontends(self) -> list[str]:
+        """Where the API processes get replies."""
+        return [f"ipc://{self.folder / f'frontend-{i}'}" for i in range(self.num_api)]
+
+    @property
+    def peers(self) -> list[str]:
+        """Where the API processes get messages of each other."""
+        return [f"ipc://{self.folder / f'peer-{i}'}" for i in range(self.num_api)]
 
     @property
     def backend(self) -> str:
@@ -63,6 +72,21 @@ class Addresses:
 
     def _socket(self, name: str) -> str:
         return f"ipc://{self.folder / name}.{self.epoch}"
+
+
+def uids_of_api(api: int, num_api: int) -> Iterator[int]:
+    """The uids that an API process gives: a uid says whose request it is."""
+    return itertools.count(api, num_api)
+
+
+def api_of(uid: int, num_api: int) -> int:
+    """The API process that gave a uid."""
+    return uid % num_api
+
+
+def tokenizer_of(uid: int, num_api: int, num_tokenizer: int) -> int:
+    """The tokenizer to which all messages of a request go."""
+    return uid // num_api % num_tokenizer
 
 
 class PushQueue(Generic[M]):

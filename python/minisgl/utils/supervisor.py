@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -122,6 +123,7 @@ class Supervisor:
         self._log_json = log_json
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, _Child] = {}
+        self._starting: set[str] = set()  # those whose report was not read yet
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
@@ -131,11 +133,12 @@ class Supervisor:
         """A descriptor for each child, which can be read when the child has died."""
         return [child.process.sentinel for child in self._children.values()]
 
-    def start(self, name: str, body: str, *args: Any) -> None:
+    def start(self, name: str, body: str, *args: Any, has_children: bool = False) -> None:
         """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
 
         Args:
             body: "module:function". Only the new process imports the module.
+            has_children: whether it starts processes by multiprocessing.
         """
         reader, writer = self._context.Pipe(duplex=False)
         beats = self._context.RawValue(ctypes.c_ulong)
@@ -152,21 +155,22 @@ class Supervisor:
                 *args,
             ),
             name=name,
-            daemon=True,
+            daemon=not has_children,
         )
         process.start()
         writer.close()
         self._children[name] = _Child(process, reader, beats)
+        self._starting.add(name)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
-        """Wait for the report of every child.
+        """Wait for the report of every child that was started since the last call.
 
         Raises:
             ConfigError: a child cannot run with these options or this model.
             EngineFailed: a child died or was not ready in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
-        waiting = {child.reader: name for name, child in self._children.items()}
+        waiting = {self._children[name].reader: name for name in self._starting}
         reports: list[StartupReport] = []
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -179,6 +183,7 @@ class Supervisor:
                 report = self._children[name].read_report()
                 reports.append(report or StartupReport(failure=self._describe_death(name)))
             _raise_failure(reports)
+        self._starting.clear()
         return reports
 
     async def next_failure(self, hang_timeout_s: float) -> Failure:
@@ -216,17 +221,19 @@ class Supervisor:
             for sentinel in sentinels:
                 loop.remove_reader(sentinel)
 
-    def kill(self) -> None:
-        """Kill all children. Returns at once; `remove` waits."""
-        for child in self._children.values():
-            child.process.kill()
+    def kill(self, keep: Collection[str] = ()) -> None:
+        """Kill all children but those to keep. Returns at once; `remove` waits."""
+        for name, child in self._children.items():
+            if name not in keep:
+                child.process.kill()
 
-    def remove(self) -> None:
+    def remove(self, keep: Collection[str] = ()) -> None:
         """Wait until killed children have ended, and forget them."""
-        for child in self._children.values():
+        for name in [name for name in self._children if name not in keep]:
+            child = self._children.pop(name)
+            self._starting.discard(name)
             child.process.join()
             child.reader.close()
-        self._children.clear()
 
     def end_together(self) -> None:
         """From now on, when a child dies, kill the others at once.

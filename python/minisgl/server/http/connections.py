@@ -37,6 +37,7 @@ from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.middleware import OPEN_PATHS
 from minisgl.server.http.turns import TurnQueue
 from minisgl.server.openai.common import ErrorBody, ErrorResponse
+from minisgl.utils.shared_numbers import SharedNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ _HEAD_TIMEOUT = (
 class ConnectionLimits:
     """
     Args:
-        max_connections: those that are served; above them only /health is answered.
+        max_connections: those that are served, by all API processes; above them only /health is
+            answered.
         header_timeout_s: how long the head of a request may take, from the connection's begin or
             the head's first byte.
     """
@@ -77,17 +79,19 @@ class ConnectionTable:
         others: what they do for all others, and the ends of connections.
     """
 
-    def __init__(self, limits: ConnectionLimits, metrics: Metrics) -> None:
+    def __init__(self, limits: ConnectionLimits, metrics: Metrics, shared: SharedNumbers) -> None:
         self.limits = limits
         self.metrics = metrics
         self.checks = TurnQueue(RUNS_A_TURN)
         self.others = TurnQueue(RUNS_A_TURN)
+        self._shared = shared
+        self._num_served = shared.array("connections", 1)  # in all API processes
         self._served: set[Connection] = set()
         self._reserved: dict[Connection, None] = {}  # the oldest first
 
     def add(self, connection: Connection) -> bool:
         """Add a connection and say whether it is reserved. May abort the oldest reserved one."""
-        if len(self._served) < self.limits.max_connections:
+        if self._take_place():
             self._served.add(connection)
             return False
         logger.warning(
@@ -102,9 +106,18 @@ class ConnectionTable:
         self._reserved[connection] = None
         return True
 
+    def _take_place(self) -> bool:
+        with self._shared.locked():
+            has_place = self._num_served[0] < self.limits.max_connections
+            self._num_served[0] += has_place
+        return has_place
+
     def discard(self, connection: Connection) -> None:
-        self._served.discard(connection)
         self._reserved.pop(connection, None)
+        if connection in self._served:
+            self._served.remove(connection)
+            with self._shared.locked():
+                self._num_served[0] -= 1
 
 
 class Connection(H11Protocol):

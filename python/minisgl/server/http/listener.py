@@ -21,6 +21,7 @@ from minisgl.server.http.connections import (
     ConnectionTable,
 )
 from minisgl.utils.logger import limit_repeats
+from minisgl.utils.shared_numbers import SharedNumbers
 
 _CLOSE_S = 5
 _ACCEPTS_AT_ONCE = 8  # of 0.1 ms each; a turn parses fewer
@@ -28,11 +29,18 @@ _MAX_HEAD_BYTES = 2**14
 
 
 def create_server(
-    app: FastAPI, limits: ConnectionLimits, keep_alive_timeout_s: int
+    app: FastAPI,
+    limits: ConnectionLimits,
+    keep_alive_timeout_s: int,
+    shared: SharedNumbers | None = None,
 ) -> uvicorn.Server:
-    """The server of an application; `serve([listener])` of it runs in the caller's loop."""
+    """The server of an application; `serve([listener])` of it runs in the caller's loop.
+
+    Args:
+        shared: numbers that all API processes share.
+    """
     limit_repeats("asyncio", "uvicorn.error", "minisgl.server.http.connections")
-    table = ConnectionTable(limits, app.state.frontend.metrics)
+    table = ConnectionTable(limits, app.state.frontend.metrics, shared or SharedNumbers())
     config = uvicorn.Config(
         app,
         http=partial(Connection, table=table),  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """The numbers at /metrics, in the text format of Prometheus.
 
 There is no text of any request, and labels have few values. Replies are counted in the API process
-as they are delivered. What only the scheduler knows comes with its outputs (`EngineStats`).
+as they are delivered; of several API processes, the one that is asked adds the numbers of all up.
+What only the scheduler knows comes with its outputs (`EngineStats`), to all of them.
 
 What is counted a token is a plain number of the event loop's thread (`TokenCounter`,
 `TokenHistogram`), which costs a fraction of a microsecond; Prometheus' own take a lock.
@@ -19,10 +20,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from minisgl.message import EngineStats, UserReply
+from minisgl.message import EngineStats, MetricSample, UserReply
 
 _FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _INTER_TOKEN_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
+_TIME_SUFFIX = "_created"  # of samples that say since when is counted
+_SAMPLE_SUFFIXES = ("", "_total", "_bucket", "_count", "_sum", _TIME_SUFFIX)
 _DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -66,13 +69,15 @@ class TokenHistogram(Collector):
 
 
 class Metrics:
-    """The numbers of one server, in a registry of its own."""
+    """The numbers of one API process, and those of the engine."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = CollectorRegistry()  # this process's own
+        self._engine_registry = CollectorRegistry()  # equal in all API processes
         counter = partial(Counter, namespace="minisgl", registry=self._registry)
-        gauge = partial(Gauge, namespace="minisgl", registry=self._registry)
         histogram = partial(Histogram, namespace="minisgl", registry=self._registry)
+        gauge = partial(Gauge, namespace="minisgl", registry=self._engine_registry)
+        engine_counter = partial(Counter, namespace="minisgl", registry=self._engine_registry)
         self._requests = counter(
             "http_requests_total", "HTTP requests by route and status", ["route", "status"]
         )
@@ -117,15 +122,15 @@ class Metrics:
             "How long a step may hold up running requests; it grows when prompts wait too long",
         )
         self._counters = {
-            "num_retractions": counter(
+            "num_retractions": engine_counter(
                 "retractions_total", "Times that a prompt lost its pages to others"
             ),
-            "num_steps": counter("steps_total", "Steps that the scheduler launched"),
-            "num_computed_tokens": counter(
+            "num_steps": engine_counter("steps_total", "Steps that the scheduler launched"),
+            "num_computed_tokens": engine_counter(
                 "computed_tokens_total",
                 "Tokens of prompts and retracted requests that were computed",
             ),
-            "num_cached_tokens": counter(
+            "num_cached_tokens": engine_counter(
                 "cached_tokens_total", "Tokens that admitted requests found in the prefix cache"
             ),
         }
@@ -156,9 +161,53 @@ class Metrics:
             counter.inc(count - self._counted[name])
             self._counted[name] = count
 
-    def expose(self) -> bytes:
-        """All metrics, in the text format."""
-        return generate_latest(self._registry)
+    def samples(self) -> list[MetricSample]:
+        """This process's own numbers, for another API process to add up."""
+        return [
+            MetricSample(sample.name, sample.labels, sample.value)
+            for metric in self._registry.collect()
+            for sample in metric.samples
+        ]
+
+    def expose(self, others: Iterable[MetricSample] = ()) -> bytes:
+        """All metrics, in the text format.
+
+        Args:
+            others: the samples of all other API processes.
+        """
+        total = CollectorRegistry()
+        total.register(_Sum(self._registry, others))
+        return generate_latest(total) + generate_latest(self._engine_registry)
+
+
+class _Sum(Collector):
+    """The metrics of a registry, with samples of others added to its own."""
+
+    def __init__(self, registry: CollectorRegistry, others: Iterable[MetricSample]) -> None:
+        self._registry = registry
+        self._others: dict[str, list[MetricSample]] = {}
+        for sample in others:
+            self._others.setdefault(sample.name, []).append(sample)
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            yield self._with_others(metric)
+
+    def _with_others(self, metric: Metric) -> Metric:
+        total = Metric(metric.name, metric.documentation, metric.type)
+        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        own = [MetricSample(each.name, each.labels, each.value) for each in metric.samples]
+        names = {metric.name + suffix for suffix in _SAMPLE_SUFFIXES}
+        others = [sample for name in names for sample in self._others.get(name, ())]
+        for sample in [*own, *others]:
+            key = (sample.name, tuple(sample.labels.items()))
+            if sample.name.endswith(_TIME_SUFFIX):
+                values[key] = min(values.get(key, sample.value), sample.value)
+            else:
+                values[key] = values.get(key, 0.0) + sample.value
+        for (name, labels), value in values.items():
+            total.add_sample(name, dict(labels), value)
+        return total
 
 
 class Stopwatch:

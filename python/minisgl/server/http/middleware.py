@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from minisgl.errors import InvalidApiKey, KeyLimitExceeded, RequestError
 from minisgl.server.http.access_log import note_error, num_tokens
 from minisgl.server.http.errors import error_content, retry_after
 from minisgl.server.http.metrics import Metrics
-from minisgl.server.http.tenants import KEY_SALT, key_salts
+from minisgl.server.http.tenants import KEY_SALT, key_digest
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.openai.common import error_response
 
@@ -30,18 +29,17 @@ class ApiKey:
     It comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`.
     One header stands once, with one space behind the scheme, and a key is compared byte by byte.
     Keeps digests of one length and compares with all of them, so that the time it takes says
-    nothing about the keys. The key's digest is put into the request's state, and its salt too if
-    `salts_prefixes`.
+    nothing about the keys. The key's digest is put into the request's state, and its salt too if it
+    has one.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, *, salts_prefixes: bool = False
+        self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, salt_of_key: dict[bytes, bytes]
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._salts_prefixes = salts_prefixes
-        self._digests = [_digest(key.encode()) for key in keys]
-        self._salt_of_digest = key_salts(self._digests)
+        self._salt_of_key = salt_of_key
+        self._digests = [key_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
@@ -51,8 +49,8 @@ class ApiKey:
         if digest is not None:
             state = scope.setdefault("state", {})
             state[_KEY_DIGEST] = digest
-            if self._salts_prefixes:
-                state[KEY_SALT] = self._salt_of_digest[digest]
+            if digest in self._salt_of_key:
+                state[KEY_SALT] = self._salt_of_key[digest]
             await self._app(scope, receive, send)
             return
         response = _refuse(scope, InvalidApiKey(), self._metrics, {"WWW-Authenticate": "Bearer"})
@@ -63,7 +61,7 @@ class ApiKey:
         keys = _keys(Headers(scope=scope))
         if len(keys) != 1:  # a proxy and this server might read different ones
             return None
-        digest = _digest(keys[0].encode("latin-1"))
+        digest = key_digest(keys[0].encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return digest if any(matches) else None
 
@@ -123,10 +121,6 @@ class HeadAsGet:
         if scope.get("method") == "HEAD":
             scope["method"] = "GET"
         await self._app(scope, receive, send)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class BodyLimit:

@@ -58,6 +58,7 @@ from minisgl.server.openai.generation_request import GenerationRequest
 from minisgl.server.openai.models import ModelCard, ModelList
 from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
@@ -89,8 +90,11 @@ async def health(frontend: FrontendDep) -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(frontend: FrontendDep) -> Response:
-    return Response(frontend.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+async def metrics(request: Request, frontend: FrontendDep) -> Response:
+    """The numbers of all API processes."""
+    peers: Peers | None = request.app.state.peers
+    others = await peers.samples() if peers else []
+    return Response(frontend.metrics.expose(others), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version")

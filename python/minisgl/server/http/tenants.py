@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -20,13 +19,17 @@ from minisgl.core import SamplingParams
 KEY_SALT = "key_salt"  # the name in a request's state
 
 
-def key_salts(digests: Iterable[bytes]) -> dict[bytes, bytes]:
-    """A salt for each digest of a key.
+def key_salts(keys: Iterable[str], secret: bytes) -> dict[bytes, bytes]:
+    """A salt for each key, by the key's digest.
 
-    It is keyed with a secret of this process, so that it says nothing about the key.
+    It is keyed with a secret, so that it says nothing about the key.
     """
-    secret = secrets.token_bytes(32)
+    digests = [key_digest(key.encode()) for key in keys]
     return {digest: hmac.digest(secret, digest, hashlib.sha256) for digest in digests}
+
+
+def key_digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def salt_by_key(request: Request, sampling: SamplingParams) -> SamplingParams:

@@ -1,0 +1,98 @@
+"""Messages between the API processes of a server. The first of them is the parent process."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from minisgl.message.base import BaseMsg
+from minisgl.utils.supervisor import StartupReport
+
+
+class BasePeerMsg(BaseMsg, frozen=True):
+    """Sent to another API process."""
+
+
+class ServeMsg(BasePeerMsg, frozen=True):
+    """The first → the others: the workers are ready, serve.
+
+    Attributes:
+        reports: of the workers.
+        created: when the model was loaded, in seconds since the epoch.
+        secret: which the salts of API keys are made with.
+        key_limits: the text of the file of limits, if there is one.
+    """
+
+    reports: list[StartupReport]
+    created: int
+    secret: bytes
+    key_limits: str | None = None
+
+
+class SuspendMsg(BasePeerMsg, frozen=True):
+    """The first → the others: there are no workers, for about so many seconds."""
+
+    reason: str
+    outage_s: int
+
+
+class ResumeMsg(BasePeerMsg, frozen=True):
+    """The first → the others: the workers of this epoch are ready."""
+
+    epoch: int
+
+
+class KeyLimitsMsg(BasePeerMsg, frozen=True):
+    """The first → the others: the limits of API keys have changed; the text of their file."""
+
+    text: str
+
+
+class RefuseMsg(BasePeerMsg, frozen=True):
+    """The first → the others: refuse new requests from now on."""
+
+    reason: str
+
+
+class EndMsg(BasePeerMsg, frozen=True):
+    """The first → the others: end open requests with this error, and then the process."""
+
+    reason: str
+
+
+class MetricsQuery(BasePeerMsg, frozen=True):
+    """Any → all others: send your numbers. The answer is a MetricsReply with this number.
+
+    api: who asks.
+    """
+
+    api: int
+    number: int
+
+
+class MetricSample(BaseMsg, frozen=True):
+    """One number of a metric of Prometheus, by its name and labels."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricsReply(BasePeerMsg, frozen=True):
+    """The answer to a MetricsQuery: the numbers that this process has counted."""
+
+    number: int
+    samples: list[MetricSample] = msgspec.field(default_factory=list)
+
+
+PeerMsg: TypeAlias = (
+    ServeMsg
+    | SuspendMsg
+    | ResumeMsg
+    | KeyLimitsMsg
+    | RefuseMsg
+    | EndMsg
+    | MetricsQuery
+    | MetricsReply
+)

@@ -1,0 +1,122 @@
+"""What every API process has: the application over a frontend, and its HTTP server.
+
+Next to read: `serve.py`, the first of them, and `api_worker.py`, the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+
+from minisgl.checkpoint import ModelConfig
+from minisgl.message import FrontendMsg, ServeMsg, decoder
+from minisgl.server.api_server import create_app, warm_up
+from minisgl.server.args import ServerConfig
+from minisgl.server.frontend import Frontend, connect_tokenizers
+from minisgl.server.http.connections import ConnectionLimits
+from minisgl.server.http.listener import create_server
+from minisgl.server.key_limits import KeyLimits
+from minisgl.server.openai.common import now
+from minisgl.server.parsing import Dialect
+from minisgl.server.parsing.reasoning import has_reasoning_switch
+from minisgl.server.peers import Peers
+from minisgl.server.served_model import ServedModel
+from minisgl.utils.mp import Addresses, AsyncPullQueue
+from minisgl.utils.shared_numbers import SharedNumbers
+from minisgl.utils.supervisor import StartupReport
+
+
+@dataclass(frozen=True, slots=True)
+class ApiProcess:
+    """The parts of an API process; all run in one event loop.
+
+    Attributes:
+        key_limits: those of the keys, if there is a file of them.
+    """
+
+    model: ServedModel
+    frontend: Frontend
+    app: FastAPI
+    http: uvicorn.Server
+    key_limits: KeyLimits | None
+
+
+def served_model(
+    name: str, model: ModelConfig, reports: Sequence[StartupReport], config: ServerConfig
+) -> ServedModel:
+    """What the API says of a model, from the reports of its workers.
+
+    Those of all tokenizers are equal.
+
+    Raises:
+        ConfigError: the options name a format of tool calls that the prompts cannot have.
+    """
+    limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
+    tokenizer = next(report.tokenizer for report in reports if report.tokenizer)
+    dialect = Dialect.of(
+        tokenizer,
+        config.tool_call_parser,
+        config.reasoning_parser,
+        opens_tool_schemas=config.open_tool_schemas,
+    )
+    return ServedModel(
+        name,
+        limit,
+        model.sampling_defaults,
+        now(),
+        model.width,
+        dialect,
+        has_reasoning_switch=has_reasoning_switch(tokenizer.chat_template),
+    )
+
+
+async def make_api_process(
+    config: ServerConfig,
+    model: ServedModel,
+    start: ServeMsg,
+    addresses: Addresses,
+    api: int,
+    peers: Peers,
+) -> ApiProcess:
+    """The parts of one of the API processes, ready to serve.
+
+    Args:
+        config: as `launch.py` has resolved it.
+        api: which of them.
+    """
+    assert config.max_connections is not None
+    num_api = addresses.num_api
+    shared = SharedNumbers(addresses.folder if num_api > 1 else None)
+    replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
+        addresses.frontends[api], decoder(FrontendMsg)
+    )
+    frontend = Frontend(
+        connect_tokenizers(addresses),
+        replies,
+        config.max_open_requests,
+        config.request_timeout_s,
+        api=api,
+        num_api=num_api,
+        shared=shared,
+    )
+    key_limits = None if start.key_limits is None else KeyLimits(start.key_limits, shared)
+    app = create_app(
+        frontend,
+        model,
+        config.max_body_mb << 20,
+        config.api_key,
+        config.cors_origins,
+        shares_prefixes=config.share_prefixes_between_keys,
+        salt_secret=start.secret,
+        strict_fields=config.strict_fields,
+        body_timeout_s=config.body_timeout_s,
+        key_limits=key_limits,
+        peers=peers,
+    )
+    await warm_up(app)
+    limits = ConnectionLimits(config.max_connections, config.header_timeout_s)
+    http = create_server(app, limits, config.keep_alive_timeout_s, shared)
+    return ApiProcess(model, frontend, app, http, key_limits)

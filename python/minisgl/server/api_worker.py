@@ -1,0 +1,120 @@
+"""An API process other than the first: it serves until the first one says that it shall end.
+
+It has no workers of its own. What it must know of them, and of signals, the first process says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from minisgl.checkpoint import ModelConfig
+from minisgl.message import (
+    EndMsg,
+    KeyLimitsMsg,
+    PeerMsg,
+    RefuseMsg,
+    ResumeMsg,
+    ServeMsg,
+    SuspendMsg,
+)
+from minisgl.server.api_process import ApiProcess, make_api_process, served_model
+from minisgl.server.args import ServerConfig
+from minisgl.server.frontend import connect_tokenizers
+from minisgl.server.peers import Peers
+from minisgl.utils.garbage import start_serving
+from minisgl.utils.mp import Addresses
+from minisgl.utils.supervisor import Ready, StartupReport
+
+_BEAT_INTERVAL_S = 0.5
+
+
+def api_worker(
+    ready: Ready, config: ServerConfig, addresses: Addresses, api: int, listener: socket.socket
+) -> None:
+    """Body of the process.
+
+    Args:
+        api: which of the API processes it is.
+        listener: the socket that all of them accept connections from.
+    """
+    asyncio.run(_run(ready, config, addresses, api, listener))
+
+
+async def _run(
+    ready: Ready, config: ServerConfig, addresses: Addresses, api: int, listener: socket.socket
+) -> None:
+    peers = Peers(addresses, api)
+    beating = asyncio.create_task(_beat(ready))
+    ready(StartupReport())
+    start = await peers.receive()
+    if isinstance(start, ServeMsg):  # else the server ends before it has begun to serve
+        await _serve(config, start, addresses, api, peers, listener)
+    beating.cancel()
+    peers.close()
+
+
+async def _serve(
+    config: ServerConfig,
+    start: ServeMsg,
+    addresses: Addresses,
+    api: int,
+    peers: Peers,
+    listener: socket.socket,
+) -> None:
+    assert config.model is not None
+    assert config.served_model_name is not None
+    model_config = ModelConfig.from_folder(Path(config.model))
+    model = served_model(config.served_model_name, model_config, start.reports, config)
+    model = replace(model, created=start.created)
+    process = await make_api_process(config, model, start, addresses, api, peers)
+    frontend = process.frontend
+    follower = _Follower(process, addresses)
+    serving = asyncio.create_task(process.http.serve([listener]))
+    tasks = {
+        serving,
+        asyncio.create_task(frontend.run()),
+        asyncio.create_task(peers.run(frontend.metrics.samples, follower.obey)),
+    }
+    start_serving()
+    finished, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    process.app.state.body_reader.close()
+    frontend.close()
+    for task in finished:
+        task.result()
+
+
+class _Follower:
+    """Does what the first API process says."""
+
+    def __init__(self, process: ApiProcess, addresses: Addresses) -> None:
+        self._process = process
+        self._addresses = addresses
+
+    def obey(self, msg: PeerMsg) -> None:
+        frontend = self._process.frontend
+        match msg:
+            case SuspendMsg(reason, outage_s):
+                frontend.suspend(reason, outage_s)
+            case ResumeMsg(epoch):
+                frontend.resume(connect_tokenizers(replace(self._addresses, epoch=epoch)))
+            case KeyLimitsMsg(text):
+                assert self._process.key_limits
+                self._process.key_limits.replace(text)
+            case RefuseMsg(reason):
+                frontend.refuse(reason)
+            case EndMsg(reason):
+                frontend.fail(reason)
+                self._process.http.should_exit = True
+
+
+async def _beat(ready: Ready) -> None:
+    """Say all the time that this process's event loop goes on."""
+    while True:
+        ready.beat()
+        await asyncio.sleep(_BEAT_INTERVAL_S)

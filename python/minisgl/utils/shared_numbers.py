@@ -1,0 +1,56 @@
+"""Numbers that several processes change, in files of a folder that they share.
+
+A lock of a file makes each change whole. The kernel takes it back from a process that dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_BYTES = 8
+
+
+class SharedNumbers:
+    """Arrays of floats by their names. One thread of a process may use it.
+
+    Args:
+        folder: of the files. Without one the numbers are this process's own.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._lock: int | None = None
+        if folder is not None:
+            self._lock = os.open(folder / "numbers.lock", os.O_RDWR | os.O_CREAT, 0o600)
+
+    def array(self, name: str, size: int) -> memoryview[float]:
+        """So many floats, zero at first, which every process sees that asks for this name.
+
+        They are read and changed within `locked`. Without a folder each call makes new ones.
+        """
+        num_bytes = size * _BYTES
+        if self._folder is None:
+            return memoryview(bytearray(num_bytes)).cast("d")
+        descriptor = os.open(self._folder / f"numbers.{name}", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, num_bytes)  # keeps what another process has written
+            return memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other process changes a number until the end of the block."""
+        if self._lock is None:
+            yield
+            return
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
