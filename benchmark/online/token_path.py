@@ -2,7 +2,7 @@
 
     python benchmark/online/token_path.py [--streams 256] [--rate 20] [--out results.jsonl]
 
-The server is real: API process, tokenizer and detokenizer, with their queues and sockets. This
+The server is real: API processes, tokenizer and detokenizer, with their queues and sockets. This
 process stands for the scheduler: it takes the tokenized prompts and sends every step one token for
 each stream. Another process has the streams' connections, reads all that comes, and counts events.
 
@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import selectors
-import signal
 import socket
 import statistics
 import time
@@ -37,6 +36,9 @@ from minisgl.message import (
     BackendMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
+    EndMsg,
+    PeerMsg,
+    ServeMsg,
     TokenizerMsg,
     UserMsg,
     decoder,
@@ -45,14 +47,12 @@ from minisgl.message import (
 )
 from minisgl.server.args import ServerConfig
 from minisgl.server.capacity import BACKLOG, raise_limit
-from minisgl.server.serve import serve
-from minisgl.server.served_model import ServedModel
-from minisgl.utils import set_up_logging
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
-from minisgl.utils.supervisor import Supervisor
+from minisgl.utils.supervisor import StartupReport, Supervisor
 
 ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "benchmark" / "models"
 CONTEXT = 100_000
 VOCABULARY = 8192
 SETTLE_S = 1.0  # after a phase, until all of it is read
@@ -66,22 +66,58 @@ _IN_KERNEL = ", in the kernel"
 # The server.
 
 
-def run_server(folder: Path, addresses: Addresses, listener: socket.socket) -> None:
-    """Body of the API process: a server of which only the scheduler is missing."""
-    set_up_logging("server", "WARNING")
-    raise_limit()
-    config = ServerConfig(model=str(folder), max_connections=4096, log_level="WARNING")
-    model = ServedModel(MODEL, CONTEXT, {}, created=0, width=1)
-    with Supervisor("WARNING") as supervisor:
-        for name, inbox in {
-            "detokenizer": addresses.detokenizer,
-            "tokenizer": addresses.tokenizers[0],
-        }.items():
+@contextmanager
+def running_server(
+    folder: Path, num_api: int
+) -> Iterator[tuple[Addresses, tuple[str, int], dict[str, list[psutil.Process]]]]:
+    """A server of which only the scheduler, and the parent of its processes, are missing.
+
+    Yields:
+        its addresses, that of its port, and the processes by what they are.
+    """
+    with (
+        private_folder() as ipc,
+        socket.socket(proto=socket.IPPROTO_TCP) as listener,
+        Supervisor("WARNING") as supervisor,
+    ):
+        listener.bind(("127.0.0.1", 0))
+        addresses = Addresses(ipc, num_tokenizer=1, num_api=num_api)
+        inboxes = {"detokenizer": addresses.detokenizer, "tokenizer": addresses.tokenizers[0]}
+        for name, inbox in inboxes.items():
             body = "minisgl.tokenizer:tokenize_worker"
             supervisor.start(name, body, folder, CONTEXT, inbox, addresses, False, False)
-        supervisor.wait_ready(timeout_s=120)
+        config = ServerConfig(
+            model=str(folder),
+            served_model_name=MODEL,
+            api_workers=num_api,
+            max_connections=4096,
+            log_level="WARNING",
+        )
+        for api in range(num_api):
+            body = "minisgl.server.api_worker:api_worker"
+            supervisor.start(f"api-{api}", body, config, addresses, api, listener)
+        reports = supervisor.wait_ready(timeout_s=120)
         listener.listen(BACKLOG)
-        serve(config, model, addresses, supervisor, listener)
+        start = ServeMsg([*reports, StartupReport(max_seq_len=CONTEXT)], 0, b"secret")
+        peers = [PushQueue[PeerMsg](address, encode) for address in addresses.peers]
+        try:
+            for peer in peers:
+                peer.put(start)
+            yield addresses, listener.getsockname(), children_by_kind()
+        finally:
+            for peer in peers:
+                peer.put(EndMsg("the benchmark is done"))
+                peer.close()
+            supervisor.kill()
+
+
+def children_by_kind() -> dict[str, list[psutil.Process]]:
+    kinds: dict[str, list[psutil.Process]] = {"API": [], "tokenizer": [], "detokenizer": []}
+    for child in psutil.Process().children():
+        kind = "API" if child.name().startswith("api-") else child.name()
+        if kind in kinds:
+            kinds[kind].append(child)
+    return kinds
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -95,6 +131,7 @@ def write_tokenizer(folder: Path) -> None:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text((MODELS / "qwen3-0.6b" / "config.json").read_text())
 
 
 def corpus() -> str:
@@ -215,21 +252,19 @@ class Costs:
 
 
 class CpuClock:
-    """The processor time of a server's processes, by name."""
+    """The processor time of a server's processes, by what they are."""
 
-    def __init__(self, server: psutil.Process) -> None:
-        self._processes = {"API": server}
-        for child in server.children():
-            if child.name() in ("tokenizer", "detokenizer"):
-                self._processes[child.name()] = child
+    def __init__(self, processes: dict[str, list[psutil.Process]]) -> None:
+        self._processes = processes
 
     def read(self) -> dict[str, float]:
-        """Seconds since each process began, and those of them that the kernel took."""
+        """Seconds since the processes began, and those of them that the kernel took."""
         seconds = {}
-        for name, process in self._processes.items():
-            spent = process.cpu_times()
-            seconds[name] = spent.user + spent.system
-            seconds[f"{name}{_IN_KERNEL}"] = spent.system
+        for name, processes in self._processes.items():
+            spent = [process.cpu_times() for process in processes]
+            in_kernel = sum(times.system for times in spent)
+            seconds[name] = in_kernel + sum(times.user for times in spent)
+            seconds[f"{name}{_IN_KERNEL}"] = in_kernel
         return seconds
 
 
@@ -237,22 +272,6 @@ def difference_us(
     before: dict[str, float], after: dict[str, float], divisor: int
 ) -> dict[str, float]:
     return {name: 1e6 * (after[name] - before[name]) / divisor for name in before}
-
-
-@contextmanager
-def running_server(folder: Path) -> Iterator[tuple[Addresses, tuple[str, int], psutil.Process]]:
-    context = multiprocessing.get_context("spawn")
-    with private_folder() as ipc, socket.socket(proto=socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        addresses = Addresses(ipc, num_tokenizer=1)
-        server = context.Process(target=run_server, args=(folder, addresses, listener))
-        server.start()
-        try:
-            yield addresses, listener.getsockname(), psutil.Process(server.pid)
-        finally:
-            assert server.pid
-            psutil.Process(server.pid).send_signal(signal.SIGTERM)
-            server.join()
 
 
 def wait_until_serving(address: tuple[str, int]) -> None:
@@ -339,6 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=20, help="steps a second")
     parser.add_argument("--endpoint", choices=PATHS, default="chat")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--api-workers", type=int, default=1)
     parser.add_argument("--model", type=Path, help="a folder with a tokenizer; else one is trained")
     parser.add_argument("--out", type=Path, help="a file of JSON lines to add the figures to")
     return parser
@@ -352,10 +372,10 @@ def main() -> None:
         if args.model is None:
             write_tokenizer(folder)
         tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(corpus()).ids
-        with running_server(folder) as (addresses, address, server):
+        with running_server(folder, args.api_workers) as (addresses, address, processes):
             scheduler = FakeScheduler(addresses, tokens)
             wait_until_serving(address)
-            clock = CpuClock(server)
+            clock = CpuClock(processes)
             runs = [measure(clock, scheduler, address, args) for _ in range(args.repetitions + 1)]
             scheduler.close()
     runs = runs[1:]  # the first one builds routes and the like

@@ -2,17 +2,19 @@
 
 A small body is parsed in the event loop. A larger one is parsed by another process
 (`body_worker.py`), so that it takes no time of the loop. The bytes of all bodies that are held at a
-time are bounded. FastAPI gets the request that was made here. Next to read: `body_parser.py`.
+time are bounded. Next to read: `body_parser.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from inspect import signature
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from minisgl.errors import InvalidRequest, TooManyBodies
 from minisgl.server.http.body_parser import (
@@ -88,38 +90,31 @@ class BodyReader:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read by the application's `BodyReader`."""
+    """A route whose body is read by the application's `BodyReader`.
+
+    FastAPI documents such a route and finds it, but does not resolve what its function is given:
+    the body, the request, the frontend and the model. That would take as long as all else that is
+    done for a request before it is sent to a tokenizer.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        answer = super().get_route_handler()
         if self.body_field is None:
-            return answer
+            return super().get_route_handler()
+        endpoint = self.endpoint
         model: Any = self.body_field.field_info.annotation
+        assert list(signature(endpoint).parameters) == ["body", "request", "frontend", "model"]
 
         async def read_and_answer(request: Request) -> Response:
-            reader: BodyReader = request.app.state.body_reader
-            body = await reader.read(request, model)
-            return await answer(_ReadRequest(request, body))
+            state = request.app.state
+            body = await state.body_reader.read(request, model)
+            answer = await endpoint(body, request, state.frontend, state.model)
+            return answer if isinstance(answer, Response) else _json_response(answer)
 
         return read_and_answer
 
 
-class _ReadRequest(Request):
-    """A request whose body is read. In the place of its JSON there is the valid request.
-
-    FastAPI takes it as it is, because it is of the type that the route declares.
-    """
-
-    def __init__(self, request: Request, body: PromptRequest) -> None:
-        headers = [(b"content-type", b"application/json"), *request.scope["headers"]]
-        super().__init__({**request.scope, "headers": headers}, request.receive)
-        self._valid_body = body
-
-    async def body(self) -> bytes:
-        return b"{}"
-
-    async def json(self) -> PromptRequest:
-        return self._valid_body
+def _json_response(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 def _check_content_type(request: Request) -> None:
