@@ -228,6 +228,10 @@ class KernelInputError(MiniSGLError):
     """A kernel was called with tensors that break its contract."""
 
 
+class ClientGone(MiniSGLError):
+    """The client of a request has gone; nobody reads its answer."""
+
+
 class EngineFailed(MiniSGLError):
     """The engine is gone; requests that were open have no answer."""
 

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from minisgl.errors import EngineFailed, RequestError, SlowReader
+from minisgl.errors import ClientGone, EngineFailed, RequestError, SlowReader
 from minisgl.message import UserReply, join_replies
 
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
@@ -51,12 +51,13 @@ class Generation:
         self._has_come = asyncio.Event()
         self._read: Callable[[], None] | None = None
         self._reader_bug: Exception | None = None
+        self._is_abandoned = False
         self.error: RequestError | EngineFailed | None = None  # comes after what is unread
 
     @property
     def has_ended(self) -> bool:
         """Whether all final replies were read; never after an error."""
-        return not self._index_of and self.error is None
+        return not self._index_of and self.error is None and not self._is_abandoned
 
     @property
     def uids(self) -> list[int]:
@@ -102,10 +103,22 @@ class Generation:
         self.error = error
         self._has_come.set()
 
+    def abandon(self) -> None:
+        """Abort what has not ended, because the client has gone: `next` raises ClientGone."""
+        self.close()
+        self._is_abandoned = True
+        self._has_come.set()
+
     async def wait_for_first_replies(self) -> None:
         """Wait until every prompt has a reply. Raises as `next` does."""
-        while self._prompts_without_reply and self.error is None:
+        self._raise_error()
+        while self._prompts_without_reply:
             await self._wait_for_more()
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._is_abandoned:
+            raise ClientGone
         if self.error is not None:
             raise self.error
 
@@ -124,10 +137,10 @@ class Generation:
         Raises:
             RequestError: a prompt is refused, or its reader is far too slow.
             EngineFailed: the engine died.
+            ClientGone: it was abandoned.
         """
         while not self._unread:
-            if self.error is not None:
-                raise self.error
+            self._raise_error()
             await self._wait_for_more()
         return self.take()
 
@@ -138,13 +151,12 @@ class Generation:
             read: is called, while this waits, as soon as a reply has come. It may take it.
 
         Raises:
-            RequestError, EngineFailed: as `next`.
+            RequestError, EngineFailed, ClientGone: as `next`.
         """
         self._read = read
         try:
             while not self._unread and not self.has_ended:
-                if self.error is not None:
-                    raise self.error
+                self._raise_error()
                 await self._wait_for_more()
                 if self._reader_bug is not None:
                     raise self._reader_bug

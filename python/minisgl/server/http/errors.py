@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
-from minisgl.errors import EngineFailed, RequestError
+from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.http.access_log import note_error, route_of
@@ -30,6 +30,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineFailed, _on_minisgl_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(ClientGone, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
 
 

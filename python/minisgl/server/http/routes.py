@@ -35,7 +35,12 @@ from minisgl.server.http.openapi import (
     RESPONSE_OBJECT,
     STREAMS,
 )
-from minisgl.server.http.streaming import EventStream, run_while_connected, whole_answer
+from minisgl.server.http.streaming import (
+    ClientWatch,
+    EventStream,
+    run_while_connected,
+    whole_answer,
+)
 from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
@@ -271,12 +276,15 @@ async def _answer(
     salted = salt_by_key(request, sampling)
     generation = frontend.submit(prompts, salted, body.num_answers)
     note_usage(request.scope, builder.usage)
+    watch = ClientWatch(request, generation)
     try:
-        await run_while_connected(request, generation.wait_for_first_replies())
+        await generation.wait_for_first_replies()
         if body.stream:
-            return EventStream(builder, generation, frontend.metrics)
-        await run_while_connected(request, builder.read_to_end(generation))
+            return EventStream(builder, generation, frontend.metrics, watch)
+        await builder.read_to_end(generation)
+        watch.stop()
         return await whole_answer(builder)
     except BaseException:
+        watch.stop()
         generation.close()
         raise

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import EngineFailed, RequestError
+from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.generation import Generation
 from minisgl.server.http.access_log import note_error
 from minisgl.server.http.body_writer import BodyWriter, body_writer_of
@@ -24,34 +24,64 @@ T = TypeVar("T")
 _MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
 
 
-class EventStream(StreamingResponse):
-    """An answer as server-sent events. However the stream ends, it closes its generation.
+class ClientWatch:
+    """Abandons a generation when the client of its request goes away.
+
+    Whoever makes one stops it at the end.
+    """
+
+    def __init__(self, request: Request, generation: Generation) -> None:
+        self._task = asyncio.create_task(self._abandon_at_the_end(request, generation))
+
+    async def _abandon_at_the_end(self, request: Request, generation: Generation) -> None:
+        await _wait_for_disconnect(request)
+        generation.abandon()
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+class EventStream(Response):
+    """An answer as server-sent events. However it ends, it closes its generation.
 
     The events of replies are written as they are delivered, by whoever delivers them. Where that
     cannot be, because the client is slow or the server offers no writer, they are parts of the
     body, which wait until they are sent. Replies that come meanwhile are joined.
+
+    Args:
+        watch: of the client; it is stopped at the end.
     """
 
-    def __init__(self, builder: AnswerBuilder, generation: Generation, metrics: Metrics) -> None:
-        super().__init__(
-            self._parts(),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )
+    def __init__(
+        self, builder: AnswerBuilder, generation: Generation, metrics: Metrics, watch: ClientWatch
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]  # nobody knows it
         self._builder = builder
         self._generation = generation
         self._metrics = metrics
+        self._watch = watch
         self._writer: BodyWriter | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         self._writer = body_writer_of(scope)
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientGone):
+                await self._send(send)
         finally:
+            self._watch.stop()
             self._generation.close()
             if self._generation.error:
                 self._metrics.count_error(self._generation.error.code)
                 note_error(scope, self._generation.error.code)
+
+    async def _send(self, send: Send) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for part in self._parts():
+            if part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
     async def _parts(self) -> AsyncIterator[bytes]:
         try:
@@ -95,14 +125,14 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     """Do the work and return its result.
 
     Raises:
-        ClientDisconnect: the client went away first; the work was cancelled.
+        ClientGone: the client went away first; the work was cancelled.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientDisconnect
+            raise ClientGone
         return task.result()
     finally:
         task.cancel()
