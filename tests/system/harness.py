@@ -178,12 +178,13 @@ def endless_body(**fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def open_stream(program: Program, **fields: Any) -> Iterator[Iterator[Any]]:
+def open_stream(
+    program: Program, headers: dict[str, str] | None = None, **fields: Any
+) -> Iterator[Iterator[Any]]:
     """The events of an endless stream, the first of which has come. Leaving it hangs up."""
     body = endless_body(stream=True, **fields)
-    with httpx.stream(
-        "POST", f"{program.url}/v1/completions", json=body, timeout=TIMEOUT_S
-    ) as response:
+    url = f"{program.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=TIMEOUT_S) as response:
         assert response.status_code == 200, response.read()
         events = (
             json.loads(line.removeprefix("data: "))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from tests.system.harness import (
     TIMEOUT_S,
     Program,
     endless_body,
+    open_stream,
     small_server,
     wait_until,
 )
@@ -100,6 +103,46 @@ def test_a_flush_drops_the_prefixes_that_nobody_uses(guarded: Program) -> None:
         assert again.prompt_tokens_details.cached_tokens == 0
     assert flush(guarded, BEARER).json()["num_tokens"] > 0
     assert flush(guarded, BEARER).json() == {"num_tokens": 0}
+
+
+def limits_of(key: str, open_requests: int) -> str:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"[batch]\nsha256 = '{digest}'\nopen_requests = {open_requests}\n"
+
+
+def post_completion(program: Program, key: str) -> httpx.Response:
+    """On a connection of its own, which any of the API processes may accept."""
+    return httpx.post(
+        f"{program.url}/v1/completions",
+        json=endless_body(max_tokens=1),
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_a_key_at_its_limit_gets_429s_of_all_processes_until_the_limits_are_read_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    limits = tmp_path / "limits.toml"
+    limits.write_text(limits_of(KEY, 1))
+    options = ["--api-key", f"{KEY},{OTHER_KEY}", "--key-limits", str(limits)]
+    options += ["--api-workers", "2", "--tp", "2"]
+    with Program(*small_server(folder, *options)) as program:
+        program.wait_ready()
+        with open_stream(program, headers=BEARER):
+            refusals = [post_completion(program, KEY) for _ in range(16)]
+            assert {refusal.status_code for refusal in refusals} == {429}
+            assert all(int(refusal.headers["retry-after"]) >= 1 for refusal in refusals)
+            assert post_completion(program, OTHER_KEY).status_code == 200
+
+            limits.write_text(limits_of(KEY, 2))
+            program.process.send_signal(signal.SIGHUP)
+            wait_until(
+                lambda: all(post_completion(program, KEY).status_code == 200 for _ in range(8)),
+                "the new limit holds",
+            )
+        assert flush(program, BEARER).json()["num_tokens"] > 0
+        assert flush(program, BEARER).json()["num_tokens"] == 0
 
 
 def scrape(program: Program) -> dict[str, float]:
