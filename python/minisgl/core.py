@@ -280,12 +280,11 @@ NO_WRITES = TableWrites(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
 class BatchPlan:
     """What one step computes, and what is written to the tables first.
 
-    A request stands in it at most once. Decodes come first: they are slices of one token that
-    sample.
+    A request stands in it at most once. The decodes of running requests come first.
 
     Attributes:
-        num_shared_tokens: leading tokens whose pages all slices have in common, and that no slice
-            computes; a multiple of the page size.
+        num_shared_tokens: leading tokens whose pages all admitted requests have in common, and so
+            all slices, none of which computes them; a multiple of the page size.
     """
 
     slices: list[ReqSlice]
@@ -298,7 +297,10 @@ class BatchPlan:
 
     @property
     def num_decodes(self) -> int:
-        """Leading slices of one token; the scheduler puts the decodes of running requests there."""
+        """Leading slices of one token: those of running requests, and chunks of one token.
+
+        All that computes decodes together can take such a chunk too.
+        """
         longer = (i for i, req_slice in enumerate(self.slices) if len(req_slice) > 1)
         return next(longer, len(self.slices))
 
@@ -322,8 +324,8 @@ class Batch:
         row_T, position_T: integers; where in the tables each token stands.
         input_ids_T: int64.
         slot_T: int64, where the KV of each token goes.
-        last_Y: int64, index into T of the last token of each slice that samples, and of all tokens
-            of slices that score their prompt; None if it would be all of T.
+        returned_Y: int64, index into T of the last token of each slice that samples, and of all
+            tokens of slices that score their prompt; None if it would be all of T.
         attn_metadata: made by the attention backend from the plan.
     """
 
@@ -331,5 +333,5 @@ class Batch:
     position_T: Tensor
     input_ids_T: Tensor
     slot_T: Tensor
-    last_Y: Tensor | None
+    returned_Y: Tensor | None
     attn_metadata: BaseAttnMetadata

@@ -248,8 +248,8 @@ def test_a_graph_finds_its_lengths_on_the_device(
     backend = world.backend(pair.format(name))
     row_B = torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32)
     metadata = backend.make_capture_metadata(row_B, sum(map(len, world.slices)))
-    last_Y = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
-    batch = world.batch(metadata, last_Y)
+    returned_Y = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
+    batch = world.batch(metadata, returned_Y)
     backend.prepare_on_device(batch)
     o_TNH = backend.forward(*world.projection(), 0, batch)
     torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)

@@ -104,14 +104,14 @@ class World:
             name, self.pool, self.page_table_RP, self.num_heads, self.specs
         )
 
-    def batch(self, metadata: BaseAttnMetadata, last_Y: Tensor | None = None) -> Batch:
+    def batch(self, metadata: BaseAttnMetadata, returned_Y: Tensor | None = None) -> Batch:
         tokens = [
             (req_slice.row, position)
             for req_slice in self.slices
             for position in range(req_slice.start, req_slice.end)
         ]
         row_T, position_T = torch.tensor(tokens, dtype=torch.int32).T.contiguous()
-        return Batch(row_T, position_T, row_T.long(), row_T.long(), last_Y, metadata)
+        return Batch(row_T, position_T, row_T.long(), row_T.long(), returned_Y, metadata)
 
     def projection(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the computed positions, side by side as projected."""

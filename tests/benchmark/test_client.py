@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from minisgl.benchmark.online.client import Client, Target
-from minisgl.benchmark.online.events import EventReader
 from minisgl.benchmark.online.load import shares
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
+from minisgl.benchmark.online.sse import EventReader
 from minisgl.benchmark.online.workloads import Shape, closed_loop, poisson
 from minisgl.errors import ConfigError
 

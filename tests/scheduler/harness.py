@@ -64,7 +64,7 @@ class Answer:
     num_cached: int = 0
     prompt: list[tuple[int, TokenLogprobs | None]] | None = None
     embedding: bytes | None = None
-    context: list[int] = field(default_factory=list)
+    prompt_tail: list[int] = field(default_factory=list)
 
     @property
     def is_final(self) -> bool:
@@ -76,7 +76,7 @@ class Answer:
         self.finish = msg.finish
         self.error = msg.error
         self.num_cached = msg.num_cached
-        self.context += msg.context
+        self.prompt_tail += msg.prompt_tail
         if msg.prompt_logprobs is not None:
             assert self.prompt is None, "what is asked of a prompt is told once"
             self.prompt = msg.prompt_logprobs
@@ -201,7 +201,7 @@ class Host:
                 assert answer.tokens == tokens[: len(answer.tokens)], f"uid {uid}"
             else:
                 assert (answer.tokens, answer.finish) == (tokens, finish), f"uid {uid}"
-                assert answer.context == prompt[-4:], f"uid {uid}"
+                assert answer.prompt_tail == prompt[-4:], f"uid {uid}"
                 scores = [
                     (token, TokenLogprobs(float(token), [(i, 0.0)]))
                     for i, token in enumerate(prompt)

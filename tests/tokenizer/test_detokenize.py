@@ -494,7 +494,7 @@ def test_the_space_between_prompt_and_answer_is_kept(
     llama = tokenizer("byte fallback")
     prompt = [token for part in context for token in ids_of(llama, [part])]
     answer = llama._tokenizer.convert_tokens_to_ids(["▁a"])
-    reply = new(llama).step(DetokenizeMsg(0, answer, finish="length", context=prompt[-4:]))
+    reply = new(llama).step(DetokenizeMsg(0, answer, finish="length", prompt_tail=prompt[-4:]))
     assert reply is not None
     assert reply.text == expected
 
@@ -505,7 +505,7 @@ def test_a_word_after_the_prompt_has_its_space(
 ) -> None:
     word = 3 if name == "word pieces" else tokenizer(name).encode("a a").tolist()[-1]
     alone = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length"))
-    after = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length", context=[word]))
+    after = new(tokenizer(name)).step(DetokenizeMsg(0, [word], finish="length", prompt_tail=[word]))
     assert (alone.text[0], after.text) == (alone.text[0].strip(), " " + alone.text)
 
 

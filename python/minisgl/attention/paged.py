@@ -113,13 +113,15 @@ class PagedAttnBackend(BaseAttnBackend):
         num_tokens = len(batch.position_T)
         position_T = batch.position_T.int()
         device = position_T.device
-        if batch.last_Y is None:
+        if batch.returned_Y is None:
             indptr = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
             metadata.length_B = position_T + 1
         else:  # a prompt, and its padding as a request of its own
             indptr = torch.full((3,), num_tokens, dtype=torch.int32, device=device)
             indptr[:1].zero_()
-            indptr[1:2].copy_(batch.last_Y + 1)
-            metadata.length_B = torch.cat((position_T[batch.last_Y] + 1, num_tokens - indptr[1:2]))
+            indptr[1:2].copy_(batch.returned_Y + 1)
+            metadata.length_B = torch.cat(
+                (position_T[batch.returned_Y] + 1, num_tokens - indptr[1:2])
+            )
         metadata.query_indptr = indptr
         metadata.page_table_BP = self._page_table_RP.index_select(0, metadata.row_B)

@@ -117,7 +117,8 @@ def head_dim(hf: dict[str, Any]) -> int:
 def _window(hf: dict[str, Any], architecture: str) -> int | None:
     """The width of the sliding windows; None if no layer has one.
 
-    A known architecture has one only if `use_sliding_window` says so, in the file or by default.
+    A known architecture has one only if `use_sliding_window` says so, in the file or by default:
+    `layer_types` alone makes no layer slide, as in transformers.
     """
     window = hf.get("sliding_window")
     uses_window = hf.get("use_sliding_window")

@@ -66,9 +66,9 @@ class BatchBuilder:
         sampling = sampling_arrays(sampling_slices, end_B)
 
         metadata = self._context.attn_backend.make_metadata(plan)
-        last_Y = _hidden_state_index(plan, batch_ends.tolist())
+        returned_Y = _hidden_state_index(plan, batch_ends.tolist())
         row, position, last, token_index, *args = self._staging.send(
-            row_T, position_T, last_Y, token_index_B, *sampling
+            row_T, position_T, returned_Y, token_index_B, *sampling
         )
         input_ids_T, slot_T = look_up(
             row,

@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one short slice.
+"""Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one slice alone.
 
 A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step
 is two graphs: from tokens to logits, and from logits to tokens. Between them the host writes
@@ -79,7 +79,7 @@ class GraphRunner:
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
-        weight_bytes: bytes of weights that a step reads.
+        weight_bytes: bytes of weights that a step reads, without experts.
         is_trial: capture few of each kind, to estimate how much memory all would take.
 
     Attributes:

@@ -401,11 +401,11 @@ class _PartialAnswer:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = []
-        self._context: list[int] = []
+        self._prompt_tail: list[int] = []
         self._last: DetokenizeMsg | None = None
 
     def append(self, msg: DetokenizeMsg, text: str) -> None:
-        self._context += msg.context  # only the first output has any
+        self._prompt_tail += msg.prompt_tail  # only the first output has any
         self._ids += msg.tokens
         self._texts.append(text)
         self._logprobs += msg.logprobs
@@ -444,7 +444,7 @@ class _PartialAnswer:
             logprobs=[],
             params=self._params,
             finish="stop" if ended_by_token else "length",
-            context=self._context,
+            prompt_tail=self._prompt_tail,
             prompt_logprobs=None,
         )
         reply = detokenizer.step(whole)

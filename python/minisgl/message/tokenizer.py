@@ -118,7 +118,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
         tokens: the new tokens; none after an abort or an error.
         logprobs: one entry a new token, or none if they were not asked for.
         params: the request's parameters, if they say anything about text; in its first message.
-        context: the last tokens of the prompt, after which the text goes on; in its first message.
+        prompt_tail: the last tokens of the prompt, after which the text goes on; in the first
+            message.
         prompt_logprobs: tokens of the prompt with their log probabilities, if they were asked for;
             the first token has none. In the first message.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
@@ -134,7 +135,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
     num_cached: int = 0
     prompt_logprobs: list[tuple[int, TokenLogprobs | None]] | None = None
     embedding: bytes | None = None
-    context: list[int] = msgspec.field(default_factory=list)
+    prompt_tail: list[int] = msgspec.field(default_factory=list)
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):

@@ -75,7 +75,7 @@ class Decoder(BaseOP):
         self.norm = RMSNormFused(config.width, config.norm_eps)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
-        """x_YD, the normed last hidden states of the tokens that `batch.last_Y` selects."""
+        """x_YD, the normed last hidden states of the tokens that `batch.returned_Y` selects."""
         x_TD = self.embed_tokens.forward(batch.input_ids_T)
         residual_TD: Tensor | None = None
         *layers, last = self.layers
@@ -86,9 +86,9 @@ class Decoder(BaseOP):
 
         # No token attends to the others any more: what follows is computed for those alone whose
         # hidden states are returned.
-        if batch.last_Y is not None:
-            x_TD = x_TD[batch.last_Y]
-            residual_TD = None if residual_TD is None else residual_TD[batch.last_Y]
+        if batch.returned_Y is not None:
+            x_TD = x_TD[batch.returned_Y]
+            residual_TD = None if residual_TD is None else residual_TD[batch.returned_Y]
         x_TD, residual_TD = last.mlp_sublayer(x_TD, residual_TD, ctx)
         return self.norm.forward(x_TD, residual_TD)[0]
 
@@ -118,7 +118,7 @@ class BaseLLMModel(BaseOP):
         self.lm_head = ParallelLMHead(config.vocab_size, config.width, comm, tied)
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
-        """x_YD, the last hidden states of the tokens that `batch.last_Y` selects."""
+        """x_YD, the last hidden states of the tokens that `batch.returned_Y` selects."""
         return self.model.forward(batch, ctx)
 
     def logits(self, x_BD: Tensor) -> Tensor | None:

@@ -45,12 +45,15 @@ class _Holding:
 
 
 class CacheManager:
-    """Allocates and releases the pages of requests; evicts cached prefixes if none are free."""
+    """Gives requests their rows and pages, and takes them back.
+
+    Evicts cached prefixes if no page is free.
+    """
 
     def __init__(self, num_pages: int, prefix_cache: BasePrefixCache, table: TableManager) -> None:
         self.page_size = prefix_cache.page_size
         self.num_pages = num_pages
-        self._cache = prefix_cache
+        self._prefix_cache = prefix_cache
         self._table = table
         self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack of _num_free pages
         self._num_free = num_pages
@@ -59,7 +62,7 @@ class CacheManager:
     @property
     def num_available(self) -> int:
         """Pages that are free or can be evicted."""
-        return self._num_free + self._cache.num_evictable
+        return self._num_free + self._prefix_cache.num_evictable
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that a sequence of this length needs; the last one may be filled in part."""
@@ -75,11 +78,11 @@ class CacheManager:
             False, and nothing has changed, if the pages do not suffice.
         """
         prefix = self._match(req)
-        neighbour = self._cache.owner_of(prefix)
-        self._cache.lock(prefix, req.uid)
+        neighbour = self._prefix_cache.owner_of(prefix)
+        self._prefix_cache.lock(prefix, req.uid)
         wanted = self.num_pages_for(req.num_tokens) - self._num_pages_of(prefix)
         if wanted + reserve > self.num_available:
-            self._cache.unlock(prefix, req.uid)
+            self._prefix_cache.unlock(prefix, req.uid)
             return False
         req.row = self._table.allocate()
         self._write_prefix(req, prefix, neighbour)
@@ -98,7 +101,7 @@ class CacheManager:
         """The longest cached prefix that a request need not compute."""
         # Only computed tokens have logits: the last one needs them, or all of a prompt to score.
         num_matched = 0 if req.scores_prompt else req.num_known - 1
-        return self._cache.match(_key_of(req, num_matched))
+        return self._prefix_cache.match(_key_of(req, num_matched))
 
     def _write_prefix(self, req: Req, prefix: BaseCacheHandle, neighbour: int | None) -> None:
         """Write a request's known tokens to its row, and the pages of its prefix.
@@ -112,7 +115,7 @@ class CacheManager:
             first = prefix.num_tokens
             self._table.copy(self._held[neighbour].row, req.row, first)
         else:
-            self._table.append_pages(req.row, 0, self._cache.pages(prefix))
+            self._table.append_pages(req.row, 0, self._prefix_cache.pages(prefix))
         self._table.append_tokens(req.row, first, req.tokens[first : req.num_known])
 
     def try_extend(self, req: Req) -> bool:
@@ -136,10 +139,10 @@ class CacheManager:
         """
         holding = self._held[req.uid]
         key = _key_of(req, num_tokens)
-        if self._cache.match(key, holding.prefix).num_tokens > holding.prefix.num_tokens:
+        if self._prefix_cache.match(key, holding.prefix).num_tokens > holding.prefix.num_tokens:
             return
         prefix = self._insert(holding, key).handle
-        self._cache.lock(prefix, req.uid)
+        self._prefix_cache.lock(prefix, req.uid)
         del holding.own[: self._num_pages_of(prefix) - self._num_pages_of(holding.prefix)]
         holding.prefix = prefix
 
@@ -147,7 +150,7 @@ class CacheManager:
         """Give a request's own pages to the cache, as far as a key goes and it has no others."""
         num_new = len(key.tokens) // self.page_size - self._num_pages_of(holding.prefix)
         pages = np.array(holding.own[:num_new], dtype=np.int32)
-        return self._cache.insert(key, pages, holding.prefix)
+        return self._prefix_cache.insert(key, pages, holding.prefix)
 
     def num_shared_tokens(self, chunks: list[ReqSlice]) -> int:
         """Leading tokens whose pages all admitted requests have in common.
@@ -158,7 +161,7 @@ class CacheManager:
         if len(self._held) < 2:
             return 0
         holding = next(iter(self._held.values()))
-        num_common = self._cache.num_tokens_locked_by(holding.prefix, len(self._held))
+        num_common = self._prefix_cache.num_tokens_locked_by(holding.prefix, len(self._held))
         num_computed = min((chunk.start for chunk in chunks), default=num_common)
         return min(num_common, num_computed // self.page_size * self.page_size)
 
@@ -171,7 +174,7 @@ class CacheManager:
         assert req.row is not None
         holding = self._held.pop(req.uid)
         result = self._insert(holding, _key_of(req, min(req.num_computed, req.num_known)))
-        self._cache.unlock(holding.prefix, req.uid)
+        self._prefix_cache.unlock(holding.prefix, req.uid)
         num_prefix = holding.prefix.num_tokens
         begin = (result.num_cached_tokens - num_prefix) // self.page_size
         end = (result.handle.num_tokens - num_prefix) // self.page_size
@@ -195,7 +198,7 @@ class CacheManager:
 
     def _allocate(self, num_pages: int) -> IntArray:
         if num_pages > self._num_free:
-            self._give_back(self._cache.evict(num_pages - self._num_free))
+            self._give_back(self._prefix_cache.evict(num_pages - self._num_free))
         self._num_free -= num_pages
         return self._free[self._num_free : self._num_free + num_pages][::-1].copy()
 
@@ -205,14 +208,14 @@ class CacheManager:
 
     def flush(self) -> int:
         """Drop all cached prefixes that nobody has locked; returns how many tokens they had."""
-        num_pages = self._cache.num_evictable
-        self._give_back(self._cache.evict(num_pages))
+        num_pages = self._prefix_cache.num_evictable
+        self._give_back(self._prefix_cache.evict(num_pages))
         return num_pages * self.page_size
 
     def check_integrity(self, admitted: list[Req]) -> None:
         """Assert that each page has exactly one owner, and rows name pages that they may read."""
         own = [page for holding in self._held.values() for page in holding.own]
-        cached = self._cache.check_integrity()
+        cached = self._prefix_cache.check_integrity()
         free = self._free[: self._num_free]
         every_page = np.concatenate([free, cached, np.array(own, dtype=np.int32)])
         assert np.array_equal(np.sort(every_page), np.arange(self.num_pages))
@@ -222,7 +225,7 @@ class CacheManager:
         pages_of_cache = set(cached.tolist())
         for req in admitted:
             holding = self._held[req.uid]
-            assert pages_of_cache.issuperset(self._cache.pages(holding.prefix).tolist())
+            assert pages_of_cache.issuperset(self._prefix_cache.pages(holding.prefix).tolist())
             num_pages = self._num_pages_of(holding.prefix) + len(holding.own)
             assert holding.capacity == num_pages * self.page_size >= req.num_computed
 

@@ -33,7 +33,7 @@ MIN_FORCED_ON_CPU = 3
 # (Qwen3-0.6B: 6.9 ms for an eager short prompt, docs/decisions/0013; 0.83 ms for a replayed decode,
 # docs/performance.md).
 MIN_FORCED_ON_GPU = 8
-_CONTEXT = 4  # tokens of a prompt that the detokenizer gets
+_PROMPT_TAIL = 4  # tokens of a prompt that the detokenizer gets
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ def _as_first(req: Req, message: DetokenizeMsg) -> DetokenizeMsg:
         params=req.params if req.params.shapes_text else None,
         prompt_logprobs=_prompt_logprobs(req),
         embedding=req.embedding,
-        context=req.tokens[max(0, req.num_prompt - _CONTEXT) : req.num_prompt].tolist(),
+        prompt_tail=req.tokens[max(0, req.num_prompt - _PROMPT_TAIL) : req.num_prompt].tolist(),
     )
 
 

@@ -56,6 +56,7 @@ class TableManager:
         self._free.append(row)
         self._pages.pop(row, None)
         self._tokens.pop(row, None)
+        # A copy to this row is drained by then: whoever is admitted has a slice of the same plan.
 
     def drain_writes(self) -> TableWrites:
         """Remove and return all that was written since the last call."""

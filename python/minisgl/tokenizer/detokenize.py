@@ -182,7 +182,7 @@ class Detokenizer:
     def _begin(self, msg: DetokenizeMsg) -> _Answer:
         params = msg.params or _DEFAULT
         decoder = begin_text(
-            self._vocabulary, msg.context, skip_special_tokens=params.skip_special_tokens
+            self._vocabulary, msg.prompt_tail, skip_special_tokens=params.skip_special_tokens
         )
         return _Answer(decoder, StopTexts(params.stop, include=params.include_stop_str_in_output))
 

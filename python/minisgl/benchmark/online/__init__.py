@@ -4,7 +4,7 @@ workloads.py   schedules of requests: which prompt, how many tokens, when
 traces.py      the files of recorded arrivals
 prompts.py     from blocks of a prompt to token ids or text
 records.py     when things happened to one request
-events.py      server-sent events, as they come
+sse.py         server-sent events, as they come
 client.py      connections, and one request on one of them
 load.py        client processes, and the load that they make together
 processes.py   the processor time of the server's processes

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from minisgl.benchmark.online.events import EventReader
 from minisgl.benchmark.online.records import RequestRecord
+from minisgl.benchmark.online.sse import EventReader
 from minisgl.errors import ConfigError
 
 _MAX_IDLE_S = 1.0  # servers close idle connections after a few seconds
