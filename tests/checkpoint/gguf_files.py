@@ -155,6 +155,32 @@ def tokenizer_fields() -> dict[str, Any]:
     }
 
 
+SENTENCES = ["▁", "a", "b", "▁a", "ab", "▁ab", "▁▁"]  # pieces of a sentencepiece vocabulary
+
+
+def sentencepiece_tokens() -> list[str]:
+    """Special tokens, all bytes, and `SENTENCES`, by their ids."""
+    return ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SENTENCES]
+
+
+def sentencepiece_fields() -> dict[str, Any]:
+    """A tokenizer of Llama 2's kind, in place of that of `tokenizer_fields`."""
+    tokens = sentencepiece_tokens()
+    special = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    types = [*special, *[gguf.TokenType.BYTE] * 256, *[gguf.TokenType.NORMAL] * len(SENTENCES)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [int(kind) for kind in types],
+        "tokenizer.ggml.scores": [-float(index) for index in range(len(tokens))],
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
 def _add_field(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     add = {
         bool: writer.add_bool,

@@ -155,6 +155,48 @@ def test_calls_and_results_of_earlier_turns_are_text(
     )
 
 
+@pytest.mark.parametrize("content", ["And now?", [{"type": "text", "text": "And now?"}]])
+@pytest.mark.parametrize("template", [TURNS, ALTERNATE], ids=["any turns", "in turns"])
+def test_a_question_behind_results_is_in_their_turn(
+    template: str, content: Any, tmp_path: Path
+) -> None:
+    """Templates that want user and assistant to alternate would refuse a second turn."""
+    tokenizer = with_template(tmp_path, template)
+    text = render(tokenizer, *HISTORY[:4], {"role": "user", "content": content})
+    assert text.endswith(
+        "[user]<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+        "\n\nAnd now?"
+    )
+
+
+def test_the_turns_of_users_without_results_stay_apart(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    assert render(tokenizer, USER, USER).endswith("[user]hi[user]hi")
+
+
+CHATML = (  # SmolLM2's, whose contents are texts
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_conversation_with_tools_in_chatml(tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": None, "tool_calls": [call("get", {"x": 1})]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "sun"}
+    text = render(
+        with_template(tmp_path, CHATML), SYSTEM, USER, turn, result, result, USER, tools=()
+    )
+    assert text == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n"
+        "<tool_response>\nsun\n</tool_response>\n<tool_response>\nsun\n</tool_response>\n\nhi"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_content_in_parts_and_no_content_are_text_too(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, TURNS)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

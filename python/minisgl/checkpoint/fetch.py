@@ -16,7 +16,7 @@ from minisgl.utils.env import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 2  # goes up when a GGUF file is written in another way: older folders are not used
+_CONVERSION = 3  # goes up when a GGUF file is written in another way: older folders are not used
 _WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 

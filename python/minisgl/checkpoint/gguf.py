@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from minisgl.checkpoint.files import is_panic
 from minisgl.checkpoint.gguf_header import check_gguf_header
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from minisgl.checkpoint.sentencepiece import spell_spaces
 from minisgl.errors import CheckpointError
 
 GGUF_NAME = "model.gguf"
@@ -285,6 +286,9 @@ def write_hf_folder(path: Path, folder: Path) -> None:
         pre_tokenizer.apply_to(tokenizer.backend_tokenizer)
         if pre_tokenizer.adds_bos and file.field("tokenizer.ggml.add_bos_token") is None:
             tokenizer.add_bos_token = True
+    if file.field("tokenizer.ggml.model") == "llama":
+        adds_prefix = file.field("tokenizer.ggml.add_space_prefix") is not False
+        spell_spaces(tokenizer.backend_tokenizer, adds_prefix=adds_prefix)
     tokenizer.save_pretrained(folder)
     _set_tokenizer_class(folder / "tokenizer_config.json")
     (folder / "config.json").write_text(json.dumps(file.config(), indent=2))

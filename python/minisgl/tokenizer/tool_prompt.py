@@ -34,6 +34,7 @@ For each function call, return a json object with function name and arguments wi
 _CALL = '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 _RESULT = "<tool_response>\n{content}\n</tool_response>"
 HERMES_TEXTS = (_TOOLS, _CALL, _RESULT)
+_USERS = ("tool", "user")  # roles whose messages become turns of the user
 
 
 def call_format_of(template: str) -> str | None:
@@ -79,15 +80,29 @@ def _put_into_first_question(text: str, messages: list[ChatMessage]) -> list[Cha
 
 
 def _as_text(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Calls as text of the assistant's turn, and results as turns of the user."""
+    """Calls as text of the assistant's turn, and results as turns of the user.
+
+    Results and the questions beside them are one turn: some templates refuse two in a row.
+    """
     turns: list[ChatMessage] = []
-    for is_result, group in groupby(messages, lambda message: message.get("role") == "tool"):
-        if is_result:  # in one turn: some templates refuse two in a row
-            results = [_RESULT.format(content=_text(message)) for message in group]
-            turns.append({"role": "user", "content": "\n".join(results)})
+    for is_users, group in groupby(messages, lambda message: message.get("role") in _USERS):
+        spoken = list(group)
+        if is_users and any(message["role"] == "tool" for message in spoken):
+            turns.append({"role": "user", "content": _join_results(spoken)})
         else:
-            turns += map(_with_calls_as_text, group)
+            turns += map(_with_calls_as_text, spoken)
     return turns
+
+
+def _join_results(messages: Iterable[ChatMessage]) -> str:
+    """Results line by line, and a blank line between them and questions."""
+    paragraphs: list[str] = []
+    for role, group in groupby(messages, lambda message: message["role"]):
+        texts = list(map(_text, group))
+        if role == "tool":
+            texts = [_RESULT.format(content=text) for text in texts]
+        paragraphs.append("\n".join(texts))
+    return "\n\n".join(paragraphs)
 
 
 def _with_calls_as_text(message: ChatMessage) -> ChatMessage:

@@ -35,7 +35,10 @@ from tests.server.openai.test_responses import events_of
 GENERATE = "/generate"
 EMBED = "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE, "/v1/messages"}
-ONLY_IF_ANY = {"AssistantMessage": {"reasoning_content", "tool_calls"}}
+ONLY_IF_ANY = {
+    "AssistantMessage": {"reasoning_content", "tool_calls"},
+    "OutputCall": {"namespace"},
+}
 SPEAKER = replace(
     MODEL,
     dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"], {"<tool_call>": 7}),

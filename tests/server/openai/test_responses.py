@@ -24,6 +24,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from minisgl.core import Grammar, SamplingParams
+from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, ReplyError, TextLogprobs, TokenizeMsg, UserReply
 from minisgl.server.generation import Generation
 from minisgl.server.openai.chat import ChatRequest
@@ -965,6 +966,86 @@ def test_an_answer_with_tools_through_openais_client() -> None:
             MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""), REASONING_FORMATS["qwen3"])
         ),
     )
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{**FLAT, "name": "get"}, {**FLAT, "name": "put", "description": None}],
+}
+
+
+def test_functions_of_a_namespace_are_shown_with_its_name_and_once_with_its_description() -> None:
+    shown = read(tools=[FLAT, NAMESPACE]).tool_use.for_template()
+    assert [tool["function"]["name"] for tool in shown] == ["f", "crm.get", "crm.put"]
+    texts = [tool["function"].get("description") for tool in shown]
+    assert texts == ["d", "Customers.\n\nd", None]
+
+
+def test_a_call_of_a_namespace_has_two_names_in_answers_and_one_for_the_model() -> None:
+    spoken = "".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        for name in ("crm.get", "f")
+    )
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies(spoken))
+        tools = [FLAT, NAMESPACE]
+        whole, stream = [
+            json.loads((await post(app, tools=tools)).body),
+            events_of((await post(app, tools=tools, stream=True)).body.decode()),
+        ]
+        assert whole["tools"][1] == {
+            **NAMESPACE,
+            "tools": [FLAT | {"name": "get"}, FLAT | {"name": "put", "description": None}],
+        }
+        for output in (whole["output"], replay(stream)):
+            assert [(item["name"], item.get("namespace")) for item in output] == [
+                ("get", "crm"),
+                ("f", None),
+            ]
+            turn, *_ = read(input=output).chat_messages()
+            assert [call["function"]["name"] for call in turn["tool_calls"]] == ["crm.get", "f"]
+
+    run_with_app(scenario, model=replace(MODEL, dialect=Dialect(TOOL_FORMATS["hermes"](""))))
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([NAMESPACE, {**FLAT, "name": "crm.get"}], "tools"),
+        ([NAMESPACE, NAMESPACE], "tools"),
+        (
+            [FLAT, {**NAMESPACE, "tools": [FLAT, {"type": "custom", "name": "c"}]}],
+            "tools.1.tools.1.type",
+        ),
+        ([{**NAMESPACE, "name": "a b"}], "tools.0.name"),
+        ([{"type": "web_search", "external_web_access": True}], "tools.0.type"),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused_by_place(tools: Any, param: str) -> None:
+    async def scenario(app: App) -> None:
+        assert_is_error(await post(app, tools=tools), 400, param=param)
+
+    run_with_app(scenario)
+
+
+def test_the_functions_of_namespaces_are_counted_with_the_others() -> None:
+    many = [{**FLAT, "name": f"f{i}"} for i in range(128)]
+    request = read(tools=[{**NAMESPACE, "tools": many}, FLAT])
+    with pytest.raises(InvalidRequest, match="there may be 128 tools, got 129"):
+        request.prompts()
+
+
+def test_a_search_that_may_not_access_the_web_is_left_out_and_noted() -> None:
+    """Codex offers it always: OpenAI searches an index of its own then."""
+    context = RequestContext(RequestBounds())
+    search = {"type": "web_search", "external_web_access": False}
+    body = {"model": "m", "input": "hi", "tools": [search, FLAT]}
+    request = ResponsesRequest.model_validate(body, context=context)
+    assert request.tool_use.for_template() == read(tools=[FLAT]).tool_use.for_template()
+    assert context.ignored_fields == {IgnoredField("ResponsesRequest", "'tools.web_search'")}
 
 
 def test_a_forced_call_that_is_cut_off_is_an_incomplete_item() -> None:

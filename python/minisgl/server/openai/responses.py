@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
+from pydantic import Field
+
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, UserReply
@@ -19,13 +21,8 @@ from minisgl.server.generation import Generation
 from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, typed_event
 from minisgl.server.openai.common import ChatLogprob, ResponseModel, error_response, now
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
-from minisgl.server.openai.responses_request import (
-    FunctionTool,
-    ReasoningPart,
-    ResponsesRequest,
-    TextOptions,
-    ToolChoice,
-)
+from minisgl.server.openai.responses_request import ReasoningPart, ResponsesRequest, TextOptions
+from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import Delta, ReasoningDelta, ToolCallStart
 
@@ -80,6 +77,7 @@ class OutputCall(_OutputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = Field(default=None, exclude_if=lambda value: value is None)
     arguments: str
 
 
@@ -117,7 +115,7 @@ class ResponseObject(ResponseModel):
     temperature: float
     text: TextOptions
     tool_choice: ToolChoice
-    tools: list[FunctionTool]
+    tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
@@ -145,7 +143,7 @@ class ResponsesBuilder(AnswerBuilder):
         )
         super().__init__(model, request, prompts, make_parser)
         self._request_fields = _request_fields(request, sampling)
-        self._output = OutputItems(self.id.removeprefix(self.id_prefix))
+        self._output = OutputItems(self.id.removeprefix(self.id_prefix), request.namespaced_names)
         self._num_output_tokens = 0
         self._num_reasoning_tokens = 0
         self._sequence_numbers = itertools.count()

@@ -6,6 +6,7 @@ All objects are plain dicts, which the tests compare with OpenAI's types. Next t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Literal, TypeAlias
 
@@ -29,10 +30,14 @@ class OutputItems:
     """The items of a response. Only the last one grows.
 
     Every method that changes them returns the events that say so.
+
+    Args:
+        namespaced_names: the name and the namespace of a function, by the name that models call.
     """
 
-    def __init__(self, id_suffix: str) -> None:
+    def __init__(self, id_suffix: str, namespaced_names: Mapping[str, Object]) -> None:
         self.items: list[Object] = []
+        self._namespaced_names = namespaced_names
         self._id_suffix = id_suffix
         self._logprobs: list[Object] = []  # of tokens whose text is still held back
 
@@ -47,7 +52,8 @@ class OutputItems:
             case ReasoningDelta(text):
                 return self._add_reasoning(text)
             case ToolCallStart(_, id, name):
-                return self._start_item("function_call", call_id=id, name=name, arguments="")
+                names = self._namespaced_names.get(name, {"name": name})
+                return self._start_item("function_call", call_id=id, **names, arguments="")
             case ToolCallArguments(_, text):
                 self._logprobs = []
                 self.items[-1]["arguments"] += text

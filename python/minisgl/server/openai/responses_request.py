@@ -17,8 +17,9 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.openai.generation_request import ConversationRequest
+from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice, name_for_model
 from minisgl.server.openai.structured_output import PlainFormat, TextFormat
-from minisgl.server.openai.tools import MAX_TOOLS, CalledFunction, Function, ToolCall, ToolName
+from minisgl.server.openai.tools import MAX_TOOLS, CalledFunction, Function, ToolCall
 from minisgl.server.openai.unsupported import (
     EmptyListOnly,
     EmptyObjectOnly,
@@ -130,10 +131,12 @@ class CallItem(_Item):
     type: Literal["function_call"]
     call_id: ValidText
     name: ValidText
+    namespace: ValidText | None = None
     arguments: ValidText
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        function = CalledFunction(name=self.name, arguments=self.arguments)
+        name = name_for_model(self.namespace, self.name)
+        function = CalledFunction(name=name, arguments=self.arguments)
         call = ToolCall(id=self.call_id, type="function", function=function)
         turn = _assistant_turn(messages)
         turn.setdefault("tool_calls", []).append(call.for_template())
@@ -200,28 +203,6 @@ class TextOptions(RequestModel):
     verbosity: Annotated[Any, NeutralOnly("medium")] = None
 
 
-class _FunctionType(RequestModel):
-    type: Literal["function"]
-
-
-class FunctionTool(Function, _FunctionType):
-    """A tool in its flat form.
-
-    `type` is checked first, so a tool of another type is refused by its type.
-    """
-
-
-class ChosenFunction(_FunctionType):
-    name: ToolName
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("mode")]
-    | Annotated[ChosenFunction, Tag("function")],
-    Discriminator(lambda choice: "mode" if isinstance(choice, str) else "function"),
-]
-
-
 class ReasoningOptions(RequestModel):
     """How much to reason, where the chat template can be told. Reasoning is never summarized."""
 
@@ -244,7 +225,7 @@ class ResponsesRequest(ConversationRequest):
     instructions: ValidText | None = None
     max_output_tokens: TokenLimit | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     include: Annotated[list[_Included], AtMost(MAX_INCLUDED)] | None = None
     top_logprobs: NumTopLogprobs | None = None
@@ -300,8 +281,17 @@ class ResponsesRequest(ConversationRequest):
         return self.reasoning.effort if self.reasoning else None
 
     @property
-    def functions_of_tools(self) -> list[FunctionTool]:
-        return self.tools or []
+    def functions_of_tools(self) -> list[Function]:
+        return [function for tool in self.tools or () for function in tool.functions]
+
+    @property
+    def namespaced_names(self) -> dict[str, dict[str, str]]:
+        """The two names of each function in a namespace, by the name that the model is shown."""
+        return {
+            shown: names
+            for tool in self.tools or ()
+            for shown, names in tool.namespaced_names.items()
+        }
 
     @property
     def token_limit(self) -> int | None:
