@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
-from minisgl.kernel import CpuLinear
+from minisgl.kernel import CpuLinear, dispatch
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
@@ -24,6 +25,19 @@ def mkldnn_enabled() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(before)
 
 
+@pytest.fixture
+def no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: None)
+
+
+def products(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In float64: the results, and for each the sum of its absolute products and bias."""
+    bias = bias_O.double() if bias_O is not None else torch.zeros(len(weight_OI)).double()
+    expected_TO = x_TI.double() @ weight_OI.double().T + bias
+    size_TO = x_TI.double().abs() @ weight_OI.double().abs().T + bias.abs()
+    return expected_TO, size_TO
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 31, 32, 33, 200])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pack", [False, True])
@@ -38,23 +52,72 @@ def test_cpu_linear_equals_float64(
 
     y_TO = CpuLinear(weight_OI, pack=pack)(x_TI, bias_O)
 
-    offset = bias_O.double() if bias_O is not None else 0.0
-    expected = x_TI.double() @ weight_OI.double().T + offset
-    size = x_TI.double().abs() @ weight_OI.double().abs().T + abs(offset)
+    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
     assert y_TO.dtype == dtype
-    assert y_TO.shape == expected.shape
-    assert ((y_TO.double() - expected).abs() <= TOLERANCE[dtype] * size).all()
+    assert y_TO.shape == expected_TO.shape
+    assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[dtype] * size_TO).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs", [0, 1, 7, 40, 1000])
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 100, 576])
+def test_few_tokens_are_summed_in_float32_and_rounded_once(
+    inputs: int, outputs: int, bias: bool, num_tokens: int
+) -> None:
+    random = torch.Generator().manual_seed(inputs)
+    weight_OI = torch.randn(outputs, inputs, generator=random).bfloat16()
+    bias_O = torch.randn(outputs, generator=random).bfloat16() if bias else None
+    x_TI = torch.randn(num_tokens, inputs, generator=random).bfloat16()
+
+    y_TO = CpuLinear(weight_OI, pack=False)(x_TI, bias_O)
+
+    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
+    assert y_TO.shape == (num_tokens, outputs)
+    rounding_TO = 2.0**-8 * expected_TO.abs()
+    summing_TO = (inputs + 1) * 2.0**-23 * size_TO
+    assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
+
+
+@pytest.mark.parametrize("inputs", [100, 576])
+def test_a_token_gets_the_same_result_beside_others(inputs: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    linear = CpuLinear(torch.randn(OUTPUTS, inputs, generator=random).bfloat16(), pack=True)
+    x_TI = torch.randn(4, inputs, generator=random).bfloat16()
+    alone = torch.cat([linear(x_TI[i : i + 1], None) for i in range(4)])
+    for num_tokens in (2, 3, 4):
+        assert torch.equal(linear(x_TI[:num_tokens], None), alone[:num_tokens])
+
+
+def test_infinities_and_nans_reach_their_outputs_only() -> None:
+    weight_OI = torch.ones(3, 33, dtype=torch.bfloat16)
+    weight_OI[0, 32] = torch.inf
+    weight_OI[2, 0] = torch.nan
+    y_TO = CpuLinear(weight_OI, pack=False)(torch.ones(1, 33, dtype=torch.bfloat16), None)
+    assert str(y_TO.tolist()) == "[[inf, 33.0, nan]]"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5])
 def test_a_view_with_strides_is_multiplied_like_a_copy(num_tokens: int) -> None:
     random = torch.Generator().manual_seed(0)
     linear = CpuLinear(torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16(), pack=True)
-    x_TI = torch.randn(num_tokens, 2 * INPUTS, generator=random).bfloat16()[:, ::2]
-    assert torch.equal(linear(x_TI, None), linear(x_TI.contiguous(), None))
+    wide_TI = torch.randn(num_tokens, 2 * INPUTS, generator=random).bfloat16()
+    for x_TI in (wide_TI[:, ::2], wide_TI[:, INPUTS:]):
+        assert torch.equal(linear(x_TI, None), linear(x_TI.contiguous(), None))
 
 
-@pytest.mark.usefixtures("mkldnn_enabled")
+@pytest.mark.usefixtures("no_compiled_kernels")
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+def test_without_compiled_kernels_torch_multiplies(num_tokens: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16()
+    x_TI = torch.randn(num_tokens, INPUTS, generator=random).bfloat16()
+    y_TO = CpuLinear(weight_OI, pack=True)(x_TI, None)
+    expected_TO, size_TO = products(x_TI, weight_OI, None)
+    assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[torch.bfloat16] * size_TO).all()
+
+
+@pytest.mark.usefixtures("mkldnn_enabled", "no_compiled_kernels")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_one_token_leaves_torchs_settings_as_they_were(enabled: bool) -> None:
     torch._C._set_mkldnn_enabled(enabled)

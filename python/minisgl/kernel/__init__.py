@@ -2,7 +2,7 @@
 
 A wrapper holds the contract and picks the implementation by device and dtype (`dispatch.py`):
 
-    csrc/cpu.cpp    a CPU with a compiler
+    csrc/cpu*.cpp   a CPU with a compiler
     gpu/            a GPU, in Triton
     csrc/*.cu       a GPU, for what Triton cannot express
     the reference   everything else, and the oracle of the tests

@@ -1,14 +1,17 @@
 """Products with a linear layer's weight; the best kernel depends on the number of tokens.
 
-For one token the product is bound by reading the weight: torch's own bf16 kernel reads it at the
-speed of memory, oneDNN at a third of that. For more tokens oneDNN is faster, by up to two times if
-the weight was packed into its blocked layout beforehand. The packed copy doubles the memory, so the
-caller decides whether to make it.
+For a few tokens the product is bound by reading the weight. On a CPU a compiled kernel reads it at
+the speed of memory (`csrc/cpu_linear.cpp`); torch's own does for one token, oneDNN takes three
+times as long. For more tokens oneDNN is faster, by up to two times if the weight was packed into
+its blocked layout beforehand. The packed copy doubles the memory, so the caller decides whether to
+make it.
 """
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import kernels_for
 
+_FEW_TOKENS = 4  # that the compiled kernel takes
 _PACK_FOR_TOKENS = 32
 
 
@@ -48,18 +52,37 @@ class CpuLinear:
 
     def __init__(self, weight_OI: Tensor, *, pack: bool) -> None:
         self._weight_OI = weight_OI
+        self._num_outputs = weight_OI.shape[0]
+        self._no_bias_O = weight_OI.new_empty(0)
         self._packed: Tensor | None = None
-        if pack and weight_OI.dtype == torch.bfloat16 and _onednn_multiplies_bf16():
+        self._kernels: Any | None = None
+        if weight_OI.dtype != torch.bfloat16:
+            return
+        self._kernels = kernels_for(weight_OI)
+        if pack and _onednn_multiplies_bf16():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if x_TI.shape[0] == 1 and x_TI.dtype == torch.bfloat16:
+        num_tokens = x_TI.shape[0]
+        if 1 <= num_tokens <= _FEW_TOKENS and self._kernels is not None:
+            return self._few_tokens(self._kernels, x_TI, bias_O)
+        if num_tokens == 1 and x_TI.dtype == torch.bfloat16:
             return self._one_token(x_TI, bias_O)
-        if self._packed is None or x_TI.shape[0] == 0:
+        if num_tokens == 0 or self._packed is None:
             return F.linear(x_TI, self._weight_OI, bias_O)
         y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_TI, self._packed, bias_O, "none", [], ""
         )
+        return y_TO
+
+    def _few_tokens(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Sum in float32, round once. What a token gets does not depend on those beside it."""
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        if bias_O is None:
+            bias_O = self._no_bias_O
+        y_TO = x_TI.new_empty((x_TI.shape[0], self._num_outputs))
+        kernels.few_token_linear(x_TI, self._weight_OI, bias_O, y_TO)
         return y_TO
 
     def _one_token(self, x_1I: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -33,10 +33,10 @@ _CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC"]
 
 @functools.cache
 def load_cpu_kernels() -> Any | None:
-    """Return the functions of cpu.cpp; None, with a warning, if they cannot be compiled here."""
+    """Return the functions of cpu*.cpp; None, with a warning, if they cannot be compiled here."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
-    return _load("cpu", [_SOURCES / "cpu.cpp"], "c++", _CPU_FLAGS, features)
+    return _load("cpu", sorted(_SOURCES.glob("*.cpp")), "c++", _CPU_FLAGS, features)
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _library_folder() -> Iterator[Path]:
 
 def _digest(sources: list[Path], others: list[str]) -> str:
     """Identify a library by all that it is made of."""
-    files = [*sources, *sorted(_SOURCES.glob("*.cuh"))]
+    files = [*sources, *sorted(_SOURCES.glob("*.h")), *sorted(_SOURCES.glob("*.cuh"))]
     text = "\n".join([*(file.read_text() for file in files), *others])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -20,22 +20,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu.h"
+
 namespace {
-
-using tvm::ffi::TensorView;
-
-using bf16 = uint16_t;  // its bits; a plain integer, so that loops over it become vectors
-
-inline float get(float x) { return x; }
-inline float get(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
-inline void put(float& y, float x) { y = x; }
-inline void put(bf16& y, float x) {  // to nearest, ties to even
-  uint32_t u = std::bit_cast<uint32_t>(x);
-  y = static_cast<bf16>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
-// Elements below which waking another thread costs more than it gains.
-constexpr int64_t kParallelWork = 1 << 14;
 
 // exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
 inline float exp_nonpositive(float x) {
@@ -47,11 +34,6 @@ inline float exp_nonpositive(float x) {
   p = p * r + 6.93147182e-1f;
   p = p * r + 1.0f;
   return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-}
-
-template <class T>
-T* row(const TensorView& x, int64_t i) {
-  return static_cast<T*>(x.data_ptr()) + i * x.stride(0);
 }
 
 template <class T>
@@ -278,6 +260,58 @@ void mask_logits(TensorView logits_BV, TensorView mask_B, TensorView bits_XW) {
   });
 }
 
+// The lowest index of the largest element of each row.
+void argmax(TensorView logits_BV, TensorView token_B) {
+  constexpr int64_t kBlock = 1024;
+  for_dtype(logits_BV, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t rows = logits_BV.size(0), width = logits_BV.size(1);
+    auto* tokens = static_cast<int32_t*>(token_B.data_ptr());
+#pragma omp parallel for if (rows > 1 && rows * width > kParallelWork)
+    for (int64_t b = 0; b < rows; ++b) {
+      const T* logits = row<T>(logits_BV, b);
+      float top = -INFINITY;
+      int64_t best = 0;  // where the block begins that has the largest
+      for (int64_t begin = 0; begin < width; begin += kBlock) {
+        float block_top = -INFINITY;
+        int64_t end = std::min(begin + kBlock, width);
+#pragma omp simd reduction(max : block_top)
+        for (int64_t v = begin; v < end; ++v) block_top = std::max(block_top, get(logits[v]));
+        if (block_top > top) {
+          top = block_top;
+          best = begin;
+        }
+      }
+      const T* end = logits + std::min(best + kBlock, width);
+      const T* found = std::find_if(logits + best, end, [&](T x) { return get(x) == top; });
+      tokens[b] = static_cast<int32_t>((found < end ? found : logits) - logits);
+    }
+  });
+}
+
+// table[index] = value over a flat index.
+void scatter(TensorView table, TensorView index_Z, TensorView value_Z) {
+  auto* entries = static_cast<int32_t*>(table.data_ptr());
+  const auto* indices = static_cast<const int32_t*>(index_Z.data_ptr());
+  const auto* values = static_cast<const int32_t*>(value_Z.data_ptr());
+  for (int64_t z = 0; z < index_Z.size(0); ++z) entries[indices[z]] = values[z];
+}
+
+// The token at each row and position, and the slot of its keys and values.
+void look_up(TensorView row_T, TensorView position_T, TensorView token_pool_RL,
+             TensorView page_table_RP, int64_t page_size, TensorView token_T, TensorView slot_T) {
+  const auto* rows = static_cast<const int32_t*>(row_T.data_ptr());
+  const auto* positions = static_cast<const int32_t*>(position_T.data_ptr());
+  auto* tokens = static_cast<int64_t*>(token_T.data_ptr());
+  auto* slots = static_cast<int64_t*>(slot_T.data_ptr());
+  for (int64_t t = 0; t < row_T.size(0); ++t) {
+    int64_t position = positions[t];
+    int64_t page = row<int32_t>(page_table_RP, rows[t])[position / page_size];
+    tokens[t] = row<int32_t>(token_pool_RL, rows[t])[position];
+    slots[t] = page * page_size + position % page_size;
+  }
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rms_norm, add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
@@ -285,3 +319,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, rotate_and_store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_decode, attend_decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(causal_softmax, causal_softmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mask_logits, mask_logits);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(argmax, argmax);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter, scatter);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(look_up, look_up);
