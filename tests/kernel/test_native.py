@@ -18,12 +18,15 @@ from minisgl.kernel import (
     add_rms_norm,
     attend_decode,
     causal_softmax,
+    choose_tokens,
     dispatch,
     kernels_for,
+    look_up,
     mask_logits,
     native,
     rms_norm,
     rotate_and_store,
+    scatter,
     silu_and_mul,
 )
 from minisgl.utils.env import nvcc
@@ -181,6 +184,43 @@ def test_causal_softmax(
     visible = call().unflatten(1, (3, length)) > 0
     assert not visible.triu(start + 1).any()
     assert not visible.tril(start - (window or start + length)).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 1024, 1025, 5000])
+def test_greedy_tokens(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, vocab_size: int, dtype: torch.dtype
+) -> None:
+    logits_BV = torch.randint(-50, 50, (5, vocab_size), generator=random).to(dtype)  # many ties
+    logits_BV[1] = -torch.inf
+    logits_BV[2] = torch.nan
+    logits_BV[3, vocab_size // 2] = torch.inf
+    logits_BV[4, -1] = 60
+    greedy_B = torch.zeros(5)
+    numbers_B2 = torch.zeros(5, 2, dtype=torch.int32)
+
+    def chosen() -> Tensor:
+        return choose_tokens(logits_BV, None, greedy_B, numbers_B2, numbers_B2[:, 0])
+
+    compiled, reference = both(monkeypatch, chosen)
+    assert compiled.dtype == reference.dtype == torch.int32
+    assert torch.equal(compiled, reference)
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch, random: torch.Generator) -> None:
+    row_T = torch.randint(3, (50,), generator=random).int()
+    position_T = torch.randint(20, (50,), generator=random).int()
+    page_table_RP = torch.randint(1000, (3, 5), generator=random).int()
+    index_Z = torch.randperm(60, generator=random)[:17].int()
+
+    def call() -> Tensor:
+        token_pool_RL = torch.zeros(3, 20, dtype=torch.int32)
+        scatter(token_pool_RL, index_Z, index_Z + 100)
+        looked_up = look_up(row_T, position_T, token_pool_RL, page_table_RP, 4)
+        return torch.cat([token_pool_RL.flatten(), *looked_up])
+
+    compiled, reference = both(monkeypatch, call)
+    assert torch.equal(compiled, reference)
 
 
 def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:

@@ -87,5 +87,8 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
 
 def has_filters(arrays: SamplingArrays) -> bool:
     """Whether a request has a filter and is not greedy."""
+    is_random_B = arrays.temperature_B > 0
+    if not is_random_B.any():
+        return False
     has_filter_B = (arrays.top_k_B < MAX_COUNT) | (arrays.top_p_B < 1) | (arrays.min_p_B > 0)
-    return bool(((arrays.temperature_B > 0) & has_filter_B).any())
+    return bool((is_random_B & has_filter_B).any())

@@ -11,6 +11,8 @@ from torch import Tensor
 from minisgl.errors import ConfigError
 from minisgl.kernel.native import load_cpu_kernels, load_cuda_kernels
 
+_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.int32)  # int32: of tables
+
 
 def kernels_for(x: Tensor) -> Any | None:
     """Return the functions of csrc/cpu.cpp for a CPU, those of `gpu/` for a GPU.
@@ -23,7 +25,7 @@ def kernels_for(x: Tensor) -> Any | None:
     """
     if x.is_cuda:
         return _gpu_kernels()
-    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32):
+    if x.is_cpu and x.dtype in _CPU_DTYPES:
         return load_cpu_kernels()
     return None
 

