@@ -106,3 +106,34 @@ assert first > 2000 and second < 100, (first, second)
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_memory_moves_to_huge_pages_unchanged_and_untouched_memory_stays_unallocated() -> None:
+    """In a process of its own: all of its memory moves."""
+    script = """
+import mmap, re
+from pathlib import Path
+from minisgl.utils.arch import use_huge_pages
+
+def kilobytes(name):
+    return int(re.search(name + r": +(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
+
+written = mmap.mmap(-1, 2**25, flags=mmap.MAP_PRIVATE)
+written[:] = b"x" * 2**25
+untouched = mmap.mmap(-1, 2**27, flags=mmap.MAP_PRIVATE)
+resident = kilobytes("Rss")
+use_huge_pages()
+assert kilobytes("Rss") - resident < 2**16
+assert written[:] == b"x" * 2**25
+print(kilobytes("AnonHugePages"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not modes.exists() or "[never]" in modes.read_text():
+        pytest.skip("this system has no huge pages")
+    release = [int(number) for number in os.uname().release.split(".")[:2]]
+    if release >= [6, 1]:
+        assert int(done.stdout) >= 2**14

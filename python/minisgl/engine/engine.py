@@ -47,7 +47,7 @@ from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import Context
 from minisgl.models import ModelConfig, get_model_class
 from minisgl.moe import create_moe_backend
-from minisgl.utils.arch import keep_freed_memory
+from minisgl.utils.arch import keep_freed_memory, use_huge_pages
 from minisgl.utils.staging import Staging
 
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
@@ -97,6 +97,8 @@ class Engine:
                 self._dtype,
                 self._device,
             )
+        if self._device.type == "cpu":
+            use_huge_pages()
         self._model = loaded.model
         self._weight_bytes = loaded.weight_bytes
 

@@ -13,6 +13,9 @@ _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD = -1  # mallopt(3)
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
+_MADV_HUGEPAGE = 14  # madvise(2)
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,27 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**30)
         mallopt(_M_TOP_PAD, 2**26)
         mallopt(_M_MMAP_THRESHOLD, 2**25)
+
+
+def use_huge_pages() -> None:
+    """Move what this process has in memory to huge pages, where Linux can (at once since 6.1).
+
+    A step on a CPU reads all weights. In pages of 4 KiB the misses of address translation cost it
+    a third of the memory's speed. Memory that was never written stays unallocated.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in maps.read_text().splitlines():
+        addresses, permissions, _, _, inode = line.split()[:5]
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if permissions == "rw-p" and inode == "0" and end - start >= _HUGE_PAGE:
+            madvise(start, end - start, _MADV_HUGEPAGE)
+            # One by one: the call ends at the first page that cannot be moved.
+            for page in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end, _HUGE_PAGE):
+                madvise(page, _HUGE_PAGE, _MADV_COLLAPSE)
 
 
 def die_with_parent(parent_pid: int) -> None:
