@@ -104,7 +104,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         metadata = batch.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata)
         spec = self._specs[layer]
-        o_TNH = q_TNH.new_empty(q_TNH.shape)
+        o_TNH = torch.empty_like(q_TNH)
         for prompt in metadata.prompts:
             tokens = slice(prompt.first, prompt.first + prompt.length)
             self._attend_prompt(q_TNH[tokens], layer, prompt, o_TNH[tokens])

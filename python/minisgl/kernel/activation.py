@@ -19,7 +19,7 @@ def silu_and_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     kernels = kernels_for(gate_TF)
     if kernels is None:
         return F.silu(gate_TF).mul_(up_TF)
-    y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype, device=gate_TF.device)
+    y_TF = torch.empty_like(gate_TF)
     kernels.silu_and_mul(gate_TF, up_TF, y_TF)
     return y_TF
 

@@ -18,7 +18,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     kernels = kernels_for(x_TD)
     if kernels is None:
         return rms_norm_reference(x_TD, weight_D, eps)
-    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    y_TD = torch.empty_like(x_TD)
     kernels.rms_norm(x_TD, weight_D, eps, y_TD)
     return y_TD
 

@@ -8,6 +8,7 @@ One call does all that happens to the heads of a step between their projection a
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -65,10 +66,16 @@ def rotate_and_store(
     if kernels is None:
         _rotate_and_store_reference(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
         return
-    if norms is None:  # to the kernels, empty weights mean no norm
-        empty = qkv_TMH[0, 0, :0]
-        norms = HeadNorms(empty, empty, 0.0)
+    if norms is None:
+        norms = _no_norms(qkv_TMH.dtype, qkv_TMH.device)
     kernels.rotate_and_store(qkv_TMH, *norms, *rotation, slot_T, k_SKH, v_SKH)
+
+
+@functools.cache
+def _no_norms(dtype: torch.dtype, device: torch.device) -> HeadNorms:
+    """Empty weights, which to the kernels mean no norm."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return HeadNorms(empty, empty, 0.0)
 
 
 def _rotate_and_store_reference(
@@ -91,5 +98,6 @@ def _rotate_and_store_reference(
 def split_heads(qkv_TMH: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split all heads into views q_TNH, k_TKH and v_TKH."""
     num_heads = qkv_TMH.shape[1] - 2 * num_kv_heads
-    q_TNH, k_TKH, v_TKH = qkv_TMH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    sizes = (num_heads, num_kv_heads, num_kv_heads)
+    q_TNH, k_TKH, v_TKH = qkv_TMH.split_with_sizes(sizes, dim=1)
     return q_TNH, k_TKH, v_TKH

@@ -11,7 +11,7 @@ A layer owns which outputs and inputs fall to its rank, the bias and the collect
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ class LinearColParallelMerged(LinearBase):
         self._in_features = in_features
         self._layers = layers
         self._shards = shards
-        ends = list(accumulate(len(shard) for shard in shards.values()))
-        self._columns = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._sizes = [len(shard) for shard in shards.values()]
         self._has_bias = bias
 
     @classmethod
@@ -85,10 +84,9 @@ class LinearColParallelMerged(LinearBase):
             ]
             self._bias_O = torch.cat(biases)
 
-    def forward(self, x_TI: Tensor) -> list[Tensor]:
+    def forward(self, x_TI: Tensor) -> Sequence[Tensor]:
         """The outputs of each layer on this rank; views of one tensor."""
-        y_TO = self.multiply(x_TI)
-        return [y_TO[:, columns] for columns in self._columns]
+        return self.multiply(x_TI).split_with_sizes(self._sizes, dim=1)
 
 
 class LinearQKVMerged(LinearColParallelMerged):
