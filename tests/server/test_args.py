@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
     "step_timeout_s": (["--step-timeout-s", "9"], 9),
     "drain_timeout_s": (["--drain-timeout-s", "0"], 0),
+    "otlp_endpoint": (["--otlp-endpoint", "http://localhost:4318"], "http://localhost:4318"),
     "log_level": (["--log-level", "DEBUG"], "DEBUG"),
     "log_json": (["--log-json"], True),
 }
@@ -117,6 +119,7 @@ def test_a_flag_that_is_on_or_off_has_both_forms(name: str) -> None:
         ("max_prefill_length", "0"),
         ("port", "-1"),
         ("port", "65536"),
+        ("otlp_endpoint", "localhost:4318"),
         ("num_tokenizer", "-1"),
         ("max_open_requests", "0"),
         ("max_connections", "0"),
@@ -233,3 +236,17 @@ def test_no_key_is_shown(
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ServerConfig().port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"]
+)
+def test_traces_without_their_library_are_refused_by_the_extras_name(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else found(name)
+    )
+    with pytest.raises(ConfigError, match=re.escape("'minisgl[otel]'")):
+        parse_args(["--otlp-endpoint", "http://localhost:4318"])

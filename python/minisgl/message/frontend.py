@@ -71,6 +71,8 @@ class UserReply(BaseFrontendMsg, frozen=True):
         prompt_logprobs: one entry a token of the prompt, if they were asked for; in the first
             reply.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first reply.
+        prefill_s: seconds from its admission to its first output, by the scheduler's clock; in the
+            first reply.
     """
 
     uid: int
@@ -84,6 +86,7 @@ class UserReply(BaseFrontendMsg, frozen=True):
     prompt_logprobs: list[TextLogprobs] | None = None
     embedding: bytes | None = None
     stop_text: str | None = None
+    prefill_s: float | None = None
 
     @property
     def is_final(self) -> bool:

@@ -123,6 +123,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
         prompt_logprobs: tokens of the prompt with their log probabilities, if they were asked for;
             the first token has none. In the first message.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
+        prefill_s: seconds since its admission, by the scheduler's clock; in the first message.
     """
 
     uid: int
@@ -136,6 +137,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
     prompt_logprobs: list[tuple[int, TokenLogprobs | None]] | None = None
     embedding: bytes | None = None
     prompt_tail: list[int] = msgspec.field(default_factory=list)
+    prefill_s: float | None = None
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):

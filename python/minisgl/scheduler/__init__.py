@@ -6,7 +6,8 @@
     request_queue.py   those that wait, in one or several orders
     step_budget.py     how many prompt tokens a step computes
     step_costs.py      how long a step takes
-    step_watch.py      rank 0's clock
+    prefill_watch.py   rank 0's clock: how long prefills take
+    step_watch.py      rank 0's clock: what steps cost
     decode.py          running requests
     outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
     grammar.py         grammar masks before a token, acceptance and forced tokens after it

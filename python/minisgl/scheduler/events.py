@@ -6,8 +6,9 @@ listener costs one truth test, and no object is made:
     if events.request_queued:
         events.request_queued.emit(RequestQueued(uid, num_prompt))
 
-There are two listeners: `EventCounts`, always, to the few types from which the numbers of /metrics
-are made; and `log_events`, to all types, if this module's logger is enabled for DEBUG. A refused
+There are three listeners: `EventCounts`, always, to the few types from which the numbers of
+/metrics are made; rank 0's `PrefillWatch`, to the admission and the end of requests; and
+`log_events`, to all types, if this module's logger is enabled for DEBUG. A refused
 request has no event. Knows nothing of tokens and pages. A listener must not change anything in the
 scheduler.
 """

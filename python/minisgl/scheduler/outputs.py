@@ -21,6 +21,7 @@ from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import DetokenizeMsg, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
 from minisgl.scheduler.grammar import GrammarMatchers, MatchState
+from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.table import TableManager
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
@@ -58,6 +59,7 @@ class OutputProcessor:
 
     Args:
         min_forced: fewer tokens are not fast-forwarded.
+        prefill_watch: rank 0's; the others have none.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class OutputProcessor:
         limits: EngineLimits,
         events: Events,
         min_forced: int,
+        prefill_watch: PrefillWatch | None,
     ) -> None:
         self._grammars = grammars
         self._table = table
         self._eos_ids = limits.eos_ids
         self._events = events
         self._min_forced = min_forced
+        self._prefill_watch = prefill_watch
         self._messages: list[DetokenizeMsg] = []
 
     @property
@@ -194,21 +198,22 @@ class OutputProcessor:
             num_cached=req.num_cached or 0,
         )
         if req.num_output == len(tokens):
-            message = _as_first(req, message)
+            message = self._as_first(req, message)
             if tokens and self._events.first_token:
                 self._events.first_token.emit(FirstToken(req.uid))
         self._messages.append(message)
 
-
-def _as_first(req: Req, message: DetokenizeMsg) -> DetokenizeMsg:
-    """A message with what only the first one of a request says."""
-    return msgspec.structs.replace(
-        message,
-        params=req.params if req.params.shapes_text else None,
-        prompt_logprobs=_prompt_logprobs(req),
-        embedding=req.embedding,
-        prompt_tail=req.tokens[max(0, req.num_prompt - _PROMPT_TAIL) : req.num_prompt].tolist(),
-    )
+    def _as_first(self, req: Req, message: DetokenizeMsg) -> DetokenizeMsg:
+        """A message with what only the first one of a request says."""
+        watch = self._prefill_watch
+        return msgspec.structs.replace(
+            message,
+            params=req.params if req.params.shapes_text else None,
+            prompt_logprobs=_prompt_logprobs(req),
+            embedding=req.embedding,
+            prompt_tail=req.tokens[max(0, req.num_prompt - _PROMPT_TAIL) : req.num_prompt].tolist(),
+            prefill_s=watch.seconds(req.uid) if watch else None,
+        )
 
 
 def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:

@@ -64,6 +64,7 @@ from minisgl.scheduler.outputs import (
 )
 from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.request_checks import check_request
 from minisgl.scheduler.step_budget import AUTO_MS_ON_CPU, AUTO_MS_ON_GPU, StepPacer
 from minisgl.scheduler.step_costs import StepCosts, StepWork
@@ -124,7 +125,7 @@ class Scheduler:
 
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
-            to `inbox`.
+            to `inbox`. It also measures prefills, for traces.
         clock: seconds, from any start.
     """
 
@@ -159,7 +160,10 @@ class Scheduler:
             num_matchers=MATCHERS_ON_GPU if is_on_gpu else 1,
         )
         min_forced = MIN_FORCED_ON_GPU if is_on_gpu else MIN_FORCED_ON_CPU
-        self.outputs = OutputProcessor(self.grammars, self.table, limits, self.events, min_forced)
+        prefill_watch = PrefillWatch(self.events, clock) if leads else None
+        self.outputs = OutputProcessor(
+            self.grammars, self.table, limits, self.events, min_forced, prefill_watch
+        )
         self._executor = executor
         self._limits = limits
         self._inbox = inbox

@@ -1,8 +1,8 @@
 """Rank 0's clock: how long steps take, and what that says of their costs.
 
-Only this module of the scheduler reads a clock. What it finds decides nothing by itself: it is
-posted to rank 0's inbox as a `StepCostsMsg`, reaches all ranks with the other messages of a step,
-and changes the plans of all of them from the same step on.
+Of the scheduler, only this module and `prefill_watch.py` read a clock. What is found here decides
+nothing by itself: it is posted to rank 0's inbox as a `StepCostsMsg`, reaches all ranks with the
+other messages of a step, and changes the plans of all of them from the same step on.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ Next to read: `serve.py`, the first of them, and `api_worker.py`, the others.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,6 +30,9 @@ from minisgl.utils.mp import Addresses, AsyncPullQueue
 from minisgl.utils.shared_numbers import SharedNumbers
 from minisgl.utils.supervisor import StartupReport
 
+if TYPE_CHECKING:
+    from minisgl.server.http.tracing import Tracer
+
 
 @dataclass(frozen=True, slots=True)
 class ApiProcess:
@@ -35,6 +40,7 @@ class ApiProcess:
 
     Attributes:
         key_limits: those of the keys, if there is a file of them.
+        tracer: makes traces, if there is a collector of them.
     """
 
     model: ServedModel
@@ -42,6 +48,12 @@ class ApiProcess:
     app: FastAPI
     http: uvicorn.Server
     key_limits: KeyLimits | None
+    tracer: Tracer | None
+
+    async def flush_traces(self) -> None:
+        """Send the traces that wait, after the last request."""
+        if self.tracer:
+            await asyncio.to_thread(self.tracer.shut_down)
 
 
 def served_model(
@@ -103,6 +115,7 @@ async def make_api_process(
         shared=shared,
     )
     key_limits = None if start.key_limits is None else KeyLimits(start.key_limits, shared)
+    tracer = _open_tracer(config.otlp_endpoint, model) if config.otlp_endpoint else None
     app = create_app(
         frontend,
         model,
@@ -115,8 +128,15 @@ async def make_api_process(
         body_timeout_s=config.body_timeout_s,
         key_limits=key_limits,
         peers=peers,
+        tracer=tracer,
     )
     await warm_up(app)
     limits = ConnectionLimits(config.max_connections, config.header_timeout_s)
     http = create_server(app, limits, config.keep_alive_timeout_s, shared)
-    return ApiProcess(model, frontend, app, http, key_limits)
+    return ApiProcess(model, frontend, app, http, key_limits, tracer)
+
+
+def _open_tracer(endpoint: str, model: ServedModel) -> Tracer:
+    from minisgl.server.http.tracing import open_tracer  # its library is optional
+
+    return open_tracer(endpoint, model.name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import anyio.lowlevel
 from fastapi import FastAPI
@@ -32,13 +33,18 @@ from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
+if TYPE_CHECKING:
+    from minisgl.server.http.tracing import Tracer  # its library is optional
+
 __all__ = ["ServedModel", "create_app", "warm_up"]
 
 
 class _Application(DocumentedApp):
     def build_middleware_stack(self) -> ASGIApp:
         """The access log sees every answer, also that to a bug, which FastAPI gives outermost."""
-        return AccessLog(super().build_middleware_stack(), self.state.frontend.metrics)
+        app = AccessLog(super().build_middleware_stack(), self.state.frontend.metrics)
+        tracer: Tracer | None = self.state.tracer
+        return tracer.wrap(app) if tracer else app
 
 
 def create_app(
@@ -54,6 +60,7 @@ def create_app(
     body_timeout_s: float = 60,
     key_limits: KeyLimits | None = None,
     peers: Peers | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The application, over a frontend that runs in the same event loop.
 
@@ -69,12 +76,14 @@ def create_app(
             application's own if there is none.
         peers: the other API processes, if there are any.
         strict_fields: whether a field that a request does not declare is an error.
+        tracer: leaves traces of requests; whoever made it shuts it down.
     """
     app = _Application(title="Mini-SGLang", version=__version__)
     app.state.strict_fields = strict_fields
     app.state.frontend = frontend
     app.state.model = model
     app.state.peers = peers
+    app.state.tracer = tracer
     bounds = RequestBounds(
         model.max_seq_len, frontend.max_open, strict_fields, model.has_reasoning_switch
     )

@@ -85,6 +85,7 @@ async def _serve(
     await asyncio.gather(*others, return_exceptions=True)
     process.app.state.body_reader.close()
     frontend.close()
+    await process.flush_traces()
     for task in finished:
         task.result()
 

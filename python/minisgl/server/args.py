@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import types
 import typing
@@ -18,6 +19,7 @@ from minisgl.version import __version__
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_OTLP_PACKAGES = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter")
 _AT_LEAST_1 = (
     "api_workers",
     "max_open_requests",
@@ -98,6 +100,11 @@ class ServerConfig(SchedulerConfig):
     drain_timeout_s: int = option(
         30, "seconds that open requests may take after SIGTERM; new ones get a 503 meanwhile"
     )
+    otlp_endpoint: str | None = option(
+        None,
+        "base URL of an OpenTelemetry collector that gets a trace of each request, "
+        "over HTTP at its /v1/traces; auto: none",
+    )
     log_level: str = option("INFO", "how much to log", _LOG_LEVELS)
     log_json: bool = option(False, "write each line of the log as a JSON object")
 
@@ -114,11 +121,20 @@ class ServerConfig(SchedulerConfig):
             raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
+        if self.otlp_endpoint is not None:
+            _check_otlp_endpoint(self.otlp_endpoint)
         for origin in self.cors_origins:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ConfigError(
                     f"--cors-origins must be * or like https://example.org:8080, got {origin!r}"
                 )
+
+
+def _check_otlp_endpoint(endpoint: str) -> None:
+    if not re.fullmatch(r"https?://[^/\s]+\S*", endpoint):
+        raise ConfigError(f"--otlp-endpoint must be like http://localhost:4318, got {endpoint}")
+    if any(importlib.util.find_spec(package) is None for package in _OTLP_PACKAGES):
+        raise ConfigError("--otlp-endpoint needs OpenTelemetry: pip install 'minisgl[otel]'")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -172,6 +172,7 @@ class Frontend:
             msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
             self._tokenizer_of(uid).put(msg)
             stopwatch = Stopwatch(self.metrics)
+            generation.stopwatches.append(stopwatch)
             self._open[uid] = _OpenRequest(generation, stopwatch, deadline, msg)
         return generation
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError, SlowReader
 from minisgl.message import UserReply, join_replies
+from minisgl.server.http.metrics import Stopwatch
 
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB
@@ -31,6 +32,9 @@ class Generation:
         abort: is called with each uid that has not ended when the generation is closed.
         num_answers: to each prompt.
         joins_replies: whether none of them has log probabilities.
+
+    Attributes:
+        stopwatches: of its answers.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Generation:
         self._read: Callable[[], None] | None = None
         self._reader_bug: Exception | None = None
         self._is_abandoned = False
+        self.stopwatches: list[Stopwatch] = []
         self.error: RequestError | EngineFailed | None = None  # comes after what is unread
 
     @property

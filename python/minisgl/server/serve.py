@@ -98,6 +98,7 @@ async def _serve(
         process.app.state.body_reader.close()
         frontend.shut_down()
         peers.close()
+        await process.flush_traces()
 
 
 def _obey_nobody(msg: PeerMsg) -> None:

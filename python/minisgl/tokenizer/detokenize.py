@@ -172,6 +172,7 @@ class Detokenizer:
             prompt_logprobs=self._prompt_logprobs(msg),
             embedding=msg.embedding,
             stop_text=stop_text,
+            prefill_s=msg.prefill_s,
         )
 
     def _prompt_logprobs(self, msg: DetokenizeMsg) -> list[TextLogprobs] | None:

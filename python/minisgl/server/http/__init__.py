@@ -8,6 +8,7 @@
     errors.py       from an error to a response
     middleware.py   what sees a request before the routes: keys, HEAD, limits
     access_log.py   a line in the log and an id for each request
+    tracing.py      spans of requests for OpenTelemetry
     tenants.py      cached prefixes are found by the key that computed them
     metrics.py      the numbers at /metrics
     openapi.py      the OpenAPI document

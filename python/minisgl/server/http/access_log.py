@@ -11,13 +11,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.http.metrics import Metrics
+from minisgl.server.generation import Generation
+from minisgl.server.http.metrics import Metrics, Stopwatch
 from minisgl.server.openai.common import Usage
 
 logger = logging.getLogger(__name__)
@@ -25,17 +26,20 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _RECORD = "record"  # the name in a request's state
+CLIENT_CLOSED_REQUEST = 499  # the status of an answer that nobody reads
 _PROBES = ("/health", "/metrics")  # routes that are asked all the time
 
 
 @dataclass(slots=True)
-class _RequestRecord:
+class RequestRecord:
     """What is known of one request.
 
     Attributes:
         status: None before the answer begins.
         is_complete: whether all of the answer was sent.
         usage: returns the tokens so far.
+        stopwatches: of its answers.
+        finish_reasons: returns why answers have ended, of those that have.
     """
 
     request_id: str
@@ -44,6 +48,12 @@ class _RequestRecord:
     is_complete: bool = False
     error_code: str | None = None
     usage: Callable[[], Usage] | None = None
+    stopwatches: Sequence[Stopwatch] = ()
+    finish_reasons: Callable[[], Sequence[str]] | None = None
+
+    @property
+    def client_has_gone(self) -> bool:
+        return self.status == CLIENT_CLOSED_REQUEST or not self.is_complete
 
 
 class AccessLog:
@@ -60,7 +70,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = _RequestRecord(_request_id(scope))
+        record = RequestRecord(_request_id(scope))
         scope.setdefault("state", {})[_RECORD] = record
 
         async def observe_and_send(message: Message) -> None:
@@ -84,7 +94,7 @@ class AccessLog:
 
 def note_error(scope: Scope, code: str) -> None:
     """Let the line of a request have the code of its error."""
-    scope["state"][_RECORD].error_code = code
+    record_of(scope).error_code = code
 
 
 def note_usage(scope: Scope, usage: Callable[[], Usage]) -> None:
@@ -93,12 +103,32 @@ def note_usage(scope: Scope, usage: Callable[[], Usage]) -> None:
     Args:
         usage: is called once, when the answer has ended.
     """
-    scope["state"][_RECORD].usage = usage
+    record_of(scope).usage = usage
+
+
+def note_generation(
+    scope: Scope,
+    generation: Generation,
+    finish_reasons: Callable[[], Sequence[str]] | None = None,
+) -> None:
+    """Let the trace of a request have its stages.
+
+    Args:
+        finish_reasons: is called once, when the answer has ended.
+    """
+    record = record_of(scope)
+    record.stopwatches = generation.stopwatches
+    record.finish_reasons = finish_reasons
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope["state"][_RECORD]
+    return record
 
 
 def num_tokens(scope: Scope) -> int:
     """The tokens of a request and its answer so far."""
-    usage = scope["state"][_RECORD].usage
+    usage = record_of(scope).usage
     return usage().total_tokens if usage else 0
 
 
@@ -112,7 +142,7 @@ def route_of(scope: Scope) -> str:
     return getattr(scope.get("route"), "path", "other")
 
 
-def _write_line(scope: Scope, record: _RequestRecord) -> None:
+def _write_line(scope: Scope, record: RequestRecord) -> None:
     route = route_of(scope)
     level = logging.DEBUG if route in _PROBES else logging.INFO
     if not logger.isEnabledFor(level):
@@ -145,7 +175,7 @@ def _write_line(scope: Scope, record: _RequestRecord) -> None:
     )
 
 
-def _details(record: _RequestRecord) -> dict[str, str | int]:
+def _details(record: RequestRecord) -> dict[str, str | int]:
     details: dict[str, str | int] = {}
     if record.error_code:
         details["error"] = record.error_code

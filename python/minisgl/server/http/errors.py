@@ -16,13 +16,11 @@ from starlette.routing import BaseRoute, Route
 from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.anthropic.errors import error_object
-from minisgl.server.http.access_log import note_error, route_of
+from minisgl.server.http.access_log import CLIENT_CLOSED_REQUEST, note_error, route_of
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_response
 
 logger = logging.getLogger(__name__)
-
-_CLIENT_CLOSED_REQUEST = 499
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -110,7 +108,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

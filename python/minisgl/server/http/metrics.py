@@ -211,15 +211,32 @@ class _Sum(Collector):
 
 
 class Stopwatch:
-    """Measures the times of one prompt, from now on."""
+    """Measures the times of one answer, from now on.
 
-    __slots__ = ("_last_token_at", "_metrics", "_num_output", "_started_at")
+    Attributes, by `time.perf_counter`:
+        started_at: when its prompt came.
+        admitted_at: when it got its first pages. What the first output took to come here counts
+            as waiting.
+        first_output_at: when its first token came, or its end without one.
+        last_token_at: when its latest token came.
+    """
+
+    __slots__ = (
+        "_metrics",
+        "_num_output",
+        "admitted_at",
+        "first_output_at",
+        "last_token_at",
+        "started_at",
+    )
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._started_at = time.perf_counter()
-        self._last_token_at = self._started_at
         self._num_output = 0
+        self.started_at = time.perf_counter()
+        self.admitted_at: float | None = None
+        self.first_output_at: float | None = None
+        self.last_token_at = self.started_at
 
     def observe(self, reply: UserReply) -> None:
         """Account for a reply as it is delivered."""
@@ -229,13 +246,16 @@ class Stopwatch:
         if is_first and (num_new or reply.finish):
             self._metrics.prompt_tokens.inc(reply.num_prompt)
             self._metrics.cached_tokens.inc(reply.num_cached)
+            self.first_output_at = now
+            if reply.prefill_s is not None:
+                self.admitted_at = max(self.started_at, now - reply.prefill_s)
         if num_new > 0:
             if is_first:
-                self._metrics.time_to_first_token.observe(now - self._started_at)
+                self._metrics.time_to_first_token.observe(now - self.started_at)
             else:
-                self._metrics.inter_token_latency.observe((now - self._last_token_at) / num_new)
+                self._metrics.inter_token_latency.observe((now - self.last_token_at) / num_new)
             self._metrics.output_tokens.inc(num_new)
-            self._last_token_at = now
+            self.last_token_at = now
             self._num_output = reply.num_output
         if reply.finish is not None:
-            self._metrics.request_duration.observe(now - self._started_at)
+            self._metrics.request_duration.observe(now - self.started_at)

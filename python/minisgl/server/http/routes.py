@@ -25,7 +25,7 @@ from minisgl.server.anthropic import (
     TokenCount,
 )
 from minisgl.server.frontend import Frontend
-from minisgl.server.http.access_log import note_usage
+from minisgl.server.http.access_log import note_generation, note_usage
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.errors import errors_name_fields
 from minisgl.server.http.openapi import (
@@ -155,6 +155,7 @@ async def embeddings(
     with errors_name_fields(lambda param: param or "input"):
         sampling = salt_by_key(request, EMBEDDING_SAMPLING)
         generation = frontend.submit(body.prompts(), sampling)
+        note_generation(request.scope, generation)
         with closing(generation):
             replies = await run_while_connected(request, generation.collect())
     embedding_list = build_embeddings(body, replies)
@@ -276,6 +277,7 @@ async def _answer(
     salted = salt_by_key(request, sampling)
     generation = frontend.submit(prompts, salted, body.num_answers)
     note_usage(request.scope, builder.usage)
+    note_generation(request.scope, generation, builder.finish_reasons)
     watch = ClientWatch(request, generation)
     try:
         await generation.wait_for_first_replies()

@@ -114,6 +114,11 @@ class AnswerBuilder(ABC):
         assert reason is not None
         return reason
 
+    def finish_reasons(self) -> list[FinishReason]:
+        """Why answers have ended, of those that have."""
+        indexes = sorted(self._last_replies)
+        return [self.finish_reason(i) for i in indexes if self._last_replies[i].finish]
+
     def usage(self) -> Usage:
         replies = self._last_replies.items()
         # Answers to one prompt share it, so it is counted with the first of them only.

@@ -1,0 +1,30 @@
+"""Rank 0's clock once more: how long a request takes from its admission to its first output.
+
+It goes to the API process with that output, for traces. No rank decides anything by it.
+"""
+
+from __future__ import annotations
+
+from minisgl.scheduler.events import Events, RequestAdmitted, RequestFinished
+from minisgl.scheduler.step_watch import Clock
+
+
+class PrefillWatch:
+    """Keeps when each request was first admitted, until it ends."""
+
+    def __init__(self, events: Events, clock: Clock) -> None:
+        self._clock = clock
+        self._admitted_at: dict[int, float] = {}
+        events.request_admitted.append(self._begin)
+        events.request_finished.append(self._forget)
+
+    def _begin(self, event: RequestAdmitted) -> None:
+        self._admitted_at.setdefault(event.uid, self._clock())
+
+    def _forget(self, event: RequestFinished) -> None:
+        self._admitted_at.pop(event.uid, None)
+
+    def seconds(self, uid: int) -> float | None:
+        """Since a request was first admitted; None if it was not."""
+        admitted_at = self._admitted_at.get(uid)
+        return None if admitted_at is None else self._clock() - admitted_at

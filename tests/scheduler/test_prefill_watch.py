@@ -1,0 +1,41 @@
+"""How long prefills take, as the first message of each request says."""
+
+from __future__ import annotations
+
+import pytest
+
+from minisgl.message import DetokenizeMsg, EngineStats
+from minisgl.scheduler.step_costs import StepCosts
+from tests.scheduler.timed import TimedHost
+
+STEP_S = 0.5
+
+
+class RecordingHost(TimedHost):
+    """A scheduler of which each step takes half a second. Keeps its messages."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(StepCosts(step=STEP_S), noise=0.0, target_itl_ms=0, **options)
+        self.messages: list[DetokenizeMsg] = []
+
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        super().send(msgs, stats)
+        self.messages += msgs
+
+    def prefill_times(self, uid: int) -> list[float | None]:
+        return [msg.prefill_s for msg in self.messages if msg.uid == uid]
+
+
+def test_the_first_message_says_how_long_its_chunks_took_and_the_others_nothing() -> None:
+    host = RecordingHost(overlap=False, max_prefill_length=100)
+    host.submit(0, 250, 3)
+    host.run()
+    assert host.prefill_times(0) == [3 * STEP_S, None, None]
+
+
+def test_waiting_is_no_part_of_it() -> None:
+    host = RecordingHost(overlap=False, max_running_requests=1, max_prefill_length=100)
+    host.submit(0, 100, 4)
+    host.submit(0, 100, 1)
+    host.run()
+    assert host.prefill_times(1) == [pytest.approx(STEP_S)]
