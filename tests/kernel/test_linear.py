@@ -124,3 +124,9 @@ def test_one_token_leaves_torchs_settings_as_they_were(enabled: bool) -> None:
     linear = CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), pack=False)
     linear(torch.ones(1, INPUTS, dtype=torch.bfloat16), None)
     assert torch._C._get_mkldnn_enabled() == enabled
+
+
+def test_tokens_of_another_dtype_are_refused() -> None:
+    linear = CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), pack=False)
+    with pytest.raises(AssertionError):
+        linear(torch.ones(1, INPUTS), None)

@@ -207,9 +207,12 @@ def test_greedy_tokens(
     assert torch.equal(compiled, reference)
 
 
-def test_tables(monkeypatch: pytest.MonkeyPatch, random: torch.Generator) -> None:
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+def test_tables(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, position_dtype: torch.dtype
+) -> None:
     row_T = torch.randint(3, (50,), generator=random).int()
-    position_T = torch.randint(20, (50,), generator=random).int()
+    position_T = torch.randint(20, (50,), generator=random).to(position_dtype)
     page_table_RP = torch.randint(1000, (3, 5), generator=random).int()
     index_Z = torch.randperm(60, generator=random)[:17].int()
 

@@ -63,6 +63,7 @@ class CpuLinear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        assert x_TI.dtype == self._weight_OI.dtype
         num_tokens = x_TI.shape[0]
         if 1 <= num_tokens <= _FEW_TOKENS and self._kernels is not None:
             return self._few_tokens(self._kernels, x_TI, bias_O)

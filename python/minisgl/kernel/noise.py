@@ -60,7 +60,8 @@ def choose_tokens(
 def argmax(logits_BV: Tensor) -> Tensor:
     """Return the lowest index of the largest element of each row, int32, of logits on a CPU.
 
-    The compiled kernel takes a tenth of the time of torch's.
+    The compiled kernel takes a tenth of the time of torch's. A NaN beside numbers is no largest
+    element there, while it is torch's.
     """
     kernels = kernels_for(logits_BV)
     if kernels is None:

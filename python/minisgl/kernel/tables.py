@@ -38,7 +38,7 @@ def look_up(
         input_ids_T, slot_T: int64.
     """
     kernels = kernels_for(row_T)
-    if kernels is None:
+    if kernels is None or (position_T.is_cpu and position_T.dtype != torch.int32):
         page_T = page_table_RP[row_T, position_T // page_size].long()
         slot_T = page_T * page_size + position_T % page_size
         return token_pool_RL[row_T, position_T].long(), slot_T

@@ -260,7 +260,7 @@ void mask_logits(TensorView logits_BV, TensorView mask_B, TensorView bits_XW) {
   });
 }
 
-// The lowest index of the largest element of each row.
+// The lowest index of the largest element of each row; 0 if all are NaN, which is otherwise ignored.
 void argmax(TensorView logits_BV, TensorView token_B) {
   constexpr int64_t kBlock = 1024;
   for_dtype(logits_BV, [&](auto zero) {
