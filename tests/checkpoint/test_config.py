@@ -182,7 +182,6 @@ USED = {"use_sliding_window": True, "sliding_window": 128}
         ("Qwen2", {**USED, "max_window_layers": 2, "layer_types": None}, [None, None, 128, 128]),
         ("Qwen3", {**USED, "max_window_layers": 3}, [None, None, None, 128]),
         ("Qwen3", {**USED, "layer_types": [SLIDING, FULL] * 2}, [128, None] * 2),
-        ("Qwen3", {"sliding_window": 9, "layer_types": [SLIDING, FULL] * 2}, [None] * 4),
         ("Qwen3Moe", {"sliding_window": 128}, [None] * 4),
         ("Qwen3Moe", USED, [128] * 4),
         ("SmolLM3", {}, [None] * 4),
@@ -214,6 +213,19 @@ def test_a_window_is_refused_where_its_layers_are_not_known(
     unused = {"sliding_window": 128, "use_sliding_window": False}
     config = read(tmp_path, {**unknown, **unused})
     assert [spec.window for spec in config.attention] == [None] * 2
+
+
+@pytest.mark.parametrize("arch", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sliding_window": 9}, {"sliding_window": 9, "use_sliding_window": False}],
+)
+def test_listed_sliding_layers_without_a_window_are_refused(
+    arch: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    listed = {"architectures": [f"{arch}ForCausalLM"], "layer_types": [SLIDING, FULL]}
+    with pytest.raises(CheckpointError, match="layer_types lists sliding_attention, but"):
+        read(tmp_path, {**NEEDED, **listed, **fields})
 
 
 @pytest.mark.parametrize("architecture", MODELS.names)

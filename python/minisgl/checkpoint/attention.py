@@ -96,13 +96,15 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
         KeyError, ValueError: a field is missing, or its value is not supported.
     """
     window = _window(hf, architecture)
+    layer_types = _layer_types(hf, architecture)
+    _check_listed_layers(hf, window)
     return tuple(
         AttentionSpec(
             scale=1.0 / math.sqrt(head_dim(hf)),
             window=window if layer_type == _SLIDING else None,
             rope=_rope(hf, architecture, layer_type) if _has_rope(hf, layer) else None,
         )
-        for layer, layer_type in enumerate(_layer_types(hf, architecture))
+        for layer, layer_type in enumerate(layer_types)
     )
 
 
@@ -117,8 +119,7 @@ def head_dim(hf: dict[str, Any]) -> int:
 def _window(hf: dict[str, Any], architecture: str) -> int | None:
     """The width of the sliding windows; None if no layer has one.
 
-    A known architecture has one only if `use_sliding_window` says so, in the file or by default:
-    `layer_types` alone makes no layer slide, as in transformers.
+    A known architecture has one only if `use_sliding_window` says so, in the file or by default.
     """
     window = hf.get("sliding_window")
     uses_window = hf.get("use_sliding_window")
@@ -146,6 +147,16 @@ def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
     if len(types) != num_layers:
         raise ValueError(f"layer_types names {len(types)} layers, there are {num_layers}")
     return list(types)
+
+
+def _check_listed_layers(hf: dict[str, Any], window: int | None) -> None:
+    """Refuse a file that lists sliding layers, but has no window for them."""
+    # In transformers 5.23 Qwen fails on such a file, Llama has full attention, and SmolLM3 slides.
+    if window is None and _SLIDING in (hf.get("layer_types") or ()):
+        raise ValueError(
+            f"layer_types lists {_SLIDING}, but no window is used: sliding_window is "
+            f"{hf.get('sliding_window')!r}, use_sliding_window {hf.get('use_sliding_window')!r}"
+        )
 
 
 def _has_rope(hf: dict[str, Any], layer: int) -> bool:
