@@ -12,7 +12,7 @@ import pytest
 from minisgl.core import IntArray, Req, SamplingParams, TableWrites
 from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import radix_cache
-from minisgl.message import ExitMsg
+from minisgl.message import ExitMsg, FlushCacheMsg
 from minisgl.scheduler import prefill, scheduler
 from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
 from tests.scheduler.fake_executor import endless_answer, reference_answer
@@ -84,6 +84,15 @@ def test_a_request_that_cannot_be_served_is_refused_at_once(
     assert re.search(message, error.message)
     host.drain()
     assert len(host.answer(other).tokens) == 3
+
+
+def test_each_flush_is_answered_also_one_before_any_request() -> None:
+    host = Host()
+    for uid in range(3):
+        host.inbox.msgs.append(FlushCacheMsg(uid))
+        host.step()
+    answered = [flush for stats in host.stats for flush in stats.flushes]
+    assert answered == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_what_could_never_fit_into_the_pool_is_refused() -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
+import zmq
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
@@ -152,7 +153,8 @@ async def running_frontend(
             yield frontend, worker
         finally:
             running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            # ZMQError: a test has closed its queues.
+            with contextlib.suppress(asyncio.CancelledError, zmq.ZMQError):
                 await running
             await worker.stop()
             for (

@@ -250,7 +250,7 @@ class Scheduler:
             num_cached_tokens=self._counts.num_cached_tokens,
             budget_tokens=self.pacer.latest.num_tokens,
             budget_ms=round(self.pacer.latest.bound_ms, 1),
-            flushes=self._flushes,
+            flushes=list(self._flushes),
         )
 
     def _receive(self, msgs: Sequence[BackendMsg]) -> None:
