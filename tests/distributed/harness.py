@@ -127,7 +127,7 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
 
 def _inbox(info: DistributedInfo, job: Job, folder: Path) -> LeaderInbox | FollowerInbox:
     addresses = [f"ipc://{folder}/{rank}" for rank in range(info.size)]
-    if not info.is_primary:
+    if not info.leads:
         return FollowerInbox(PullQueue(addresses[info.rank], decoder(BatchBackendMsg)))
     uids = iter(range(len(job.prompts)))
     rounds = [

@@ -7,7 +7,8 @@ FlashInfer's decode kernels. All other slices go to its prefill kernels (FlashAt
 How the work of FlashInfer's kernels is split over the device is planned on the host, from lengths
 alone, so a plan can be made before the tokens of the step before are known. The lists of pages are
 made on the device from the page table. A plan holds for layers of one `AttentionSpec`; a model
-with several kinds of layers has as many plans a step.
+with several kinds of layers has as many plans a step. `plan` of a wrapper is FlashInfer's word for
+this; what a step computes is a `BatchPlan`.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -183,7 +184,7 @@ class _SpecAttention:
         num_requests = len(row_B)
         indptr = self._numbers(num_requests + 1)
         page_lists = _PageLists(row_B, indptr, self._pool.graph_page_Z)
-        if num_tokens > num_requests:
+        if num_tokens > num_requests:  # a prompt
             wrapper = self._graph_prefill_wrapper(num_requests, indptr)
             return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
         is_few = num_requests * self._pool.shape[1] <= _FEW_HEADS

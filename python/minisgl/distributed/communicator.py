@@ -117,7 +117,7 @@ class TorchCommunicator(DistributedCommunicator):
     def gather(self, x: Tensor) -> Tensor | None:
         options = dist.GatherOptions()
         options.rootRank = 0
-        if not self.info.is_primary:
+        if not self.info.leads:
             self._group.gather([], [x.contiguous()], options).wait()
             return None
         gathered = self._buffers_like(x)

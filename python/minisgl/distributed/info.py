@@ -19,7 +19,8 @@ class DistributedInfo:
     size: int = 1
 
     @property
-    def is_primary(self) -> bool:
+    def leads(self) -> bool:
+        """Whether this is rank 0, which receives, samples and answers."""
         return self.rank == 0
 
     def shard(self, total: int, what: str) -> range:

@@ -47,7 +47,7 @@ def load_model(
         CheckpointError: the files are unusable.
     """
     assert config.model
-    if comm.info.is_primary:
+    if comm.info.leads:
         _log_rounding(model_config.stored_dtype, config.dtype)
     model = model_class(model_config, comm, max_seq_len, dtype)
     load_weight(

@@ -149,7 +149,7 @@ class LinearRowParallel(LinearBase):
         inputs = info.shard(self._shape[1], f"inputs of {name}")
         shard = LayerShard(name, self._shape, inputs=inputs)
         self._weight = load_linear_weight(source, [shard])
-        if self._has_bias and info.is_primary:
+        if self._has_bias and info.leads:
             self._bias_O = source.read(f"{name}.bias", self._shape[:1])
 
     def forward(self, x_TI: Tensor) -> Tensor:

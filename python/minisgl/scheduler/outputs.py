@@ -98,7 +98,7 @@ class OutputProcessor:
         if req.finish is not None:
             return None
         max_length = req.max_length
-        if max_length == req.num_prompt:
+        if max_length == req.num_prompt:  # max_tokens is 0: only the prompt's outputs are wanted
             return Output([], "length")
         if req_slice.end < req.num_known:
             assert sampled == [req.tokens[req_slice.end]], "its mask allows the forced token alone"
@@ -197,11 +197,12 @@ class OutputProcessor:
             num_prompt=req.num_prompt,
             num_cached=req.num_cached or 0,
         )
-        if req.num_output == len(tokens):
+        is_first = req.num_output == len(tokens)
+        if is_first:
             message = self._as_first(req, message)
-            if tokens and self._events.first_token:
-                self._events.first_token.emit(FirstToken(req.uid))
         self._messages.append(message)
+        if is_first and tokens and self._events.first_token:
+            self._events.first_token.emit(FirstToken(req.uid))
 
     def _as_first(self, req: Req, message: DetokenizeMsg) -> DetokenizeMsg:
         """A message with what only the first one of a request says."""

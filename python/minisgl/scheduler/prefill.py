@@ -221,10 +221,14 @@ class PrefillManager:
         self._num_computed += num_added
         is_last = prefill.num_left == 0
         end = req.num_tokens - prefill.num_left
+        chunks.by_uid[req.uid] = ReqSlice(req, req.num_computed, end, samples=is_last)
         if is_last:
-            self._cache.publish(req, end)
-            self._half_computed.pop(req.uid, None)
+            self._complete(req)
         else:
             self._half_computed[req.uid] = prefill
-        chunks.by_uid[req.uid] = ReqSlice(req, req.num_computed, end, samples=is_last)
         return num_added
+
+    def _complete(self, req: Req) -> None:
+        """Publish a prompt whose last chunk is planned; it is no longer half computed."""
+        self._cache.publish(req, req.num_tokens)
+        self._half_computed.pop(req.uid, None)

@@ -309,7 +309,11 @@ class Scheduler:
                 self.events.request_queued.emit(RequestQueued(req.uid, req.num_prompt))
 
     def _plan(self) -> BatchPlan | None:
-        """Plan slices of running requests, and of prompts within the budget; None if none."""
+        """Plan slices of running requests, and of prompts within the budget; None if none.
+
+        Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
+        tables' writes: a plan that is made is launched.
+        """
         running = self.decode.plan(self._max_tokens)
         slices = running.slices
         if running.is_short_of_pages and not self._deferred:  # else pages come back soon
