@@ -1,6 +1,8 @@
-"""The default model on a CPU: this engine beside transformers, in one run, in turns.
+"""The default model on a CPU: this engine beside transformers and llama.cpp, in one run, in turns.
 
-    python benchmark/offline/cpu.py [--repeat 5] [--out benchmark/results/cpu.jsonl]
+    python benchmark/offline/cpu.py [--repeat 5] [--gguf FILE] [--out benchmark/results/cpu.jsonl]
+
+llama.cpp takes part where `--gguf` names the model's file for it; it needs llama-cpp-python.
 
 prefill: 512 random ids, one token out; the figure is prompt tokens per second.
 batch n: n requests of 32 random ids; the figure is tokens per second, over the time of
@@ -72,6 +74,58 @@ def engine_generate(dtype: str) -> Generate:
     return generate
 
 
+def llama_cpp_generate(gguf: Path) -> Generate:
+    """The sequences of a call as one batch a step, by llama.cpp's own loop: decode, then sample."""
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(
+        str(gguf).encode(), llama_cpp.llama_model_default_params()
+    )
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx = 32 * 1024
+    options.n_seq_max = 32
+    options.n_batch = 2048
+    options.n_threads = torch.get_num_threads()
+    options.n_threads_batch = torch.get_num_threads()
+    context = llama_cpp.llama_init_from_model(model, options)
+    greedy = llama_cpp.llama_sampler_init_greedy()
+    batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)
+
+    def add(sequence: int, position: int, token: int, wants_logits: bool) -> None:
+        index = batch.n_tokens
+        batch.token[index] = token
+        batch.pos[index] = position
+        batch.n_seq_id[index] = 1
+        batch.seq_id[index][0] = sequence
+        batch.logits[index] = wants_logits
+        batch.n_tokens += 1
+
+    def step() -> None:
+        failed = llama_cpp.llama_decode(context, batch)
+        assert not failed
+        batch.n_tokens = 0
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+        length = len(prompts[0])
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        for sequence, prompt in enumerate(prompts):
+            for position, token in enumerate(prompt):
+                add(sequence, position, token, position == length - 1)
+        rows = list(range(length - 1, len(prompts) * length, length))
+        step()
+        for position in range(length, length + num_tokens - 1):
+            sampled = [llama_cpp.llama_sampler_sample(greedy, context, row) for row in rows]
+            for sequence, token in enumerate(sampled):
+                add(sequence, position, token, True)
+            rows = list(range(len(prompts)))
+            step()
+        for row in rows:
+            llama_cpp.llama_sampler_sample(greedy, context, row)
+
+    return generate
+
+
 def seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> float:
     began = time.perf_counter()
     generate(prompts, num_tokens)
@@ -111,6 +165,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--gguf", type=Path, help="the default model for llama.cpp, in f16")
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/cpu.jsonl"))
     return parser.parse_args()
 
@@ -121,6 +176,8 @@ def main() -> None:
         "minisgl": engine_generate(args.dtype),
         "transformers": transformers_generate(getattr(torch, args.dtype)),
     }
+    if args.gguf is not None:
+        engines["llama.cpp"] = llama_cpp_generate(args.gguf)
     workloads: dict[str, Measure] = {"prefill 512": prefill_speed}
     for batch_size in (1, 8, 32):
         workloads[f"batch {batch_size}"] = partial(decode_speed, batch_size=batch_size)
@@ -140,9 +197,8 @@ def main() -> None:
                     values=[round(value, 1) for value in values],
                 )
             )
-        ours, theirs = (median(values) for values in speeds.values())
-        speeds_text = f"minisgl {ours:8.1f}  transformers {theirs:8.1f}"
-        print(f"{workload:12} {speeds_text}  ratio {ours / theirs:5.2f}", flush=True)
+        medians = [f"{name} {median(values):8.1f}" for name, values in speeds.items()]
+        print(f"{workload:12} {'  '.join(medians)}", flush=True)
     append_figures(args.out, figures)
 
 

@@ -239,7 +239,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"]
+    "missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"]
 )
 def test_traces_without_their_library_are_refused_by_the_extras_name(
     missing: str, monkeypatch: pytest.MonkeyPatch

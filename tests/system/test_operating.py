@@ -191,6 +191,7 @@ def test_what_was_asked_is_what_is_counted(guarded: Program) -> None:
     assert more("output_tokens_total") == 30
     assert more("inter_token_latency_seconds_count") == 27
     assert more("time_to_first_token_seconds_count") == more("request_duration_seconds_count") == 3
+    assert more("request_queue_seconds_count") == more("request_prefill_seconds_count") == 3
     assert more("http_requests_total /v1/completions 200") == 3
     assert (
         more("http_requests_total /v1/completions 400") == more("errors_total invalid_value") == 1

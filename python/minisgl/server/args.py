@@ -19,7 +19,13 @@ from minisgl.version import __version__
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3_json")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_OTLP_PACKAGES = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter")
+_OTLP_PACKAGES = (
+    "opentelemetry",
+    "opentelemetry.sdk",
+    "opentelemetry.exporter",
+    "opentelemetry.exporter.otlp",
+    "opentelemetry.exporter.otlp.proto.http",
+)
 _AT_LEAST_1 = (
     "api_workers",
     "max_open_requests",

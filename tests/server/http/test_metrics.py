@@ -79,6 +79,21 @@ def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["output_tokens_total"] == 6
 
 
+def test_the_time_to_the_first_token_is_waiting_and_computing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([10.0, 10.75, 11.0])
+    monkeypatch.setattr("minisgl.server.http.metrics.time.perf_counter", lambda: next(clock))
+    metrics = Metrics()
+    watch = Stopwatch(metrics)
+    watch.observe(UserReply(0, num_output=1, prefill_s=0.5))
+    watch.observe(UserReply(0, num_output=2))
+    seen = parse(metrics.expose().decode())
+    assert seen["request_queue_seconds_sum"] == 0.25
+    assert seen["request_prefill_seconds_sum"] == 0.5
+    assert seen["request_queue_seconds_count"] == seen["request_prefill_seconds_count"] == 1
+
+
 def test_a_prompt_without_an_answer_is_counted_once() -> None:
     metrics = Metrics()
     watch = Stopwatch(metrics)

@@ -98,6 +98,16 @@ class Metrics:
             "From a prompt's arrival to its first token",
             buckets=_FIRST_TOKEN_BUCKETS_S,
         )
+        self.queue_time = histogram(
+            "request_queue_seconds",
+            "From a prompt's arrival until it has pages",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+        )
+        self.prefill_time = histogram(
+            "request_prefill_seconds",
+            "From when a prompt has pages to its first token",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+        )
         self.inter_token_latency = TokenHistogram(
             "inter_token_latency_seconds",
             "From a token to the next",
@@ -249,6 +259,8 @@ class Stopwatch:
             self.first_output_at = now
             if reply.prefill_s is not None:
                 self.admitted_at = max(self.started_at, now - reply.prefill_s)
+                self._metrics.queue_time.observe(self.admitted_at - self.started_at)
+                self._metrics.prefill_time.observe(now - self.admitted_at)
         if num_new > 0:
             if is_first:
                 self._metrics.time_to_first_token.observe(now - self.started_at)

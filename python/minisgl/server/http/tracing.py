@@ -66,7 +66,7 @@ class Tracer:
             "service.version": __version__,
             "process.pid": os.getpid(),
         }
-        resource = Resource(own).merge(OTELResourceDetector().detect())
+        resource = Resource.create(own).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("minisgl", __version__)
@@ -143,7 +143,8 @@ class Tracer:
         error = record.error_code or (_DISCONNECTED if record.client_has_gone else None)
         if error:
             attributes["error.type"] = error
-            span.set_status(Status(StatusCode.ERROR, error))
+            if not _is_clients_fault(record):
+                span.set_status(Status(StatusCode.ERROR, error))
         span.set_attributes(attributes)
 
 
@@ -173,6 +174,11 @@ def _stages(stopwatches: Sequence[Stopwatch]) -> Iterator[tuple[str, float, floa
     yield "prefill", admitted_at, first_output_at
     if last_token_at > first_output_at:
         yield "decode", first_output_at, last_token_at
+
+
+def _is_clients_fault(record: RequestRecord) -> bool:
+    """Whether its client went away or got a 4xx. The conventions do not count it as an error."""
+    return record.client_has_gone or (record.status is not None and 400 <= record.status < 500)
 
 
 def _nanoseconds(seconds: float) -> int:
