@@ -76,7 +76,7 @@ class EngineConfig:
         None, "prompt tokens that one step computes at most; auto: 8192 on a GPU, 512 on a CPU"
     )
     cuda_graph_max_bs: int = option(
-        256, "largest batch of decodes that is captured as a CUDA graph; 0: none"
+        256, "largest batch of decodes that is captured as a graph; on a CPU at most 8; 0: none"
     )
     dummy_weight: bool = option(False, "random weights; the model folder needs only its config")
     pack_weights: bool | None = option(

@@ -3,8 +3,7 @@
 Without a GPU, a graph is an object that calls the captured function again.
 """
 
-# Dimensions: B requests of a step, H head width, K kv heads, N query heads, T tokens of a step,
-# V vocabulary, Z entries of a flat list.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, T tokens of a step.
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,45 +39,16 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, sampler
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph_runner as graph_module
-from minisgl.engine.graph_key import GraphKey, GraphKind, graph_sizes
+from minisgl.engine.graph_capture import Graph, GraphCapture
+from minisgl.engine.graph_key import GraphKey, GraphKind, graph_sizes, largest_slice
 from minisgl.engine.graph_runner import GraphRunner
 from minisgl.kernel import attend_decode
 from minisgl.message import AbortBackendMsg
-from minisgl.utils.staging import Numbers, StagedCopy, Staging
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
 
 ARCH = "qwen3"
 MAX_DECODES = 20
-
-
-class FixedStaging(Staging):
-    """A device of its own: arrays lie where they lay before, and the capacity does not grow."""
-
-    def __init__(self, device: torch.device, capacity: int) -> None:
-        super().__init__(device, capacity)
-        self._device_Z = torch.zeros(capacity, dtype=torch.int32)
-
-    def stage(self, *arrays: Numbers) -> StagedCopy:
-        return FixedCopy(self._layout(arrays), arrays)
-
-    def _grow(self, capacity: int) -> None:
-        raise AssertionError("a graph's numbers would lie elsewhere")
-
-
-class FixedCopy(StagedCopy):
-    """Arrays that `start` puts where their layout says."""
-
-    def __init__(self, layout: Any, arrays: tuple[Numbers, ...]) -> None:
-        super().__init__(layout.tensors)
-        self._device_Z = layout.device_Z.numpy()
-        self._places = layout.places
-        self._arrays = arrays
-
-    def start(self) -> list[Tensor]:
-        for place, array in zip(self._places, self._arrays, strict=True):
-            self._device_Z[place] = array.view(np.int32)
-        return self._tensors
 
 
 class RepeatedCall:
@@ -138,6 +107,20 @@ class CapturableAttention(TorchAttentionBackend):
         return o_TNH
 
 
+class RepeatedCalls(GraphCapture):
+    """Captures calls of any kind, sampling too, for a `GraphRunner` as a GPU has it."""
+
+    takes_sampling = True
+
+    def __init__(self, log: Counter[str]) -> None:
+        self._log = log
+
+    def capture(self, call: Callable[[], Any]) -> tuple[RepeatedCall, Any]:
+        result = call()
+        name = "forward" if isinstance(result, tuple) else "choose"
+        return RepeatedCall(call, result, self._log, name), result
+
+
 Hosts = Callable[..., Any]
 
 
@@ -146,17 +129,9 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
     """Makes a host whose engine replays, and a log that counts the replays."""
     log = Counter[str]()
 
-    def capture(call: Callable[[], Any], pool: None) -> tuple[RepeatedCall, Any]:
-        result = call()
-        name = "forward" if isinstance(result, tuple) else "choose"
-        return RepeatedCall(call, result, log, name), result
-
-    monkeypatch.setattr(graph_module, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(
         engine_module, "create_attention_backend", lambda _, *args: CapturableAttention(*args)
     )
-    monkeypatch.setattr(graph_module, "Staging", FixedStaging)
 
     def make(
         info: DistributedInfo | None = None,
@@ -170,12 +145,13 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config, info, rendezvous)
 
-        def forward(batch: Batch) -> tuple[Tensor, Tensor | None]:
-            """The kernels of a CPU know 64-bit positions alone."""
-            return engine._forward_to_logits(replace(batch, position_T=batch.position_T.long()))
-
+        max_slice = largest_slice(engine.limits.num_row_tokens - 1, engine._weight_bytes)
         engine._graphs = GraphRunner(
-            forward, engine._sampler, engine.context, MAX_DECODES, engine._weight_bytes
+            RepeatedCalls(log),
+            graph_sizes(MAX_DECODES, max_slice),
+            engine._forward_to_logits,
+            engine._sampler,
+            engine.context,
         )
         write_tables = engine._write_tables
         start_host_copy = engine._host_copier.start
@@ -380,11 +356,11 @@ def test_a_trial_captures_few_and_counts_the_rest(
     monkeypatch.setattr(GraphRunner, "_capture", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
     graphs = GraphRunner(
+        RepeatedCalls(Counter()),
+        graph_sizes(256, 256),
         engine._forward_to_logits,
         engine._sampler,
         engine.context,
-        256,
-        engine._weight_bytes,
         is_trial=True,
     )
     num_all = sum(map(len, graph_sizes(256, 256).values()))
@@ -396,7 +372,7 @@ def test_a_trial_captures_few_and_counts_the_rest(
     assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 120)
 
 
-def graphs_of(engine: Engine) -> list[weakref.ref[torch.cuda.CUDAGraph]]:
+def graphs_of(engine: Engine) -> list[weakref.ref[Graph]]:
     captured = engine._graphs._captured.values()
     graphs = [weakref.ref(step.forward_graph) for step in captured]
     return graphs + [weakref.ref(step.sampling_graph.graph) for step in captured]

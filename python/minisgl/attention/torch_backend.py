@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kernel import attend_decode, causal_softmax
 from minisgl.kvcache import BaseKVCachePool
 
@@ -46,8 +46,8 @@ class TorchAttnMetadata(BaseAttnMetadata):
     """The slices of a plan, sorted by how they are computed.
 
     Attributes:
-        token_B, row_B, position_B: int64; of each decode its token in the batch, its row of the
-            page table, and its position.
+        token_B, row_B, position_B: of each decode its token in the batch, its row of the page
+            table, and its position; integers.
     """
 
     prompts: list[_Prompt]
@@ -76,6 +76,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         self._paged_2KPQH: list[Tensor] = [kv.unflatten(2, (-1, self._page_size)) for kv in layers]
         _, num_kv_heads, _, self._head_dim = layers[0].shape
         self._heads = (num_kv_heads, num_heads // num_kv_heads)
+        self.captures_graphs = page_table_RP.is_cpu
 
     def make_metadata(self, plan: BatchPlan) -> TorchAttnMetadata:
         prompts: list[_Prompt] = []
@@ -92,6 +93,29 @@ class TorchAttentionBackend(BaseAttnBackend):
         device = self._page_table_RP.device
         decodes_B3 = torch.tensor(decodes, dtype=torch.int64, device=device).view(-1, 3)
         return TorchAttnMetadata(prompts, *decodes_B3.T.contiguous())
+
+    def make_capture_metadata(
+        self,
+        row_B: Tensor,
+        num_tokens: int,
+        num_shared_tokens_1: Tensor | None = None,  # noqa: ARG002 - a hint
+    ) -> TorchAttnMetadata:
+        assert len(row_B) == num_tokens, "only decodes are captured"
+        return TorchAttnMetadata(
+            prompts=[],
+            token_B=torch.arange(num_tokens),
+            row_B=row_B,
+            position_B=torch.zeros(num_tokens, dtype=torch.int32),
+        )
+
+    def update_metadata(
+        self,
+        metadata: BaseAttnMetadata,
+        start_B: IntArray,
+        end_B: IntArray,  # noqa: ARG002 - of a decode, the one after start
+    ) -> None:
+        assert isinstance(metadata, TorchAttnMetadata)
+        metadata.position_B.numpy()[:] = start_B
 
     def forward(
         self,

@@ -27,7 +27,13 @@ from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, TableWrites
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.batch_builder import BatchBuilder, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
-from minisgl.engine.graph_key import has_room_for_writes
+from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
+from minisgl.engine.graph_key import (
+    cpu_graph_sizes,
+    graph_sizes,
+    has_room_for_writes,
+    largest_slice,
+)
 from minisgl.engine.graph_runner import GraphRunner
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import (
@@ -42,7 +48,7 @@ from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
-from minisgl.kernel import cuda_kernels_for, kernels_for, scatter
+from minisgl.kernel import cuda_kernels_for, kernels_for, load_cpu_kernels, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 from minisgl.layers import Context
 from minisgl.models import ModelConfig, get_model_class
@@ -198,16 +204,25 @@ class Engine:
     def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
         max_decodes = min(config.cuda_graph_max_bs, self.limits.num_rows)
-        if self._device.type != "cuda" or max_decodes == 0:
+        if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
             return None
-        if not self.context.attn_backend.captures_graphs:
-            return None
+        capture: GraphCapture
+        if self._device.type == "cuda":
+            capture = CudaGraphCapture()
+            max_slice = largest_slice(self.limits.num_row_tokens - 1, self._weight_bytes)
+            sizes = graph_sizes(max_decodes, max_slice)
+        else:
+            kernels = load_cpu_kernels()
+            if kernels is None:
+                return None
+            capture = CpuGraphCapture(kernels)
+            sizes = cpu_graph_sizes(max_decodes)
         return GraphRunner(
+            capture,
+            sizes,
             self._forward_to_logits,
             self._sampler,
             self.context,
-            max_decodes,
-            self._weight_bytes,
             is_trial=is_trial,
         )
 

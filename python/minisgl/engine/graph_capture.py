@@ -1,41 +1,83 @@
-"""Calls captured as CUDA graphs, to be replayed by one call each.
-
-Graphs share one pool of memory, since one runs after the other. What a graph leaves there is
-therefore valid until the next one is replayed. Large results are not kept alive: their memory
-serves the next graph too.
-"""
+"""Calls captured as graphs, to be replayed by one call each: CUDA graphs, or `CpuGraph`s."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from minisgl.kernel import CpuKernels
+
 ResultT = TypeVar("ResultT")
 
 
-def capture(call: Callable[[], ResultT], pool: Any) -> tuple[torch.cuda.CUDAGraph, ResultT]:
-    """Call once, then capture what is launched. What is read must lie where it lies now.
+class Graph(Protocol):
+    """A captured call."""
 
-    Args:
-        pool: of memory, from `torch.cuda.graph_pool_handle`.
+    def replay(self) -> None: ...
 
-    Returns:
-        the graph, and the result, which each replay makes anew in the same place.
+
+class GraphCapture(ABC):
+    """Captures calls on one device.
+
+    Attributes:
+        takes_sampling: whether it captures the way from logits to tokens too.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # what is compiled or allocated once is not to be captured
-    torch.cuda.current_stream().wait_stream(stream)
 
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's threads go on while this one captures.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = call()
-    return graph, result
+    takes_sampling: ClassVar[bool]
+
+    @abstractmethod
+    def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+        """Call, and capture what the call does. What it reads must lie where it lies now.
+
+        Returns:
+            the graph, and the result, which each replay makes anew in the same place.
+
+        Raises:
+            CannotBeCaptured: the call does what this device's graphs cannot repeat.
+        """
+
+
+class CudaGraphCapture(GraphCapture):
+    """Captures CUDA graphs.
+
+    They share one pool of memory, since one runs after the other. What a graph leaves there is
+    therefore valid until the next one is replayed. Large results are not kept alive: their memory
+    serves the next graph too.
+    """
+
+    takes_sampling = True
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()  # what is compiled or allocated once is not to be captured
+        torch.cuda.current_stream().wait_stream(stream)
+
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's threads go on while this one captures.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = call()
+        return graph, result
+
+
+class CpuGraphCapture(GraphCapture):
+    """Captures calls of compiled kernels. Filters and noise are computed by torch, so not those."""
+
+    takes_sampling = False
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+        return self._kernels.capture(call)
 
 
 class _Memory:

@@ -15,6 +15,10 @@ SLICE_SIZES = [32, 64, 128, 256, 512, 1024]
 # Reading a shared prefix once for all decodes pays from this many tokens and decodes on.
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING_DECODES = 16
+# Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
+# launch it.
+_MAX_SLICE_WORK = 2 * 10**13
+_MAX_CPU_DECODES = 8
 
 
 class GraphKind(Enum):
@@ -73,8 +77,18 @@ def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
     return has_only_pages and len(writes.pages) <= max_pages
 
 
+def largest_slice(max_tokens: int, weight_bytes: int) -> int:
+    """The longest slice that is worth a graph.
+
+    Args:
+        max_tokens: of a request.
+        weight_bytes: bytes of weights that a step reads, without experts.
+    """
+    return min(SLICE_SIZES[-1], max_tokens, _MAX_SLICE_WORK // weight_bytes)
+
+
 def graph_sizes(max_decodes: int, max_slice: int) -> dict[GraphKind, list[int]]:
-    """What is captured, smallest first; every second size of decodes with a shared prefix."""
+    """What a GPU captures, smallest first; every second size of decodes with a shared prefix."""
     decodes = size_ladder(max_decodes)
     every_second = {*range(16, max_decodes, 16), max_decodes}
     sharing = [size for size in decodes if size in every_second]
@@ -83,6 +97,13 @@ def graph_sizes(max_decodes: int, max_slice: int) -> dict[GraphKind, list[int]]:
         GraphKind.SHARED_PREFIX: [size for size in sharing if size >= _MIN_SHARING_DECODES],
         GraphKind.ONE_SLICE: [size for size in SLICE_SIZES if size <= max_slice],
     }
+
+
+def cpu_graph_sizes(max_decodes: int) -> dict[GraphKind, list[int]]:
+    """What a CPU captures: few decodes. Of more, the work takes far longer than its calls."""
+    sizes: dict[GraphKind, list[int]] = {kind: [] for kind in GraphKind}
+    sizes[GraphKind.DECODES] = list(range(1, min(max_decodes, _MAX_CPU_DECODES) + 1))
+    return sizes
 
 
 def size_ladder(largest: int) -> list[int]:

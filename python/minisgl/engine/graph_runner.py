@@ -1,11 +1,11 @@
-"""Steps captured as CUDA graphs: decodes, decodes with a shared prefix, and one slice alone.
+"""Steps captured as graphs: decodes, decodes with a shared prefix, and one slice alone.
 
-A replay costs the host one call instead of hundreds, and the device no gaps between kernels. A step
-is two graphs: from tokens to logits, and from logits to tokens. Between them the host writes
-grammar masks, and the logits may be read. The graphs read their numbers at fixed addresses, which
-one copy fills before each replay. Tokens, slots and lists of pages are looked up on the device, in
-the tables. What is smaller than a captured size is padded with tokens of the padding row, which has
-the padding page only.
+A replay costs the host one call instead of hundreds, and a GPU no gaps between kernels. A step is
+two graphs: from tokens to logits, and from logits to tokens; on a CPU, the first of them. Between
+them the host writes grammar masks, and the logits may be read. The graphs read their numbers at
+fixed addresses, which one copy fills before each replay. Tokens, slots and lists of pages are
+looked up on the device, in the tables. What is smaller than a captured size is padded with tokens
+of the padding row, which has the padding page only.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, D model width, P pages,
@@ -14,6 +14,7 @@ the padding page only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,16 +26,9 @@ from tqdm import tqdm
 
 from minisgl.attention import BaseAttnMetadata
 from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
-from minisgl.engine.graph_capture import capture, unowned
+from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
 from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
-from minisgl.engine.graph_key import (
-    SLICE_SIZES,
-    GraphKey,
-    GraphKind,
-    find_graph_key,
-    graph_sizes,
-    some_sizes,
-)
+from minisgl.engine.graph_key import GraphKey, GraphKind, find_graph_key, some_sizes
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
@@ -43,32 +37,30 @@ from minisgl.engine.sampling_batch import (
     sampling_arrays,
 )
 from minisgl.engine.steps import PreparedReplay
-from minisgl.kernel import cuda_kernels_for, look_up, scatter
+from minisgl.kernel import CannotBeCaptured, cuda_kernels_for, look_up, scatter
 from minisgl.layers import Context
-from minisgl.utils.staging import StagedCopy, Staging
+from minisgl.utils.staging import StagedCopy, fixed_staging
 
-# Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
-# launch it.
-_MAX_SLICE_WORK = 2 * 10**13
+logger = logging.getLogger(__name__)
 
 ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """The two graphs of a step. Tensors are valid from the replay that makes them to the next one.
+    """The graphs of a step. Tensors are valid from the replay that makes them to the next one.
 
     Attributes:
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
-        sampling_graph: from the logits to tokens.
-        sampling_inputs: what the sampling graph reads.
+        sampling_graph: from the logits to tokens; None where tokens are chosen eagerly.
+        sampling_inputs: what is sampled from.
     """
 
     metadata: BaseAttnMetadata
-    forward_graph: torch.cuda.CUDAGraph
+    forward_graph: Graph
     hidden_YD: Tensor
-    sampling_graph: SamplingGraph
+    sampling_graph: SamplingGraph | None
     sampling_inputs: SamplingInputs
 
 
@@ -76,10 +68,11 @@ class GraphRunner:
     """Captures all graphs when it is made, and replays them.
 
     Args:
+        capture: of the engine's device.
+        sizes: of each kind, smallest first. Those that cannot be captured are left out.
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
-        weight_bytes: bytes of weights that a step reads, without experts.
         is_trial: capture few of each kind, to estimate how much memory all would take.
 
     Attributes:
@@ -89,14 +82,16 @@ class GraphRunner:
     @torch.inference_mode()
     def __init__(
         self,
+        capture: GraphCapture,
+        sizes: dict[GraphKind, list[int]],
         forward: ForwardFunction,
         sampler: Sampler,
         context: Context,
-        max_decodes: int,
-        weight_bytes: int,
         *,
         is_trial: bool = False,
     ) -> None:
+        self._device_capture = capture
+        self._sizes = sizes
         self._forward = forward
         self._sampler = sampler
         self._context = context
@@ -106,12 +101,9 @@ class GraphRunner:
         self._padding_page = int(context.page_table_RP[-1, 0])
         self._captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
 
-        max_slice = min(SLICE_SIZES[-1], self._num_row_tokens - 1, _MAX_SLICE_WORK // weight_bytes)
-        self._sizes = graph_sizes(max_decodes, max_slice)
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
-        capacity = 16 * (max(max_decodes, max_slice) + 4)
-        self._staging = Staging(context.page_table_RP.device, capacity)
-        self._pool = torch.cuda.graph_pool_handle()
+        largest = max(size for some in sizes.values() for size in some)
+        self._staging = fixed_staging(context.page_table_RP.device, 16 * (largest + 4))
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
         if is_trial:
@@ -156,8 +148,8 @@ class GraphRunner:
             sampling_inputs = replace(sampling_inputs, args=args)
         return captured.hidden_YD, sampling_inputs
 
-    def sampling_graph(self, key: GraphKey) -> SamplingGraph:
-        """The graph that chooses the tokens of a captured step."""
+    def sampling_graph(self, key: GraphKey) -> SamplingGraph | None:
+        """The graph that chooses the tokens of a captured step; None if there is none."""
         return self._captured[key].sampling_graph
 
     def _stage(
@@ -186,8 +178,12 @@ class GraphRunner:
     def _capture_all(self, sizes: dict[GraphKind, list[int]]) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
         keys = [GraphKey(kind, size) for kind in sizes for size in sizes[kind][::-1]]
-        for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", leave=False):
-            self._captured[key] = self._capture(key)
+        for key in tqdm(keys, desc="Capturing graphs", unit="graph", leave=False):
+            try:
+                self._captured[key] = self._capture(key)
+            except CannotBeCaptured as error:
+                self._sizes[key.kind].remove(key.size)
+                logger.debug("%s of %d tokens run eagerly: %s", key.kind.value, key.size, error)
 
     def _capture_some(self) -> None:
         """For a trial: estimate the memory of all graphs by the largest and a few others."""
@@ -205,7 +201,7 @@ class GraphRunner:
         self.bytes_not_captured = num_missing * taken // max(1, num_others)
 
     def _capture(self, key: GraphKey) -> CapturedStep:
-        """Both graphs of a key, over padding alone."""
+        """The graphs of a key, over padding alone."""
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
         copy = self._stage(inputs, 0, NO_WRITES, sampling_arrays([], inputs.end_B))
         page_index_B, page_B, token_index_B, *others = copy.start()
@@ -213,10 +209,12 @@ class GraphRunner:
         args = BatchSamplingArgs(self._captures_filters, True, *others[:num_sampling])
 
         call = self._forward_call(key, page_index_B, page_B, others[num_sampling:])
-        forward_graph, (hidden_YD, logits_BV) = capture(call, self._pool)
+        forward_graph, (hidden_YD, logits_BV) = self._device_capture.capture(call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
-        choose = partial(self._sampler.choose, sampling_inputs)
-        sampling_graph = SamplingGraph(*capture(choose, self._pool))
+        sampling_graph = None
+        if self._device_capture.takes_sampling:
+            choose = partial(self._sampler.choose, sampling_inputs)
+            sampling_graph = SamplingGraph(*self._device_capture.capture(choose))
 
         if logits_BV is not None:  # the next graph uses their memory too
             sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))

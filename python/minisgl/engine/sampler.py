@@ -30,6 +30,7 @@ from torch import Tensor
 
 from minisgl.core import ReqSlice
 from minisgl.distributed import DistributedCommunicator
+from minisgl.engine.graph_capture import Graph
 from minisgl.engine.logits_processing import process_logits, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput
 from minisgl.engine.sampling_batch import BatchSamplingArgs
@@ -62,7 +63,7 @@ class SamplingGraph:
         token_B: where it leaves the tokens; valid until the next replay of any graph.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     token_B: Tensor
 
     def replay(self) -> Tensor:

@@ -12,12 +12,15 @@ Nothing here knows of requests or models. Read `norm.py` for the pattern, then `
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
 from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
+from minisgl.kernel.cpu_graph import CannotBeCaptured, CpuGraph, CpuKernels
 from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
+from minisgl.kernel.embedding import embed
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, one_token_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import moe_reference, route, route_reference
+from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.noise import choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
@@ -27,6 +30,9 @@ from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
     "BalancedDecode",
+    "CannotBeCaptured",
+    "CpuGraph",
+    "CpuKernels",
     "CpuLinear",
     "HeadNorms",
     "Rotation",
@@ -37,9 +43,11 @@ __all__ = [
     "choose_tokens",
     "common_prefix_length",
     "cuda_kernels_for",
+    "embed",
     "gelu_and_mul",
     "gumbel_noise",
     "kernels_for",
+    "load_cpu_kernels",
     "look_up",
     "lowest_kept",
     "lowest_kept_reference",

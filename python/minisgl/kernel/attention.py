@@ -37,7 +37,7 @@ def attend_decode(
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
-        token_B, row_B, position_B: int64; on a GPU any integers.
+        token_B, row_B, position_B: integers of 32 or 64 bits.
         scale, window, softcap: as in `AttentionSpec`.
         num_shared_tokens_1: int32 [1], the number of leading tokens whose pages all rows have in
             common. A GPU reads those once for all requests. Not together with a window.

@@ -15,7 +15,7 @@ _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.int32)  # int32: of tables
 
 
 def kernels_for(x: Tensor) -> Any | None:
-    """Return the functions of csrc/cpu.cpp for a CPU, those of `gpu/` for a GPU.
+    """Return the functions of csrc/*.cpp for a CPU, those of `gpu/` for a GPU.
 
     Returns:
         None where there are none; the caller then runs its reference.

@@ -20,6 +20,7 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import libinfo
 
+from minisgl.kernel.cpu_graph import CpuKernels
 from minisgl.utils.env import cache_folder, nvcc
 from minisgl.utils.ownership import is_own_file, make_own_folder
 
@@ -32,11 +33,12 @@ _CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC"]
 
 
 @functools.cache
-def load_cpu_kernels() -> Any | None:
-    """Return the functions of cpu*.cpp; None, with a warning, if they cannot be compiled here."""
+def load_cpu_kernels() -> CpuKernels | None:
+    """Return the functions of *.cpp; None, with a warning, if they cannot be compiled here."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
-    return _load("cpu", sorted(_SOURCES.glob("*.cpp")), "c++", _CPU_FLAGS, features)
+    library = _load("cpu", sorted(_SOURCES.glob("*.cpp")), "c++", _CPU_FLAGS, features)
+    return None if library is None else CpuKernels(library)
 
 
 @functools.cache

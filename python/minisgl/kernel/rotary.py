@@ -33,7 +33,7 @@ class Rotation(NamedTuple):
     Attributes:
         cos_LH: [cos, cos] of each position, in the activations' dtype.
         sin_LH: [-sin, sin] of each position, likewise.
-        position_T: int64.
+        position_T: int64; int32 too for `rotate_and_store`.
     """
 
     cos_LH: Tensor

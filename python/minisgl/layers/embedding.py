@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator
+from minisgl.kernel import embed
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.linear import LinearBase
 from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
@@ -33,12 +34,12 @@ class VocabParallelEmbedding(BaseOP):
     def forward(self, input_ids_T: Tensor) -> Tensor:
         """x_TD of int64 ids."""
         if self._comm.info.size == 1:
-            return F.embedding(input_ids_T, self.weight_VD)
+            return embed(input_ids_T, self.weight_VD)
         if not self._shard:
             return self._comm.all_reduce(self.weight_VD.new_zeros(len(input_ids_T), self._shape[1]))
         local_T = input_ids_T - self._shard.start
         is_elsewhere_T1 = ((local_T < 0) | (local_T >= len(self._shard)))[:, None]
-        x_TD = F.embedding(local_T.clamp(0, len(self._shard) - 1), self.weight_VD)
+        x_TD = embed(local_T.clamp(0, len(self._shard) - 1), self.weight_VD)
         return self._comm.all_reduce(x_TD.masked_fill_(is_elsewhere_T1, 0))
 
 

@@ -137,6 +137,44 @@ class _PinnedBuffer:
         return cls(tensor_Z, tensor_Z.numpy(), torch.cuda.Event())
 
 
+class FixedStaging(Staging):
+    """On a CPU: arrays of the same lengths always go to the same addresses, as graphs need it.
+
+    Args:
+        capacity: as above; it does not grow.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self._device_Z = torch.zeros(capacity, dtype=torch.int32)
+
+    def stage(self, *arrays: Numbers) -> StagedCopy:
+        return _FixedCopy(self._layout(arrays), arrays)
+
+    def _grow(self, capacity: int) -> None:
+        raise AssertionError(f"{capacity} numbers would lie elsewhere than graphs read them")
+
+
+class _FixedCopy(StagedCopy):
+    """Arrays that `start` puts where their layout says."""
+
+    def __init__(self, layout: _Layout, arrays: tuple[Numbers, ...]) -> None:
+        super().__init__(layout.tensors)
+        self._array_Z = layout.device_Z.numpy()
+        self._places = layout.places
+        self._arrays = arrays
+
+    def start(self) -> list[Tensor]:
+        for place, array in zip(self._places, self._arrays, strict=True):
+            self._array_Z[place] = array.view(np.int32)
+        return self._tensors
+
+
+def fixed_staging(device: torch.device, capacity: int) -> Staging:
+    """A staging that never grows, so arrays of the same lengths always go to the same addresses."""
+    return FixedStaging(capacity) if device.type == "cpu" else Staging(device, capacity)
+
+
 class _PinnedCopy(StagedCopy):
     """Arrays in a pinned buffer."""
 

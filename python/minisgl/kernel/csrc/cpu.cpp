@@ -16,7 +16,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -135,8 +134,7 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
     int64_t num_tokens = qkv_TMH.size(0), width = qkv_TMH.size(2), half = width / 2;
     int64_t num_kv_heads = k_SKH.size(1), num_heads = qkv_TMH.size(1) - 2 * num_kv_heads;
     bool has_norm = q_norm_H.size(0) > 0;
-    auto positions = static_cast<const int64_t*>(position_T.data_ptr());
-    auto slots = static_cast<const int64_t*>(slot_T.data_ptr());
+    Integers positions(position_T), slots(slot_T);
 #pragma omp parallel for if (qkv_TMH.numel() > kParallelWork)
     for (int64_t t = 0; t < num_tokens; ++t) {
       const T *cos = row<T>(cos_LH, positions[t]), *sin = row<T>(sin_LH, positions[t]);
@@ -165,12 +163,11 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
 void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
                    int64_t page_size, TensorView token_B, TensorView row_B, TensorView position_B,
                    TensorView o_TNH, double scale, int64_t window) {
-  auto tokens = static_cast<const int64_t*>(token_B.data_ptr());
-  auto rows = static_cast<const int64_t*>(row_B.data_ptr());
-  auto positions = static_cast<const int64_t*>(position_B.data_ptr());
+  Integers tokens(token_B), rows(row_B), positions(position_B);
   int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1);
   int64_t group = q_TNH.size(1) / num_kv_heads;
-  int64_t num_positions = std::accumulate(positions, positions + batch, batch);
+  int64_t num_positions = batch;
+  for (int64_t b = 0; b < batch; ++b) num_positions += positions[b];
   int64_t work = num_positions * q_TNH.size(1) * q_TNH.size(2);
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
@@ -297,6 +294,16 @@ void scatter(TensorView table, TensorView index_Z, TensorView value_Z) {
   for (int64_t z = 0; z < index_Z.size(0); ++z) entries[indices[z]] = values[z];
 }
 
+// Rows of a weight, for example the embeddings of tokens.
+void take_rows(TensorView weight_VD, TensorView token_T, TensorView y_TD) {
+  for_dtype(weight_VD, [&](auto zero) {
+    using T = decltype(zero);
+    Integers tokens(token_T);
+    for (int64_t t = 0; t < token_T.size(0); ++t)
+      std::copy_n(row<T>(weight_VD, tokens[t]), weight_VD.size(1), row<T>(y_TD, t));
+  });
+}
+
 // The token at each row and position, and the slot of its keys and values.
 void look_up(TensorView row_T, TensorView position_T, TensorView token_pool_RL,
              TensorView page_table_RP, int64_t page_size, TensorView token_T, TensorView slot_T) {
@@ -322,3 +329,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(mask_logits, mask_logits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(argmax, argmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter, scatter);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(look_up, look_up);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_rows, take_rows);

@@ -29,4 +29,19 @@ T* row(const TensorView& x, int64_t i) {
   return static_cast<T*>(x.data_ptr()) + i * x.stride(0);
 }
 
+// A list of integers of 32 or 64 bits.
+class Integers {
+ public:
+  explicit Integers(const TensorView& x) : data_(x.data_ptr()), is_wide_(x.dtype().bits == 64) {}
+
+  int64_t operator[](int64_t i) const {
+    if (is_wide_) return static_cast<const int64_t*>(data_)[i];
+    return static_cast<const int32_t*>(data_)[i];
+  }
+
+ private:
+  const void* data_;
+  bool is_wide_;
+};
+
 }  // namespace
