@@ -48,6 +48,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -219,11 +220,11 @@ class Req:
         )
 
 
-@dataclass(slots=True)
-class ReqSlice:
+class ReqSlice(msgspec.Struct, gc=False):
     """Positions [start, end) of a request; `samples` if they reach its last token.
 
-    It is not changed, and yet not frozen: each step makes one a request, and the device waits.
+    Each step makes one a request while the device may wait. A struct takes a quarter of the time of
+    a dataclass. It is part of no cycle, so the garbage collector need not know it.
     """
 
     req: Req

@@ -109,7 +109,7 @@ class ShutdownMsg(BaseTokenizerMsg, frozen=True):
     stops_scheduler: bool = False
 
 
-class DetokenizeMsg(BaseTokenizerMsg, frozen=True):
+class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
     """Scheduler → detokenizer: the output of one step for one request.
 
     The message with `finish` or `error` is the request's last.

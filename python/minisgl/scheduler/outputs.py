@@ -11,8 +11,6 @@ Owns the messages that are not sent yet. Knows nothing of steps; the scheduler r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from minisgl.core import FinishReason, Req, ReqSlice, TokenLogprobs
@@ -37,8 +35,7 @@ MIN_FORCED_ON_GPU = 8
 _PROMPT_TAIL = 4  # tokens of a prompt that the detokenizer gets
 
 
-@dataclass(slots=True)
-class Output:
+class Output(msgspec.Struct, gc=False):
     """What one step gives one request.
 
     Attributes:
@@ -197,7 +194,7 @@ class OutputProcessor:
             num_prompt=req.num_prompt,
             num_cached=req.num_cached or 0,
         )
-        is_first = req.num_output == len(tokens)
+        is_first = req.num_known == req.num_prompt + len(tokens)
         if is_first:
             message = self._as_first(req, message)
         self._messages.append(message)

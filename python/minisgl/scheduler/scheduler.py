@@ -353,19 +353,20 @@ class Scheduler:
         self._num_steps += 1
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
-        for req_slice in plan.slices:
-            self._advance(req_slice)
+        self._advance(plan.slices)
         return step
 
-    def _advance(self, req_slice: ReqSlice) -> None:
-        """Account for a launched slice."""
-        req = req_slice.req
-        req.num_in_flight += 1
-        req.num_computed = req_slice.end
-        if req_slice.samples:
-            req.num_tokens += 1
-        if req not in self.decode:
-            self._advance_prompt(req_slice)
+    def _advance(self, slices: list[ReqSlice]) -> None:
+        """Account for launched slices."""
+        running = self.decode
+        for req_slice in slices:
+            req = req_slice.req
+            req.num_in_flight += 1
+            req.num_computed = req_slice.end
+            if req_slice.samples:
+                req.num_tokens += 1
+            if req not in running:
+                self._advance_prompt(req_slice)
 
     def _advance_prompt(self, chunk: ReqSlice) -> None:
         """Account for a launched chunk."""
