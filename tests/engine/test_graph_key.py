@@ -19,12 +19,13 @@ from minisgl.engine.graph_key import (
 def plan(
     lengths: list[int],
     *,
+    start: int = 500,
     num_shared_tokens: int = 0,
     samples: bool = True,
     params: SamplingParams | None = None,
 ) -> BatchPlan:
     req = Req(0, np.zeros(1, dtype=np.int32), params or SamplingParams(), max_length=2, seed=0)
-    slices = [ReqSlice(req, 500, 500 + length, samples) for length in lengths]
+    slices = [ReqSlice(req, start, start + length, samples) for length in lengths]
     return BatchPlan(slices, num_shared_tokens=num_shared_tokens)
 
 
@@ -44,14 +45,40 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
 ) -> None:
     sizes = graph_sizes(max_decodes, 1024)
     for number in range(1, max_decodes + 1):
-        key = find_graph_key(plan([1] * number, num_shared_tokens=num_shared_tokens), sizes)
+        decodes = plan([1] * number, start=4200, num_shared_tokens=num_shared_tokens)
+        key = find_graph_key(decodes, sizes)
         assert key is not None
         assert key.size >= number
         assert key.size in sizes[key.kind]
-        shares_prefix = num_shared_tokens >= 256 and number >= 16
+        shares_prefix = num_shared_tokens == 4096 and number >= 16
         assert (key.kind is GraphKind.SHARED_PREFIX) == shares_prefix
         assert (key.kind is GraphKind.DECODES) == (not shares_prefix)
     assert find_graph_key(plan([1] * (max_decodes + 1)), sizes) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "num_shared_tokens", "expected"),
+    [
+        ([9000] * 48, 512, GraphKind.DECODES),
+        ([9000] * 48, 4096, GraphKind.SHARED_PREFIX),
+        ([2300] * 256, 2048, GraphKind.SHARED_PREFIX),
+        ([600] * 16, 512, GraphKind.SHARED_PREFIX),
+        ([600] * 15, 512, GraphKind.DECODES),
+        ([9000] + [600] * 15, 512, GraphKind.SHARED_PREFIX),
+        ([30_000] + [600] * 15, 512, GraphKind.DECODES),
+        ([3000, 30_000] * 32, 2048, GraphKind.DECODES),
+        ([30_000] * 64, 29_952, GraphKind.SHARED_PREFIX),
+    ],
+)
+def test_a_prefix_is_shared_where_less_would_be_read(
+    ends: list[int], num_shared_tokens: int, expected: GraphKind
+) -> None:
+    sizes = graph_sizes(256, 1024)
+    req = plan([1]).slices[0].req
+    slices = [ReqSlice(req, end - 1, end, samples=True) for end in ends]
+    key = find_graph_key(BatchPlan(slices, num_shared_tokens=num_shared_tokens), sizes)
+    assert key is not None
+    assert key.kind is expected
 
 
 @pytest.mark.parametrize(
