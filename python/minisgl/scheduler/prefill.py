@@ -202,8 +202,9 @@ class PrefillManager:
     def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
         req = prefill.req
-        reserve = chunks.num_running + len(self._half_computed.keys() | chunks.by_uid.keys())
-        if not self._cache.try_admit(req, reserve):
+        num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
+        num_admitted = chunks.num_running + len(chunks.by_uid) + num_without_chunk
+        if not self._cache.try_admit(req, reserve=num_admitted):
             return False
         self._queue.discard(req)
         prefill.num_left = req.num_tokens - req.num_computed
