@@ -14,12 +14,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not Path("/dev/nvidiactl").exists():  # no GPU: its kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.checkpoints import tiny_checkpoint
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """From one of tests.checkpoints.ARCHITECTURES to the folder of its tiny checkpoint."""
+    # Here, because the process that only distributes tests needs no transformers.
+    from tests.checkpoints import tiny_checkpoint
+
     root = tmp_path_factory.mktemp("checkpoints")
     return cache(lambda arch: tiny_checkpoint(arch, root / arch))
 

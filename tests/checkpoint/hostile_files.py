@@ -1,16 +1,18 @@
 """Damages the files of tiny models at random, and loads each: a program of its own.
 
-    python -m tests.checkpoint.hostile_files KIND FOLDER SCRATCH SEED COUNT
+    python -m tests.checkpoint.hostile_files KIND FOLDER SCRATCH SEED COUNT [KIND FOLDER ...]
 
-It has little memory and little time for each load; beyond them it ends by a signal or an error. A
-line of output names each damage before the load, and what the load did behind it. The program is
-no test: `test_hostile_files.py` starts it and reads its lines.
+Each kind has a process of its own, forked once all is imported. It has little memory and little
+time for each load; beyond them it ends by a signal or an error. A line in the file SCRATCH/outcomes
+names each damage before the load, and what the load did behind it. The last line is the process's
+exit code. The program is no test: `test_hostile_files.py` starts it and reads those files.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import resource
 import shutil
@@ -142,19 +144,32 @@ def outcome(load: Callable[[Path], None], folder: Path) -> str:
     return "loaded"
 
 
-def main() -> None:
-    kind, folder, scratch, seed, count = sys.argv[1:]
+def damage_and_load(kind: str, folder: str, scratch: Path, seeds: range) -> None:
     name, damage, load = KINDS[kind]
-    target = Path(shutil.copytree(folder, Path(scratch) / "model"))
+    target = Path(shutil.copytree(folder, scratch / "model"))
     content = (target / name).read_bytes()
     print(json.dumps(["intact", outcome(load, target)]), flush=True)
     limit_memory()
-    for number in range(int(seed), int(seed) + int(count)):
+    for number in seeds:
         (target / name).write_bytes(damage(content, Random(number)))
         print(json.dumps([f"seed {number}", "begun"]), flush=True)
         signal.alarm(SECONDS)
         print(json.dumps([f"seed {number}", outcome(load, target)]), flush=True)
         signal.alarm(0)
+
+
+def main() -> None:
+    arguments = iter(sys.argv[1:])
+    for kind, folder, scratch, seed, count in zip(*[arguments] * 5, strict=True):
+        with Path(scratch, "outcomes").open("w") as outcomes:
+            child = os.fork()
+            if child == 0:
+                os.dup2(outcomes.fileno(), sys.stdout.fileno())
+                seeds = range(int(seed), int(seed) + int(count))
+                damage_and_load(kind, folder, Path(scratch), seeds)
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            outcomes.write(f"{os.waitstatus_to_exitcode(status)}\n")
 
 
 if __name__ == "__main__":

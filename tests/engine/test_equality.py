@@ -279,10 +279,12 @@ def test_a_model_that_differs_equals_the_oracle(
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
 def test_an_answer_ends_with_an_eos_token_of_either_config(
-    place: str, tmp_path: Path, oracle: Oracles
+    place: str, tmp_path: Path, engine: Engines, oracle: Oracles
 ) -> None:
     prompt = PROMPTS[5]
-    tokens, _ = oracle("llama").answer(prompt, NUM_TOKENS)
+    endless = Host(engine("llama"), config_of(Path())).ask([prompt], GREEDY)
+    assert_equals_oracle(oracle("llama"), [prompt], endless)
+    tokens = endless[0].tokens
     last = tokens[7]
     tiny_checkpoint("llama", tmp_path)
     path = tmp_path / place

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from minisgl.kernel import gpu
+
 patch_tensor = interpreter._patch_lang_tensor
 
 
@@ -19,6 +21,10 @@ def patch_tensor_for_new_numpy(tensor: type, scope: object) -> None:
 interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    # The interpreter runs one program after the other. These are enough that each context is split
+    # and that some splits are empty.
+    gpu.attention._PROGRAMS = 100
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 # The interpreter multiplies no bfloat16.
 DOT_DTYPES = list(DTYPES) if DEVICE.type == "cuda" else [torch.float32]

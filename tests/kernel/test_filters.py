@@ -203,9 +203,7 @@ def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
 
 
 @pytest.mark.skipif(not shutil.which(nvcc()), reason="there is no nvcc")
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_the_kernels_compile(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_kernels_compile_for_ampere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For Hopper, test_gpu.py compiles them and looks at what they became."""
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
-    assert native.load_cuda_kernels.__wrapped__(*capability) is not None
+    assert native.load_cuda_kernels.__wrapped__(8, 0) is not None

@@ -173,11 +173,11 @@ def test_blocks_without_noise_hold_no_best_token(
     random: torch.Generator, monkeypatch: pytest.MonkeyPatch, width: float, num_kept: int
 ) -> None:
     """Programs that walk over many blocks skip the noise of those in which no token can win."""
-    monkeypatch.setattr(gpu.sample, "_PROGRAMS", 24)
-    logits_BV = numbers(random, 12, 9001) * width
-    temperature_B = torch.tensor([0.0, 1e-30, 0.1, 1.0, 1.0, 100.0] * 2, device=DEVICE)
-    seed_B = torch.arange(12, device=DEVICE) - 6
-    position_B = torch.arange(12, device=DEVICE).int() % 5
+    monkeypatch.setattr(gpu.sample, "_PROGRAMS", 12)
+    logits_BV = numbers(random, 6, 9001) * width
+    temperature_B = torch.tensor([0.0, 1e-30, 0.1, 1.0, 1.0, 100.0], device=DEVICE)
+    seed_B = torch.arange(6, device=DEVICE) - 3
+    position_B = torch.arange(6, device=DEVICE).int() % 5
     lowest_B = logits_BV.sort(descending=True).values[:, num_kept - 1].contiguous()
     token_B = gpu.choose_tokens(
         logits_BV, lowest_B, temperature_B, seed_B.view(torch.int32).view(-1, 2), position_B
@@ -269,7 +269,8 @@ def test_decodes(
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("num_shared_tokens", [0, 4, 64, 92])
 @pytest.mark.parametrize(
-    ("batch_size", "group", "softcap"), [(1, 2, None), (5, 1, 2.0), (40, 3, None)]
+    ("batch_size", "group", "softcap"),
+    [(1, 2, None), (5, 1, 2.0), (40 if DEVICE.type == "cuda" else 24, 3, None)],
 )
 def test_decodes_that_share_their_first_pages(
     random: torch.Generator,

@@ -20,7 +20,7 @@ def _parts() -> tuple[Any, Any]:
 
 def text_after(prompt: str, num_tokens: int) -> str:
     """The greedy continuation of a text."""
-    return _continue(_parts()[1](prompt)["input_ids"], num_tokens)
+    return _continue(tuple(_parts()[1](prompt)["input_ids"]), num_tokens)
 
 
 def answer_to(content: str, num_tokens: int) -> str:
@@ -28,7 +28,7 @@ def answer_to(content: str, num_tokens: int) -> str:
     turns = [{"role": "user", "content": content}]
     tokenizer = _parts()[1]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return _continue(tokenizer(text, add_special_tokens=False)["input_ids"], num_tokens)
+    return _continue(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), num_tokens)
 
 
 @torch.inference_mode()
@@ -47,8 +47,9 @@ def embedding_of(text: str) -> list[float]:
     return vector
 
 
+@cache
 @torch.inference_mode()
-def _continue(prompt: list[int], num_tokens: int) -> str:
+def _continue(prompt: tuple[int, ...], num_tokens: int) -> str:
     model, tokenizer = _parts()
     ids = list(prompt)
     for _ in range(num_tokens):
