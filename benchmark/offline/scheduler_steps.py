@@ -62,7 +62,6 @@ class NoStep:
     """A step, prepared or launched, of which only the plan is known."""
 
     plan: BatchPlan
-    has_logits: bool = False
 
 
 class NoExecutor:

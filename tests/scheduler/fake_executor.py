@@ -101,7 +101,6 @@ class FakeStep:
     """A prepared or launched step; the executor is a rank that chooses no tokens from logits."""
 
     plan: BatchPlan
-    has_logits: bool = False
 
 
 class FakeOutput(ForwardOutput):

@@ -38,7 +38,6 @@ class TimedStep:
     plan: BatchPlan
     clock: VirtualClock
     ready_at: float = 0.0
-    has_logits: bool = False
 
     def wait(self) -> list[list[int]]:
         self.clock.now = max(self.clock.now, self.ready_at)

@@ -8,8 +8,6 @@ They are not frozen dataclasses: those take several times as long to make, and t
 meanwhile.
 """
 
-# Dimensions: B requests of a step, V vocabulary.
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -71,8 +69,3 @@ class LaunchedStep:
     sampling_inputs: SamplingInputs
     sampling_graph_key: GraphKey | None = None
     prompt_outputs: PromptOutputs | None = None
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether this rank chooses tokens, so that grammar masks are to be made for it."""
-        return self.sampling_inputs.logits_BV is not None and len(self.sampling_slices) > 0

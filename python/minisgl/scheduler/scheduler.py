@@ -377,12 +377,14 @@ class Scheduler:
             self.decode.add(chunk.req)
 
     def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
-        """Start making a step's masks, which need the tokens of the previous step."""
+        """Start making a step's masks, which need the tokens of the previous step.
+
+        Rank 0 alone applies them. The others make them too: a matcher grows by what it computes,
+        and one that had computed less would meet llguidance's limits in another step, or never.
+        """
         if previous:
             self._read_tokens(previous)
-        assert step.launched is not None
-        if step.launched.has_logits:
-            step.masks = self.grammars.start_masks(step.sampling_slices)
+        step.masks = self.grammars.start_masks(step.sampling_slices)
 
     def _sample(self, step: InFlightStep) -> None:
         """Start choosing the tokens of a step, unless that has happened: only masks delay it."""
