@@ -50,12 +50,12 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraph]:
 def test_tokens_are_those_without_graphs(
     kind: str, overlap: bool, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of one to four shrink as their answers end, so that all sizes are replayed."""
+    """Batches of one to eight shrink as their answers end, so that all sizes are replayed."""
     replays = count_replays(monkeypatch)
     folder = checkpoint("qwen3")
     fields = KINDS[kind]
-    for num_requests in (1, 4):
-        prompts = random_prompts([3, 30, 1, 17][:num_requests], VOCAB_SIZE)
+    for num_requests in (1, 8):
+        prompts = random_prompts([3, 30, 1, 17, 2, 5, 40, 9][:num_requests], VOCAB_SIZE)
         each = [
             SamplingParams(
                 **{
@@ -81,7 +81,7 @@ def test_logits_of_few_decodes_are_those_without_graphs(arch: str, checkpoint: C
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     eager = host_of(checkpoint(arch), cuda_graph_max_bs=0)
     replaying = host_of(checkpoint(arch))
-    assert captured_sizes(replaying) == [1, 2, 3, 4]
+    assert captured_sizes(replaying) == list(range(1, 9))
     eager.ask(prompts, params)
     replaying.ask(prompts, params)
     expected = eager._engine.logits

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import kernels_for
 
-_FEW_TOKENS = 4  # that the compiled kernel takes
+_FEW_TOKENS = 8  # that the compiled kernel takes
 _PACK_FOR_TOKENS = 32
 
 
