@@ -1,6 +1,6 @@
 """Rank 0's clock once more: how long a request takes from its admission to its first output.
 
-It goes to the API process with that output, for /metrics and traces. No rank decides anything by it.
+It goes to the API process with that output, for /metrics and traces. No rank decides by it.
 """
 
 from __future__ import annotations
