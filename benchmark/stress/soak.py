@@ -9,6 +9,7 @@ Clients ask for everything in `minisgl.benchmark.stress.mix`, bad requests inclu
 one of ten requests. --kill-every kills a random worker each so many minutes. It is a failure if
 
     * a request hangs, or its answer is neither what was asked for nor a clear error;
+    * a good request gets a 503 or an error event though no worker was killed;
     * requests or KV pages are left when no client is, or processes, files in the temporary folder,
       files in /dev/shm or an exit code other than 0 when the server has ended;
     * memory, descriptors or threads of a process grow by more than the bound, in an hour.
@@ -190,6 +191,9 @@ class Soak:
         self.report.longest_s = round(tally.longest_s, 1)
         self.report.require(tally.num_failed == 0, f"{tally.num_failed} requests failed")
         self.report.failures += tally.problems
+        spans = self.restarts
+        num_strays = sum(not any(s.begin <= at_s <= s.end for s in spans) for at_s in tally.told_s)
+        self.report.require(num_strays == 0, f"{num_strays} 503s or error events without a restart")
 
     def _note_idle(self, watch: ProcessWatch) -> None:
         try:

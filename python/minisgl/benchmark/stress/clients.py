@@ -45,11 +45,13 @@ class Tally:
             left: the client hung up.
             wrong: anything else.
             hung: it took longer than the limit.
+        told_s: when requests were told, by `time.perf_counter`.
         problems: what was wrong, of the first of them.
         longest_s: the longest that a request took until its end.
     """
 
     outcomes: Counter[tuple[str, Outcome]] = field(default_factory=Counter)
+    told_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     longest_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -58,6 +60,8 @@ class Tally:
         with self._lock:
             self.outcomes[kind, outcome] += 1
             self.longest_s = max(self.longest_s, took_s)
+            if outcome == "told":
+                self.told_s.append(time.perf_counter())
             if problem and len(self.problems) < _MAX_PROBLEMS:
                 self.problems.append(f"{kind}: {problem}")
 
