@@ -31,6 +31,7 @@ _RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing resets the connection
 _MAX_PROBLEMS = 50
 _LONGEST_STAY_S = 2.0
 _RETRY_S = 1.0
+_MAX_SHOWN = 400  # characters of a request
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class Client:
         if took_s > self.limit_s:
             outcome = "hung"
         if outcome in ("wrong", "hung"):
-            problem = f"{problem} after {took_s:.1f} s: {str(ask.body)[:200]}"
+            problem = f"{problem} after {took_s:.1f} s: {_in_short(ask)}"
             self._close()
         self.tally.add(kind, outcome, took_s, problem)
         return outcome
@@ -169,6 +170,14 @@ class Client:
             self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._connection.close()
         self._connection = None
+
+
+def _in_short(ask: Ask) -> str:
+    """A request for a message: its prompt comes last, because it may be long."""
+    if not isinstance(ask.body, dict):
+        return f"{ask.path} {str(ask.body)[:_MAX_SHOWN]}"
+    fields = sorted(ask.body.items(), key=lambda item: len(str(item[1])))
+    return f"{ask.path} {str(dict(fields))[:_MAX_SHOWN]}"
 
 
 def _outcome(response: HTTPResponse, ask: Ask) -> Outcome:
