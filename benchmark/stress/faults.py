@@ -31,9 +31,13 @@ from urllib.parse import urlsplit
 
 import psutil
 
-_TIMEOUT_S = 600.0
-_CHECK_EVERY_S = 0.1
-_WORKERS = ("scheduler-", "tokenizer-", "detokenizer")
+from minisgl.benchmark.stress.processes import (
+    CHECK_EVERY_S,
+    TIMEOUT_S,
+    wait_for_health,
+    workers_of,
+)
+
 _TOKENS = 2000
 
 
@@ -72,14 +76,14 @@ class Clients:
             self.outcomes[outcome] += 1
             if outcome == "told":
                 self.told_at = time.monotonic()
-                time.sleep(_CHECK_EVERY_S)
+                time.sleep(CHECK_EVERY_S)
 
     def _read_stream(self) -> str:
         body = {"model": self.model, "prompt": "the", "stream": True, "max_tokens": _TOKENS}
         body |= {"ignore_eos": True}
         headers = {"Content-Type": "application/json"}
         try:
-            with closing(HTTPConnection(self.host, timeout=_TIMEOUT_S)) as connection:
+            with closing(HTTPConnection(self.host, timeout=TIMEOUT_S)) as connection:
                 connection.request("POST", "/v1/completions", json.dumps(body), headers)
                 return self._outcome(connection.getresponse())
         except (OSError, HTTPException):
@@ -96,28 +100,6 @@ class Clients:
         if last == "data: [DONE]":
             return "ended"
         return "told" if last.startswith('data: {"error"') else "broken"
-
-
-def is_healthy(host: str) -> bool:
-    try:
-        with closing(HTTPConnection(host, timeout=_TIMEOUT_S)) as connection:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-
-
-def wait_for_health(host: str, expected: bool) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while is_healthy(host) != expected:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"/health was not {expected} within {_TIMEOUT_S} s")
-        time.sleep(_CHECK_EVERY_S)
-
-
-def workers_of(server: psutil.Process) -> dict[str, psutil.Process]:
-    named = {child.name(): child for child in server.children(recursive=True)}
-    return {name: named[name] for name in sorted(named) if name.startswith(_WORKERS)}
 
 
 def inflict(

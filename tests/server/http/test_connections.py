@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from minisgl.message import AbortMsg, UserReply
 from minisgl.server.capacity import NUM_RESERVED
@@ -492,6 +493,35 @@ def test_a_silent_connection_above_the_limit_ends_soon() -> None:
         assert served.num_open == 1
 
     run_served(scenario, max_connections=1)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answered_request_leaves_no_garbage_to_collect(is_stream: bool) -> None:
+    """A connection keeps its latest request; reference counts free those before."""
+
+    async def scenario(served: Served) -> None:
+        served.app.worker.answer_with(token_replies("a", "b"))
+        client = await served.connect()
+        body = json.dumps({**BODIES[CHAT], "stream": is_stream}).encode()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(10):
+                client.send(post(CHAT, body))
+                if is_stream:
+                    await client.reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    await client.response()
+                await wait_until(lambda: served.app.frontend.num_open == 0)
+            num_cycles = sum(type(each) is RequestResponseCycle for each in gc.get_objects())
+        finally:
+            gc.enable()
+        assert num_cycles <= 1
+
+    run_served(scenario)
 
 
 # ---- streams

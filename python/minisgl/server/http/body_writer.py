@@ -42,6 +42,15 @@ def offer_body_writer(scope: Scope, cycle: RequestResponseCycle) -> None:
         scope.setdefault("extensions", {})[_EXTENSION] = BodyWriter(cycle)
 
 
+def withdraw_body_writer(scope: Scope) -> None:
+    """Take the offer back at the end.
+
+    The scope and its cycle would refer to each other, and all that belongs to the request would
+    wait for a collection of garbage.
+    """
+    scope.get("extensions", {}).pop(_EXTENSION, None)
+
+
 def body_writer_of(scope: Scope) -> BodyWriter | None:
     writer: BodyWriter | None = scope.get("extensions", {}).get(_EXTENSION)
     return writer

@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.http.access_log import AccessLog, note_error
-from minisgl.server.http.body_writer import offer_body_writer
+from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
 from minisgl.server.http.metrics import Metrics
 from minisgl.server.http.middleware import OPEN_PATHS
 from minisgl.server.http.turns import TurnQueue
@@ -297,7 +297,10 @@ class Connection(H11Protocol):
         app = self._served_app
         if refusal is not None:
             app = AccessLog(refusal, self._table.metrics)
-        await app(scope, receive, send_closing)
+        try:
+            await app(scope, receive, send_closing)
+        finally:
+            withdraw_body_writer(scope)
 
     def _refusal(self, scope: Scope) -> _Refusal | None:
         names = {name for name, _ in scope["headers"]}

@@ -31,11 +31,7 @@ class ClientWatch:
     """
 
     def __init__(self, request: Request, generation: Generation) -> None:
-        self._task = asyncio.create_task(self._abandon_at_the_end(request, generation))
-
-    async def _abandon_at_the_end(self, request: Request, generation: Generation) -> None:
-        await _wait_for_disconnect(request)
-        generation.abandon()
+        self._task = asyncio.create_task(_abandon_at_the_end(request, generation))
 
     def stop(self) -> None:
         self._task.cancel()
@@ -137,6 +133,16 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     finally:
         task.cancel()
         watcher.cancel()
+
+
+async def _abandon_at_the_end(request: Request, generation: Generation) -> None:
+    """Wait for the client to go away.
+
+    It knows nothing of its watch: a task that is cancelled keeps these frames, and a watch among
+    them would refer to itself. The whole request would then wait for a collection of garbage.
+    """
+    await _wait_for_disconnect(request)
+    generation.abandon()
 
 
 async def _wait_for_disconnect(request: Request) -> None:
