@@ -71,13 +71,14 @@ install_clients() {
     touch "$clients/.installed"
 }
 
-# A worker for each core; on a GPU one after the other, because an engine measures its free memory.
+# One worker more than cores, since tests wait for processes that start; at most 4. On a GPU one test
+# after the other, because an engine measures its free memory.
 num_test_workers() {
     local cores
     cores=$(nproc)
     if has_gpu; then
         echo 0
     else
-        echo "$((cores < 4 ? cores : 4))"
+        echo "$((cores < 4 ? cores + 1 : 4))"
     fi
 }
