@@ -1,10 +1,10 @@
 """Products with a linear layer's weight; the best kernel depends on the number of tokens.
 
 For a few tokens the product is bound by reading the weight. On a CPU a compiled kernel reads it at
-the speed of memory (`csrc/cpu_linear.cpp`); torch's own does for one token, oneDNN takes three
-times as long. For more tokens oneDNN is faster, by up to two times if the weight was packed into
-its blocked layout beforehand. The packed copy doubles the memory, so the caller decides whether to
-make it.
+the speed of memory (`csrc/cpu_linear.cpp`); torch's own does for one token, oneDNN takes longer. At
+eight tokens both take as long, and a step of the compiled kernel can be captured. For more tokens
+oneDNN is faster, by up to two times if the weight was packed into its blocked layout beforehand.
+The packed copy doubles the memory, so the caller decides whether to make it.
 """
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
