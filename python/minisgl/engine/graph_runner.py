@@ -15,6 +15,7 @@ of the padding row, which has the padding page only.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,17 @@ from minisgl.utils.staging import StagedCopy, fixed_staging
 logger = logging.getLogger(__name__)
 
 ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
+
+
+class _ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar of this process alone.
+
+    tqdm's own lock is a semaphore between processes. One that is killed leaves it behind, and the
+    server's last line would be a warning about that instead of the reason.
+    """
+
+
+_ProgressBar.set_lock(threading.RLock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +190,7 @@ class GraphRunner:
     def _capture_all(self, sizes: dict[GraphKind, list[int]]) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
         keys = [GraphKey(kind, size) for kind in sizes for size in sizes[kind][::-1]]
-        for key in tqdm(keys, desc="Capturing graphs", unit="graph", leave=False):
+        for key in _ProgressBar(keys, desc="Capturing graphs", unit="graph", leave=False):
             try:
                 self._captured[key] = self._capture(key)
             except CannotBeCaptured as error:
