@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +112,24 @@ def test_what_stands_before_the_workers_and_in_light_ones_imports_nothing_heavy(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_amid_code_of_a_text_leaves_the_exit_code(
+    number: int, tmp_path: Path
+) -> None:
+    """As the code of a dataclass is, while the program imports; `-m` alone loses the code."""
+    program = (
+        "import signal, sys\n"
+        "from minisgl.server.launch import interruptible\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n"
+        "    with interruptible():\n"
+        f"        exec('signal.raise_signal({int(number)})')\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(130)\n"
+    )
+    (tmp_path / "interrupted.py").write_text(program)
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, check=False, capture_output=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, b"")

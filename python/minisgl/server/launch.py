@@ -25,6 +25,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
@@ -58,7 +60,7 @@ def _run(config: ServerConfig) -> int:
     config = _fit(replace(config.agree(folder), served_model_name=name))
     max_seq_len = config.max_seq_len or model_config.max_position
     with (
-        _interruptible(),
+        interruptible(),
         _listen(config) as listener,
         private_folder() as ipc,
         Supervisor(config.log_level, log_json=config.log_json) as supervisor,
@@ -110,11 +112,30 @@ def _accept_connections(listener: socket.socket) -> None:
         ) from None
 
 
+class _Interrupted(KeyboardInterrupt):
+    """A signal before the server serves.
+
+    Not KeyboardInterrupt itself: if that passes code that was compiled from a text, as that of each
+    dataclass is, CPython ends the program by SIGINT later, whatever its exit code.
+    """
+
+
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM end the program as Ctrl-C does, until the event loop handles the signals."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt, until the event loop handles the signals.
+
+    A SIGINT that is ignored stays so: a shell starts programs in the background like this.
+    """
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    previous = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    raise _Interrupted
