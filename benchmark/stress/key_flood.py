@@ -25,13 +25,12 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from minisgl.benchmark.perf import commit, machine, versions
+from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.events import events_of, openai_ending, read_to_the_end
 from minisgl.benchmark.stress.processes import StartedServer, exit_on_sigterm
 
@@ -175,14 +174,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     exit_on_sigterm()
-    made = {
-        "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
-        "server": " ".join(args.server),
-    }
+    made = {**provenance(), "server": " ".join(args.server)}
     with tempfile.TemporaryDirectory() as folder:
         limits = Path(folder) / "limits.toml"
         limits.write_text(LIMITS)

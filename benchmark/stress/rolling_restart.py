@@ -28,10 +28,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from minisgl.benchmark.perf import commit, machine, versions
+from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.clients import Client, Tally, running
 from minisgl.benchmark.stress.mix import Asker
 from minisgl.benchmark.stress.processes import (
@@ -197,13 +196,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     exit_on_sigterm()
-    made = {
-        "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
-    }
+    made = provenance()
     tally = Tally()
     restarts = roll(args, args.server, tally)
     totals = Counter(dict.fromkeys(("answered", "told", "wrong", "hung"), 0))

@@ -30,14 +30,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from minisgl.benchmark.perf import commit, machine, versions
+from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.clients import Client, Tally, running
 from minisgl.benchmark.stress.mix import Asker
 from minisgl.benchmark.stress.processes import (
@@ -331,13 +330,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     exit_on_sigterm()
-    made = {
-        "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
-    }
+    made = provenance()
     shared = names_in_shared_memory()
     with server_under_test(args) as (soak, started):
         watch = ProcessWatch(soak.process)

@@ -49,6 +49,27 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def today() -> str:
+    """The date in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def command() -> str:
+    """What started this program."""
+    return " ".join(["python", *sys.argv])
+
+
+def provenance() -> dict[str, object]:
+    """What made a result: a line of results that are no figures begins with it."""
+    return {
+        "commit": commit(),
+        "date": today(),
+        "machine": machine(),
+        "versions": versions(),
+        "command": command(),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One figure: `value` is the median of `values`, the repetitions."""
@@ -61,11 +82,11 @@ class Figure:
     values: list[float]
     tp: int = 1
     value: float = field(default=0.0)
-    command: str = field(default_factory=lambda: " ".join(["python", *sys.argv]))
+    command: str = field(default_factory=command)
     commit: str = field(default_factory=commit)
     machine: str = field(default_factory=machine)
     versions: dict[str, str] = field(default_factory=versions)
-    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
+    date: str = field(default_factory=today)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", statistics.median(self.values))

@@ -171,7 +171,7 @@ class _FixedCopy(StagedCopy):
 
 
 def fixed_staging(device: torch.device, capacity: int) -> Staging:
-    """A staging that never grows, so arrays of the same lengths always go to the same addresses."""
+    """A staging that sends arrays of the same lengths to the same addresses, up to a capacity."""
     return FixedStaging(capacity) if device.type == "cpu" else Staging(device, capacity)
 
 
