@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from minisgl.attention import CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
 from minisgl.errors import ConfigError
@@ -229,14 +233,20 @@ def test_a_soft_cap_is_refused_by_trtllm(name: str) -> None:
 
 
 @pytest.mark.parametrize("pair", ["{0}", "{0},{0}"])
-@pytest.mark.parametrize("spans", [[(9, 10), (31, 32), (0, 1)], [(0, 7)], [(20, 41)]], ids=str)
+@pytest.mark.parametrize(
+    ("num_decodes", "spans"),
+    [
+        (3, [(9, 10), (31, 32), (0, 1)]),
+        (0, [(0, 7), (0, 3)]),
+        (0, [(20, 41), (0, 0), (0, 3)]),
+        (2, [(9, 10), (0, 1), (5, 12), (0, 4), (0, 0), (0, 1)]),
+    ],
+    ids=str,
+)
 def test_a_graph_finds_its_lengths_on_the_device(
-    spans: list[tuple[int, int]], pair: str, name: str
+    num_decodes: int, spans: list[tuple[int, int]], pair: str, name: str
 ) -> None:
-    is_prompt = len(spans) == 1
-    world = World(
-        [*spans, (0, 3)] if is_prompt else spans, num_heads=4, num_kv_heads=2, page_size=16
-    )
+    world = World(spans, num_heads=4, num_kv_heads=2, page_size=16)
     for req_slice, k, v in zip(world.slices, world.k, world.v, strict=True):
         store_kv(
             k,
@@ -246,10 +256,18 @@ def test_a_graph_finds_its_lengths_on_the_device(
             world.slots(req_slice, 0, req_slice.end).long(),
         )
     backend = world.backend(pair.format(name))
-    row_B = torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32)
-    metadata = backend.make_capture_metadata(row_B, sum(map(len, world.slices)))
-    returned_Y = torch.tensor([len(world.slices[0]) - 1], dtype=torch.int32) if is_prompt else None
-    batch = world.batch(metadata, returned_Y)
+    lengths = [len(req_slice) for req_slice in world.slices[num_decodes:]]
+    slices = CapturedSlices(
+        row_X=torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32),
+        num_decodes=num_decodes,
+        num_prompt_tokens=sum(lengths),
+    )
+    if lengths:
+        indptr = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        slices = replace(slices, prompt_indptr=indptr)
+    metadata = backend.make_capture_metadata(slices)
+    backend.update_metadata(metadata, *np.array(spans, dtype=np.int32).T)
+    batch = world.batch(metadata)
     backend.prepare_on_device(batch)
     o_TNH = backend.forward(*world.projection(), 0, batch)
     torch.testing.assert_close(o_TNH.double(), world.dense(), atol=2e-5, rtol=0)

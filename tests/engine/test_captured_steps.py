@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnMetadata
+from minisgl.attention.base import BaseAttnMetadata, CapturedSlices
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.core import (
     Batch,
@@ -40,8 +40,9 @@ from minisgl.engine import Engine, ForwardOutput, sampler
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph_runner as graph_module
 from minisgl.engine.graph_capture import Graph, GraphCapture
-from minisgl.engine.graph_key import GraphKey, GraphKind, graph_sizes, largest_slice
+from minisgl.engine.graph_key import GraphKey, GraphKind, graph_keys, most_prompt_tokens
 from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.kernel import attend_decode
 from minisgl.message import AbortBackendMsg
 from tests.checkpoints import VOCAB_SIZE
@@ -75,16 +76,14 @@ class CapturableAttention(TorchAttentionBackend):
 
     captures_graphs = True
 
-    def make_capture_metadata(
-        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
-    ) -> BaseAttnMetadata:
+    def make_capture_metadata(self, slices: CapturedSlices) -> BaseAttnMetadata:
         return BaseAttnMetadata()
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
+        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
-        assert len(start_B) == len(end_B)
-        assert (start_B < end_B).any()
+        assert len(start_X) == len(end_X)
+        assert (start_X < end_X).any()
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layer: int, batch: Batch
@@ -145,10 +144,10 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config, info, rendezvous)
 
-        max_slice = largest_slice(engine.limits.num_row_tokens - 1, engine._weight_bytes)
+        longest = most_prompt_tokens(engine.limits.num_row_tokens - 1, engine._weight_bytes)
         engine._graphs = GraphRunner(
             RepeatedCalls(log),
-            graph_sizes(MAX_DECODES, max_slice),
+            graph_keys(MAX_DECODES, longest),
             engine._forward_to_logits,
             engine._sampler,
             engine.context,
@@ -160,10 +159,17 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
             log["writes"] += len(writes.pages) + len(writes.tokens) > 0
             write_tables(writes)
 
+        launch = engine.launch
+
+        def count_steps(prepared: PreparedStep) -> LaunchedStep:
+            log["steps"] += 1
+            return launch(prepared)
+
         def copy_tokens(token_B: Tensor, *others: Any) -> ForwardOutput:
             """On a CPU the output would be where the next replay writes."""
             return start_host_copy(token_B.clone(), *others)
 
+        monkeypatch.setattr(engine, "launch", count_steps)
         monkeypatch.setattr(engine, "_write_tables", count_writes)
         monkeypatch.setattr(engine._host_copier, "start", copy_tokens)
         return Host(engine, config), log
@@ -250,6 +256,22 @@ def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
     assert (log["forward"], log["choose"]) == (4, 2), (
         "one step, and three of which the last samples"
     )
+
+
+def test_prompts_beside_decodes_are_replayed(hosts: Hosts) -> None:
+    """Requests come one after the other, with chunks of prompts and without grammars or scores."""
+    host, log = hosts(max_prefill_length=50, overlap=True, cache="naive")
+    prompts = random_prompts([30, 140, 3, 64, 1, 90, 20, 75], VOCAB_SIZE)
+    each = [
+        SamplingParams(max_tokens=12 + 5 * i, temperature=i % 2, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with without_graphs(host):
+        expected = host.ask(prompts, each)
+    log.clear()
+    answers = host.ask(prompts, each)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert log["forward"] == log["steps"]
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "all"])
@@ -357,16 +379,16 @@ def test_a_trial_captures_few_and_counts_the_rest(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
     graphs = GraphRunner(
         RepeatedCalls(Counter()),
-        graph_sizes(256, 256),
+        graph_keys(256, 256),
         engine._forward_to_logits,
         engine._sampler,
         engine.context,
         is_trial=True,
     )
-    num_all = sum(map(len, graph_sizes(256, 256).values()))
-    assert captured[:3] == [GraphKey(kind, 256) for kind in GraphKind]
-    assert len(captured) == len(set(captured)) == 4 + 3 + 4
-    assert graphs.bytes_not_captured == 7 * (num_all - 11)
+    num_all = sum(map(len, graph_keys(256, 256).values()))
+    assert captured[:3] == [keys[-1] for keys in graph_keys(256, 256).values()]
+    assert len(captured) == len(set(captured)) == 12
+    assert graphs.bytes_not_captured == 7 * (num_all - 12)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     decodes = BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)
     assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 120)

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
-from minisgl.engine.graph_inputs import DecodeInputs, SliceInputs, graph_inputs
+from minisgl.engine.graph_inputs import DecodeInputs, PromptInputs, graph_inputs
 from minisgl.engine.graph_key import GraphKey, GraphKind
 
 PADDING_ROW = 9
 
 
-def req_slice(row: int, start: int, end: int) -> ReqSlice:
+def req_slice(row: int, start: int, end: int, *, samples: bool = True) -> ReqSlice:
     req = Req(row, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     req.row = row
-    return ReqSlice(req, start, end, samples=True)
+    return ReqSlice(req, start, end, samples)
 
 
 def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
@@ -32,20 +32,56 @@ def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
 
 def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 13)])
-    inputs = graph_inputs(plan, GraphKey(GraphKind.ONE_SLICE, 5), PADDING_ROW)
-    assert isinstance(inputs, SliceInputs)
+    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 0, 1, 5), PADDING_ROW)
+    assert isinstance(inputs, PromptInputs)
     assert inputs.row_T.tolist() == [3, 3, 3, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == [10, 11, 12, 0, 1]
     assert (inputs.row_B.tolist(), inputs.end_B.tolist()) == ([3], [13])
     assert inputs.attn_start_X.tolist() == [10, 0]
     assert inputs.attn_end_X.tolist() == [13, 2]
-    assert (inputs.row, inputs.padding_row, inputs.last_index) == (3, PADDING_ROW, 2)
+    assert inputs.slice_row_X.tolist() == [3, PADDING_ROW]
+    assert inputs.prompt_indptr.tolist() == [0, 3, 5]
+    assert inputs.returned_B.tolist() == [2]
 
 
-@pytest.mark.parametrize("kind", GraphKind)
-def test_a_plan_without_slices_is_padding_alone(kind: GraphKind) -> None:
-    inputs = graph_inputs(BatchPlan([]), GraphKey(kind, 32), PADDING_ROW)
+def test_decodes_and_prompts_are_padded_each() -> None:
+    """Those that sample come first, without gaps; missing prompts are slices of no tokens."""
+    plan = BatchPlan(
+        [
+            req_slice(3, 10, 11),
+            req_slice(4, 6, 7, samples=False),
+            req_slice(5, 0, 2),
+            req_slice(6, 7, 9, samples=False),
+            req_slice(7, 4, 6),
+        ]
+    )
+    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 3, 4, 8), PADDING_ROW)
+    assert isinstance(inputs, PromptInputs)
+    assert inputs.row_T.tolist() == [3, 4, PADDING_ROW, 5, 5, 6, 6, 7, 7, PADDING_ROW, PADDING_ROW]
+    assert inputs.position_T.tolist() == [10, 6, 0, 0, 1, 7, 8, 4, 5, 0, 1]
+    assert inputs.slice_row_X.tolist() == [3, 4, PADDING_ROW, 5, 6, 7, PADDING_ROW, PADDING_ROW]
+    assert inputs.attn_start_X.tolist() == [10, 6, 0, 0, 7, 4, 0, 0]
+    assert inputs.attn_end_X.tolist() == [11, 7, 1, 2, 9, 6, 0, 2]
+    assert inputs.prompt_indptr.tolist() == [0, 2, 4, 6, 6, 8]
+    assert [req_slice.row for req_slice in inputs.sampling_slices] == [3, 5, 7]
+    assert inputs.row_B.tolist() == [3, 5, 7] + [PADDING_ROW] * 4
+    assert inputs.end_B.tolist() == [11, 2, 6] + [1] * 4
+    assert inputs.returned_B.tolist() == [0, 4, 8] + [0] * 4
+
+
+KEYS = [
+    GraphKey(GraphKind.DECODES, 32),
+    GraphKey(GraphKind.SHARED_PREFIX, 32),
+    GraphKey(GraphKind.WITH_PROMPTS, 0, 1, 32),
+    GraphKey(GraphKind.WITH_PROMPTS, 8, 4, 32),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_plan_without_slices_is_padding_alone(key: GraphKey) -> None:
+    inputs = graph_inputs(BatchPlan([]), key, PADDING_ROW)
     assert set(inputs.row_T.tolist()) == {PADDING_ROW}
     assert set(inputs.row_B.tolist()) == {PADDING_ROW}
-    assert (inputs.attn_start_X < inputs.attn_end_X).all()
+    assert len(inputs.row_T) == len(inputs.position_T) == key.num_tokens
+    assert (inputs.attn_end_X - inputs.attn_start_X).sum() == key.num_tokens
     assert {array.dtype for array in inputs.token_arrays()} == {np.dtype(np.int32)}

@@ -10,7 +10,7 @@ from minisgl.engine.graph_key import (
     GraphKey,
     GraphKind,
     find_graph_key,
-    graph_sizes,
+    graph_keys,
     has_room_for_writes,
     size_ladder,
 )
@@ -43,17 +43,17 @@ def test_the_ladder_rises_to_the_largest_and_pads_by_less_than_eight(largest: in
 def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
     max_decodes: int, num_shared_tokens: int
 ) -> None:
-    sizes = graph_sizes(max_decodes, 1024)
+    keys = graph_keys(max_decodes, 1024)
     for number in range(1, max_decodes + 1):
         decodes = plan([1] * number, start=4200, num_shared_tokens=num_shared_tokens)
-        key = find_graph_key(decodes, sizes)
+        key = find_graph_key(decodes, keys)
         assert key is not None
-        assert key.size >= number
-        assert key.size in sizes[key.kind]
+        assert key.num_decodes == key.num_tokens >= number
+        assert key in keys[key.kind]
         shares_prefix = num_shared_tokens == 4096 and number >= 16
         assert (key.kind is GraphKind.SHARED_PREFIX) == shares_prefix
         assert (key.kind is GraphKind.DECODES) == (not shares_prefix)
-    assert find_graph_key(plan([1] * (max_decodes + 1)), sizes) is None
+    assert find_graph_key(plan([1] * (max_decodes + 1)), keys) is None
 
 
 @pytest.mark.parametrize(
@@ -73,34 +73,46 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
 def test_a_prefix_is_shared_where_less_would_be_read(
     ends: list[int], num_shared_tokens: int, expected: GraphKind
 ) -> None:
-    sizes = graph_sizes(256, 1024)
+    keys = graph_keys(256, 1024)
     req = plan([1]).slices[0].req
     slices = [ReqSlice(req, end - 1, end, samples=True) for end in ends]
-    key = find_graph_key(BatchPlan(slices, num_shared_tokens=num_shared_tokens), sizes)
+    key = find_graph_key(BatchPlan(slices, num_shared_tokens=num_shared_tokens), keys)
     assert key is not None
     assert key.kind is expected
+
+
+def with_prompts(num_decodes: int, num_prompts: int, num_prompt_tokens: int) -> GraphKey:
+    return GraphKey(GraphKind.WITH_PROMPTS, num_decodes, num_prompts, num_prompt_tokens)
 
 
 @pytest.mark.parametrize(
     ("lengths", "samples", "expected"),
     [
-        ([2], True, GraphKey(GraphKind.ONE_SLICE, 32)),
-        ([512], True, GraphKey(GraphKind.ONE_SLICE, 512)),
-        ([513], False, GraphKey(GraphKind.ONE_SLICE, 1024)),
-        ([1], False, GraphKey(GraphKind.ONE_SLICE, 32)),
-        ([1025], True, None),
-        ([1, 2], True, None),
-        ([5, 5], True, None),
+        ([2], True, with_prompts(0, 1, 32)),
+        ([512], True, with_prompts(0, 1, 512)),
+        ([513], False, with_prompts(0, 1, 1024)),
+        ([1], False, with_prompts(0, 1, 32)),
+        ([1025], True, with_prompts(32, 16, 2048)),
+        ([2049], True, None),
+        ([1, 2], True, with_prompts(32, 16, 64)),
+        ([1, 1, 1], False, with_prompts(32, 16, 64)),
+        ([5, 5], True, with_prompts(32, 16, 64)),
+        ([1] * 32 + [128] * 4, True, with_prompts(32, 16, 512)),
+        ([1] * 33 + [65], False, with_prompts(64, 16, 128)),
+        ([1] * 256 + [128] * 16, True, with_prompts(256, 16, 2048)),
+        ([1] * 257 + [3], True, None),
+        ([1] * 9 + [128] * 17, True, None),
     ],
+    ids=str,
 )
-def test_one_short_prompt_has_a_graph(
+def test_prompts_have_the_smallest_graph_that_has_room(
     lengths: list[int], samples: bool, expected: GraphKey | None
 ) -> None:
-    assert find_graph_key(plan(lengths, samples=samples), graph_sizes(256, 1024)) == expected
+    assert find_graph_key(plan(lengths, samples=samples), graph_keys(256, 2048)) == expected
 
 
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:
-    assert find_graph_key(plan([20]), graph_sizes(256, 0)) is None
+    assert find_graph_key(plan([20]), graph_keys(256, 0)) is None
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, GraphKey(GraphKind.DECODES, 1)), (2, None)])
@@ -109,7 +121,7 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
 ) -> None:
     """A graph returns those of last tokens."""
     scored = plan([length], params=SamplingParams(prompt_logprobs=0))
-    assert find_graph_key(scored, graph_sizes(256, 1024)) == expected
+    assert find_graph_key(scored, graph_keys(256, 1024)) == expected
 
 
 @pytest.mark.parametrize(
@@ -119,11 +131,12 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
         (8, 0, GraphKey(GraphKind.DECODES, 8), True),
         (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8), False),
         (0, 1, GraphKey(GraphKind.DECODES, 8), False),
-        (1, 0, GraphKey(GraphKind.ONE_SLICE, 64), True),
-        (2, 0, GraphKey(GraphKind.ONE_SLICE, 64), False),
+        (1, 0, with_prompts(0, 1, 64), True),
+        (2, 0, with_prompts(0, 1, 64), False),
+        (48, 0, with_prompts(32, 16, 64), True),
     ],
 )
-def test_a_graph_has_room_for_a_page_a_request(
+def test_a_graph_has_room_for_a_page_a_slice(
     num_pages: int, num_tokens: int, key: GraphKey, expected: bool
 ) -> None:
     pages = np.zeros(num_pages, dtype=np.int32)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend
+from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.flashinfer_backend import FlashInferBackend
 from minisgl.attention.hybrid_backend import HybridBackend
@@ -89,6 +89,7 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "BaseAttnBackend",
     "BaseAttnMetadata",
+    "CapturedSlices",
     "FlashAttentionBackend",
     "FlashInferBackend",
     "HybridBackend",

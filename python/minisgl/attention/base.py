@@ -1,12 +1,13 @@
 """Contract of an attention backend. Next to read: `torch_backend.py`."""
 
-# Dimensions: B requests of a step, or of a captured graph, H head width, K kv heads, N query heads,
-# P pages, R rows of the tables, T tokens of a step.
+# Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables, T tokens of a
+# step, X a selection out of another dimension.
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,6 +15,41 @@ from torch import Tensor
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSlices:
+    """The slices of a captured graph: decodes, one token each, then longer ones.
+
+    Each part may be empty. There is no slice but these, so padding is among them.
+
+    Attributes:
+        row_X: int32, on the device: where a replay reads the row of each slice.
+        num_decodes: the leading slices that have one token each.
+        num_prompt_tokens: of all other slices together.
+        prompt_indptr: int32, on the device: where a replay reads at which of these tokens each
+            slice begins, and their number. A slice may have none. None if all are decodes.
+        num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
+            share. It is a hint: a backend may ignore it.
+    """
+
+    row_X: Tensor
+    num_decodes: int
+    num_prompt_tokens: int = 0
+    prompt_indptr: Tensor | None = None
+    num_shared_tokens_1: Tensor | None = None
+
+    @property
+    def decodes(self) -> CapturedSlices:
+        """The decodes alone."""
+        row_X = self.row_X[: self.num_decodes]
+        return CapturedSlices(row_X, self.num_decodes, num_shared_tokens_1=self.num_shared_tokens_1)
+
+    @property
+    def prompts(self) -> CapturedSlices:
+        """The other slices alone."""
+        row_X = self.row_X[self.num_decodes :]
+        return CapturedSlices(row_X, 0, self.num_prompt_tokens, self.prompt_indptr)
 
 
 class BaseAttnBackend(ABC):
@@ -48,24 +84,18 @@ class BaseAttnBackend(ABC):
     def make_metadata(self, plan: BatchPlan) -> BaseAttnMetadata:
         """Make the metadata of a plan, on the host. Valid for this step only."""
 
-    def make_capture_metadata(
-        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
-    ) -> BaseAttnMetadata:
-        """Make the metadata of a graph over num_tokens tokens of B requests.
-
-        The requests are decodes, one token each, or else one longer slice and its padding.
-
-        Args:
-            row_B: int32, where a replay reads the requests' rows of the page table.
-            num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all
-                requests share. It is a hint: a backend may ignore it.
-        """
+    def make_capture_metadata(self, slices: CapturedSlices) -> BaseAttnMetadata:
+        """Make the metadata of a graph."""
         raise NotImplementedError
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
+        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
-        """Update a graph's metadata to slices [start, end), before it is replayed."""
+        """Update a graph's metadata to slices [start, end), before it is replayed.
+
+        Args:
+            start_X, end_X: of the `CapturedSlices`.
+        """
         raise NotImplementedError
 
     def prepare_on_device(self, batch: Batch) -> None:  # noqa: B027 - few have anything to do

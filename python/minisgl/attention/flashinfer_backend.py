@@ -11,8 +11,9 @@ with several kinds of layers has as many plans a step. `plan` of a wrapper is Fl
 this; what a step computes is a `BatchPlan`.
 """
 
-# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
-# R rows of the tables, S kv slots, T tokens of a step, Z entries of a flat list.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+# tables, S kv slots, T tokens of a step, X a selection out of another dimension, Z entries of a
+# flat list.
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend
+from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, ReqSlice
 from minisgl.errors import ConfigError
@@ -57,7 +58,8 @@ class _Group:
     """Slices that one of FlashInfer's wrappers computes together.
 
     Attributes:
-        tokens: those of the slices, in the batch.
+        tokens: those of the slices, in the batch. Since decodes come first and have one token each,
+            this also cuts the slices of a captured graph.
         page_lists: None where the slices' keys are just those of the batch.
     """
 
@@ -115,6 +117,7 @@ class _Pool:
         self.graph_page_Z = torch.zeros(
             page_table_RP.numel(), dtype=torch.int32, device=self.device
         )
+        self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
         is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9
         self.prefill_kernels = "fa3" if is_hopper else "fa2"
         self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
@@ -141,6 +144,7 @@ class _SpecAttention:
             self._balanced = BalancedDecode.create_if_supported(
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
+        self._graph_prefills: dict[tuple[int, int], Any] = {}
         num_heads, num_kv_heads, _ = pool.shape
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
         self._prefill = pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -178,45 +182,59 @@ class _SpecAttention:
         self._ragged.plan(indptr, indptr, *self._pool.shape, causal=True, **self._plan_options)
         return _Group(self._ragged, tokens)
 
-    def make_capture_metadata(
-        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None
-    ) -> _SpecMetadata:
-        num_requests = len(row_B)
-        indptr = self._numbers(num_requests + 1)
-        page_lists = _PageLists(row_B, indptr, self._pool.graph_page_Z)
-        if num_tokens > num_requests:  # a prompt
-            wrapper = self._graph_prefill_wrapper(num_requests, indptr)
-            return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
-        is_few = num_requests * self._pool.shape[1] <= _FEW_HEADS
+    def make_capture_metadata(self, slices: CapturedSlices) -> _SpecMetadata:
+        metadata = _SpecMetadata()
+        if slices.num_decodes:
+            self._add_captured_decodes(metadata, slices.decodes)
+        if slices.num_prompt_tokens:
+            metadata.groups.append(self._captured_prompts(slices.num_decodes, slices.prompts))
+        return metadata
+
+    def _add_captured_decodes(self, metadata: _SpecMetadata, slices: CapturedSlices) -> None:
+        num_decodes = slices.num_decodes
+        num_shared_tokens_1 = slices.num_shared_tokens_1
+        is_few = num_decodes * self._pool.shape[1] <= _FEW_HEADS
         uses_splits = is_few or num_shared_tokens_1 is not None or self._needs_splits
         if uses_splits or self._balanced:
-            is_shared = self._spec.window is None
-            return _SpecMetadata(
-                num_decodes=num_requests,
-                uses_splits=uses_splits,
-                num_shared_tokens_1=num_shared_tokens_1 if is_shared else None,
-            )
-        wrapper = self._graph_decode_wrapper(num_requests, indptr)
-        return _SpecMetadata([_Group(wrapper, slice(None), page_lists)])
+            metadata.num_decodes = num_decodes
+            metadata.uses_splits = uses_splits
+            if self._spec.window is None:
+                metadata.num_shared_tokens_1 = num_shared_tokens_1
+            return
+        indptr = self._numbers(num_decodes + 1)
+        wrapper = self._graph_decode_wrapper(num_decodes, indptr)
+        page_lists = _PageLists(slices.row_X, indptr, self._pool.graph_page_Z)
+        metadata.groups.append(_Group(wrapper, slice(num_decodes), page_lists))
 
-    def _graph_prefill_wrapper(self, num_requests: int, indptr: Tensor) -> Any:
+    def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Group:
+        """One wrapper serves all graphs of as many slices and tokens: a replay plans anew."""
+        shape = (len(slices.row_X), slices.num_prompt_tokens)
+        if shape not in self._graph_prefills:
+            self._graph_prefills[shape] = self._graph_prefill_wrapper(len(slices.row_X))
+        wrapper = self._graph_prefills[shape]
+        page_lists = _PageLists(
+            slices.row_X, wrapper._paged_kv_indptr_buf, self._pool.graph_prompt_page_Z
+        )
+        return _Group(wrapper, slice(num_decodes, None), page_lists)
+
+    def _graph_prefill_wrapper(self, num_slices: int) -> Any:
         return self._pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._pool.workspace,
             "NHD",
             use_cuda_graph=True,
-            qo_indptr_buf=self._numbers(num_requests + 1),
-            paged_kv_indptr_buf=indptr,
-            paged_kv_indices_buf=self._pool.graph_page_Z,
-            paged_kv_last_page_len_buf=self._numbers(num_requests),
+            qo_indptr_buf=self._numbers(num_slices + 1),
+            paged_kv_indptr_buf=self._numbers(num_slices + 1),
+            paged_kv_indices_buf=self._pool.graph_prompt_page_Z,
+            paged_kv_last_page_len_buf=self._numbers(num_slices),
             backend=self._pool.prefill_kernels,
         )
 
-    def _graph_decode_wrapper(self, num_requests: int, indptr: Tensor) -> Any:
+    def _graph_decode_wrapper(self, num_decodes: int, indptr: Tensor) -> Any:
         return self._pool.flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
             self._pool.workspace,
             indptr,
             self._pool.graph_page_Z,
-            self._numbers(num_requests),
+            self._numbers(num_decodes),
             "NHD",
             use_tensor_cores=self._use_tensor_cores,
         )
@@ -225,8 +243,10 @@ class _SpecAttention:
         """A place for numbers of a plan that a graph reads."""
         return torch.zeros(size, dtype=torch.int32, device=self._pool.device)
 
-    def update_metadata(self, metadata: _SpecMetadata, start_B: IntArray, end_B: IntArray) -> None:
+    def update_metadata(self, metadata: _SpecMetadata, start_X: IntArray, end_X: IntArray) -> None:
         for group in metadata.groups:
+            start_B = start_X[group.tokens]
+            end_B = end_X[group.tokens]
             if isinstance(group.wrapper, self._pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper):
                 self._plan_decode(group.wrapper, end_B)
             else:
@@ -361,30 +381,26 @@ class FlashInferBackend(BaseAttnBackend):
         self._planned.record()
         return FlashInferMetadata(of_specs)
 
-    def make_capture_metadata(
-        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
-    ) -> FlashInferMetadata:
-        metadata = FlashInferMetadata(
-            [
-                attention.make_capture_metadata(row_B, num_tokens, num_shared_tokens_1)
-                for attention in self._attentions
-            ]
-        )
-        start_B = np.zeros(len(row_B), dtype=np.int32)
-        end_B = np.ones(len(row_B), dtype=np.int32)
-        end_B[0] += num_tokens - len(row_B)  # a prompt, and a token of padding
-        self.update_metadata(metadata, start_B, end_B)
+    def make_capture_metadata(self, slices: CapturedSlices) -> FlashInferMetadata:
+        of_specs = [attention.make_capture_metadata(slices) for attention in self._attentions]
+        metadata = FlashInferMetadata(of_specs)
+        start_X = np.zeros(len(slices.row_X), dtype=np.int32)
+        end_X = np.zeros(len(slices.row_X), dtype=np.int32)
+        end_X[: slices.num_decodes] = 1
+        if slices.num_prompt_tokens:
+            end_X[-1] = slices.num_prompt_tokens
+        self.update_metadata(metadata, start_X, end_X)
         return metadata
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
+        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         if not any(of_spec.groups for of_spec in metadata.of_specs):
             return
         self._planned.synchronize()
         for attention, of_spec in zip(self._attentions, metadata.of_specs, strict=True):
-            attention.update_metadata(of_spec, start_B, end_B)
+            attention.update_metadata(of_spec, start_X, end_X)
         self._planned.record()
 
     def prepare_on_device(self, batch: Batch) -> None:

@@ -1,7 +1,7 @@
 """Two backends as one: prompts go to the first, decodes to the second."""
 
-# Dimensions: B requests of a step, or of a captured graph, H head width, K kv heads, N query heads,
-# T tokens of a step.
+# Dimensions: H head width, K kv heads, N query heads, T tokens of a step, X a selection out of
+# another dimension.
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend
+from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 
 
@@ -56,19 +56,25 @@ class HybridBackend(BaseAttnBackend):
             sub_batches.append(_SubBatch(self._prefill, slice(num_decodes, None), metadata))
         return HybridMetadata(sub_batches)
 
-    def make_capture_metadata(
-        self, row_B: Tensor, num_tokens: int, num_shared_tokens_1: Tensor | None = None
-    ) -> HybridMetadata:
-        backend = self._decode if num_tokens == len(row_B) else self._prefill
-        metadata = backend.make_capture_metadata(row_B, num_tokens, num_shared_tokens_1)
-        return HybridMetadata([_SubBatch(backend, slice(None), metadata)])
+    def make_capture_metadata(self, slices: CapturedSlices) -> HybridMetadata:
+        num_decodes = slices.num_decodes
+        sub_batches = []
+        if num_decodes:
+            metadata = self._decode.make_capture_metadata(slices.decodes)
+            sub_batches.append(_SubBatch(self._decode, slice(num_decodes), metadata))
+        if slices.num_prompt_tokens:
+            metadata = self._prefill.make_capture_metadata(slices.prompts)
+            sub_batches.append(_SubBatch(self._prefill, slice(num_decodes, None), metadata))
+        return HybridMetadata(sub_batches)
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
+        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
         assert isinstance(metadata, HybridMetadata)
-        [sub_batch] = metadata.sub_batches
-        sub_batch.backend.update_metadata(sub_batch.metadata, start_B, end_B)
+        for sub_batch in metadata.sub_batches:
+            # Decodes are one token each, so what cuts the tokens cuts the slices too.
+            part = sub_batch.tokens
+            sub_batch.backend.update_metadata(sub_batch.metadata, start_X[part], end_X[part])
 
     def prepare_on_device(self, batch: Batch) -> None:
         assert isinstance(batch.attn_metadata, HybridMetadata)

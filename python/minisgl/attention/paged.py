@@ -5,7 +5,7 @@ device, from where the tokens stand.
 """
 
 # Dimensions: B requests of a step, P pages, R rows of the tables, T tokens of a step,
-#     Y tokens whose hidden states are returned.
+#     X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend
+from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
@@ -31,8 +31,8 @@ class PagedMetadata(BaseAttnMetadata):
         is_fresh: whether each slice begins with its request, so that its keys are just those of
             the batch.
         max_queries, max_keys: bounds, for each slice.
-        row_B: int32; for a graph, where the rows of its requests stand. The tensors below are
-            then made from it in `prepare_on_device`.
+        captured: the slices of a graph. The tensors below are then made from it in
+            `prepare_on_device`.
         query_indptr: int32 [B + 1], where the slices' tokens begin in the batch.
         length_B: int32, how many keys a slice has, those in the cache included.
         page_table_BP: int32; what follows a slice's own pages may be anything.
@@ -41,7 +41,7 @@ class PagedMetadata(BaseAttnMetadata):
     is_fresh: bool
     max_queries: int
     max_keys: int
-    row_B: Tensor | None = None
+    captured: CapturedSlices | None = None
     query_indptr: Tensor | None = None
     length_B: Tensor | None = None
     page_table_BP: Tensor | None = None
@@ -87,41 +87,29 @@ class PagedAttnBackend(BaseAttnBackend):
         metadata.page_table_BP = pages_RP.index_select(0, rows)
         return metadata
 
-    def make_capture_metadata(
-        self,
-        row_B: Tensor,
-        num_tokens: int,
-        num_shared_tokens_1: Tensor | None = None,  # noqa: ARG002 - a hint
-    ) -> PagedMetadata:
+    def make_capture_metadata(self, slices: CapturedSlices) -> PagedMetadata:
         return PagedMetadata(
             is_fresh=False,
-            max_queries=1 if len(row_B) == num_tokens else num_tokens,
+            max_queries=max(1, slices.num_prompt_tokens),
             max_keys=self._page_table_RP.shape[1] * self._page_size,
-            row_B=row_B,
+            captured=slices,
         )
 
     def update_metadata(
-        self, metadata: BaseAttnMetadata, start_B: IntArray, end_B: IntArray
+        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
         """Nothing to do: the device finds lengths and pages itself."""
 
     def prepare_on_device(self, batch: Batch) -> None:
         metadata = batch.attn_metadata
         assert isinstance(metadata, PagedMetadata)
-        if metadata.row_B is None:
+        slices = metadata.captured
+        if slices is None:
             return
-        num_tokens = len(batch.position_T)
-        position_T = batch.position_T.int()
-        device = position_T.device
-        if batch.returned_Y is None:
-            indptr = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
-            metadata.length_B = position_T + 1
-        else:  # a prompt, and its padding as a request of its own
-            indptr = torch.full((3,), num_tokens, dtype=torch.int32, device=device)
-            indptr[:1].zero_()
-            indptr[1:2].copy_(batch.returned_Y + 1)
-            metadata.length_B = torch.cat(
-                (position_T[batch.returned_Y] + 1, num_tokens - indptr[1:2])
-            )
+        indptr = torch.arange(slices.num_decodes + 1, dtype=torch.int32, device=slices.row_X.device)
+        if slices.prompt_indptr is not None:
+            indptr = torch.cat((indptr[:-1], slices.num_decodes + slices.prompt_indptr))
+        last_B = batch.position_T[indptr[1:] - 1].int()
+        metadata.length_B = (last_B + 1) * (indptr.diff() > 0)
         metadata.query_indptr = indptr
-        metadata.page_table_BP = self._page_table_RP.index_select(0, metadata.row_B)
+        metadata.page_table_BP = self._page_table_RP.index_select(0, slices.row_X)

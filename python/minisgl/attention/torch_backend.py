@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnBackend
+from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kernel import attend_decode, causal_softmax
@@ -94,28 +94,23 @@ class TorchAttentionBackend(BaseAttnBackend):
         decodes_B3 = torch.tensor(decodes, dtype=torch.int64, device=device).view(-1, 3)
         return TorchAttnMetadata(prompts, *decodes_B3.T.contiguous())
 
-    def make_capture_metadata(
-        self,
-        row_B: Tensor,
-        num_tokens: int,
-        num_shared_tokens_1: Tensor | None = None,  # noqa: ARG002 - a hint
-    ) -> TorchAttnMetadata:
-        assert len(row_B) == num_tokens, "only decodes are captured"
+    def make_capture_metadata(self, slices: CapturedSlices) -> TorchAttnMetadata:
+        assert not slices.num_prompt_tokens, "only decodes are captured"
         return TorchAttnMetadata(
             prompts=[],
-            token_B=torch.arange(num_tokens),
-            row_B=row_B,
-            position_B=torch.zeros(num_tokens, dtype=torch.int32),
+            token_B=torch.arange(slices.num_decodes),
+            row_B=slices.row_X,
+            position_B=torch.zeros(slices.num_decodes, dtype=torch.int32),
         )
 
     def update_metadata(
         self,
         metadata: BaseAttnMetadata,
-        start_B: IntArray,
-        end_B: IntArray,  # noqa: ARG002 - of a decode, the one after start
+        start_X: IntArray,
+        end_X: IntArray,  # noqa: ARG002 - of a decode, the one after start
     ) -> None:
         assert isinstance(metadata, TorchAttnMetadata)
-        metadata.position_B.numpy()[:] = start_B
+        metadata.position_B.numpy()[:] = start_X
 
     def forward(
         self,

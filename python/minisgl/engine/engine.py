@@ -29,10 +29,11 @@ from minisgl.engine.batch_builder import BatchBuilder, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graph_key import (
-    cpu_graph_sizes,
-    graph_sizes,
+    GraphKeys,
+    cpu_graph_keys,
+    graph_keys,
     has_room_for_writes,
-    largest_slice,
+    most_prompt_tokens,
 )
 from minisgl.engine.graph_runner import GraphRunner
 from minisgl.engine.limits import EngineLimits, context_length
@@ -207,19 +208,20 @@ class Engine:
         if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
             return None
         capture: GraphCapture
+        keys: GraphKeys
         if self._device.type == "cuda":
             capture = CudaGraphCapture()
-            max_slice = largest_slice(self.limits.num_row_tokens - 1, self._weight_bytes)
-            sizes = graph_sizes(max_decodes, max_slice)
+            longest = most_prompt_tokens(self.limits.num_row_tokens - 1, self._weight_bytes)
+            keys = graph_keys(max_decodes, longest)
         else:
             kernels = load_cpu_kernels()
             if kernels is None:
                 return None
             capture = CpuGraphCapture(kernels)
-            sizes = cpu_graph_sizes(max_decodes)
+            keys = cpu_graph_keys(max_decodes)
         return GraphRunner(
             capture,
-            sizes,
+            keys,
             self._forward_to_logits,
             self._sampler,
             self.context,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core import BatchPlan, IntArray
+from minisgl.core import BatchPlan, IntArray, ReqSlice
 from minisgl.engine.graph_key import GraphKey, GraphKind
 
 
@@ -24,11 +24,13 @@ class GraphInputs(ABC):
     """What graphs of all kinds read; int32.
 
     Attributes:
+        sampling_slices: of the plan.
         row_T, position_T: where in the tables each token stands.
-        row_B, end_B: row and end of each request that samples.
+        row_B, end_B: row and end of each slice that samples; padding comes last.
         attn_start_X, attn_end_X: the slices that attention sees.
     """
 
+    sampling_slices: list[ReqSlice]
     row_T: IntArray
     position_T: IntArray
     row_B: IntArray
@@ -62,6 +64,7 @@ class DecodeInputs(GraphInputs):
         end_B[:num_decodes] = [req_slice.end for req_slice in plan.slices]
         position_B = end_B - 1
         return cls(
+            sampling_slices=plan.slices,
             row_T=row_B,
             position_T=position_B,
             row_B=row_B,
@@ -77,55 +80,80 @@ class DecodeInputs(GraphInputs):
 
 
 @dataclass(slots=True)
-class SliceInputs(GraphInputs):
-    """One slice of a request; attention sees it and its padding as two slices.
+class PromptInputs(GraphInputs):
+    """Decodes, padded to as many as the graph has room for, then prompts and their padding.
+
+    Attention sees each decode as a slice, padding included; then each prompt, with slices of no
+    tokens in the places of missing ones; and all padding behind the prompts as one slice.
 
     Attributes:
-        row: the request's row of the tables.
-        padding_row: the row of the padding.
-        last_index: of the slice's last token among the tokens.
+        slice_row_X: the rows of the slices that attention sees.
+        prompt_indptr: where the slices after the decodes begin among their tokens, and their end.
+        returned_B: of each slice that samples, the index of its last token.
     """
 
-    row: int
-    padding_row: int
-    last_index: int
+    slice_row_X: IntArray
+    prompt_indptr: IntArray
+    returned_B: IntArray
 
     @classmethod
-    def of(cls, plan: BatchPlan, size: int, padding_row: int) -> SliceInputs:
-        """The inputs for a plan of one slice; if it has none, for padding alone."""
-        row = padding_row
-        start = 0
-        end = 1
-        for req_slice in plan.slices:  # one at most
-            row = req_slice.row
-            start = req_slice.start
-            end = req_slice.end
-        length = end - start
+    def of(cls, plan: BatchPlan, key: GraphKey, padding_row: int) -> PromptInputs:
+        """The inputs for a plan; if it has no slices, for padding alone."""
+        num_decodes = plan.num_decodes if key.num_decodes else 0
+        decodes = plan.slices[:num_decodes]
+        prompts = plan.slices[num_decodes:]
 
-        row_T = np.full(size, padding_row, dtype=np.int32)
-        row_T[:length] = row
-        positions = (np.arange(start, end), np.arange(size - length))
-        attn_end_X = np.array([end, size - length], dtype=np.int32)
+        # The slices that attention sees.
+        slice_row_X = np.full(key.num_slices + 1, padding_row, dtype=np.int32)
+        start_X = np.zeros(key.num_slices + 1, dtype=np.int32)
+        end_X = np.zeros(key.num_slices + 1, dtype=np.int32)
+        end_X[: key.num_decodes] = 1
+        for first, slices in ((0, decodes), (key.num_decodes, prompts)):
+            places = slice(first, first + len(slices))
+            slice_row_X[places] = [req_slice.row for req_slice in slices]
+            start_X[places] = [req_slice.start for req_slice in slices]
+            end_X[places] = [req_slice.end for req_slice in slices]
+        end_X[-1] = key.num_prompt_tokens - sum(map(len, prompts))
+
+        # Their tokens, one slice after the other.
+        length_X = end_X - start_X
+        last_X = np.cumsum(length_X, dtype=np.int32) - 1
+        first_X = last_X + 1 - length_X
+        row_T = np.repeat(slice_row_X, length_X)
+        position_T = np.arange(key.num_tokens, dtype=np.int32)
+        position_T += np.repeat(start_X - first_X, length_X)
+
+        # Those that sample.
+        row_B = np.full(key.num_slices, padding_row, dtype=np.int32)
+        end_B = np.ones(key.num_slices, dtype=np.int32)
+        returned_B = np.zeros(key.num_slices, dtype=np.int32)
+        sampling = [i for i, decode in enumerate(decodes) if decode.samples]
+        sampling += [key.num_decodes + i for i, prompt in enumerate(prompts) if prompt.samples]
+        row_B[: len(sampling)] = slice_row_X[sampling]
+        end_B[: len(sampling)] = end_X[sampling]
+        returned_B[: len(sampling)] = last_X[sampling]
+
+        prompt_indptr = np.append(first_X[key.num_decodes :], key.num_tokens) - key.num_decodes
         return cls(
+            sampling_slices=plan.sampling_slices,
             row_T=row_T,
-            position_T=np.concatenate(positions, dtype=np.int32),
-            row_B=row_T[:1],
-            end_B=attn_end_X[:1],
-            attn_start_X=np.array([start, 0], dtype=np.int32),
-            attn_end_X=attn_end_X,
-            row=row,
-            padding_row=padding_row,
-            last_index=length - 1,
+            position_T=position_T,
+            row_B=row_B,
+            end_B=end_B,
+            attn_start_X=start_X,
+            attn_end_X=end_X,
+            slice_row_X=slice_row_X,
+            prompt_indptr=prompt_indptr.astype(np.int32),
+            returned_B=returned_B,
         )
 
     def token_arrays(self) -> list[IntArray]:
-        slice_row_2 = np.array([self.row, self.padding_row], dtype=np.int32)
-        last_index_1 = np.array([self.last_index], dtype=np.int32)
-        return [self.row_T, self.position_T, slice_row_2, last_index_1]
+        slices = [self.slice_row_X, self.prompt_indptr, self.returned_B]
+        return [self.row_T, self.position_T, *slices]
 
 
 def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInputs:
     """What the graph of a key reads of a plan."""
-    if key.kind is GraphKind.ONE_SLICE:
-        return SliceInputs.of(plan, key.size, padding_row)
-    return DecodeInputs.of(plan, key.size, padding_row)
+    if key.kind is GraphKind.WITH_PROMPTS:
+        return PromptInputs.of(plan, key, padding_row)
+    return DecodeInputs.of(plan, key.num_decodes, padding_row)

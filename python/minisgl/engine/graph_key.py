@@ -11,7 +11,6 @@ from enum import Enum
 
 from minisgl.core import BatchPlan, TableWrites
 
-SLICE_SIZES = [32, 64, 128, 256, 512, 1024]
 # A shared prefix of fewer tokens, or of fewer decodes, is not worth another graph.
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING_DECODES = 16
@@ -19,9 +18,16 @@ _MIN_SHARING_DECODES = 16
 # shared. Qwen3-14B on an H200, 48 decodes of 9,000 tokens of which 512 are shared: 33.9 ms a step
 # with it and 24.1 without, of which 7 are not attention.
 _OWN_TOKEN_COST = 1.7
+
+# Tokens of a slice that is alone in its step, ...
+_LONE_SIZES = [32, 64, 128, 256, 512, 1024]
+# ... and of prompts in a step with others; up to so many prompts, beside so many decodes.
+_PROMPT_SIZES = [64, 128, 256, 512, 1024, 2048]
+_MAX_PROMPTS = 16
+_DECODES_BESIDE_PROMPTS = [32, 64, 128, 192, 256]
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it.
-_MAX_SLICE_WORK = 2 * 10**13
+_MAX_PROMPT_WORK = 2 * 10**13
 _MAX_CPU_DECODES = 8
 
 
@@ -29,42 +35,66 @@ class GraphKind(Enum):
     """What a graph computes.
 
     Attributes:
-        ONE_SLICE: of any request that is alone in its step: most often a short prompt, but also a
-            chunk, or an answer with forced tokens.
+        WITH_PROMPTS: any steps: most often prompts or chunks of them, alone or beside decodes, but
+            also answers with forced tokens.
     """
 
     DECODES = "decodes"
     SHARED_PREFIX = "decodes with a shared prefix"
-    ONE_SLICE = "one slice that is no decode"
+    WITH_PROMPTS = "decodes and prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """The kind of a captured graph, and its size in tokens."""
+    """The kind of a captured graph, and what it has room for.
+
+    Attributes:
+        num_decodes: slices of one token.
+        num_prompts: other slices.
+        num_prompt_tokens: of these together.
+    """
 
     kind: GraphKind
-    size: int
+    num_decodes: int
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+
+    @property
+    def num_slices(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prompt_tokens
 
 
-def find_graph_key(plan: BatchPlan, captured: dict[GraphKind, list[int]]) -> GraphKey | None:
-    """The smallest captured graph that takes a plan, if there is one.
+GraphKeys = dict[GraphKind, list[GraphKey]]  # of each kind, those of fewest tokens first
 
-    Args:
-        captured: the sizes of each kind, smallest first.
-    """
+
+def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
+    """The smallest captured graph that takes a plan, if there is one."""
     slices = plan.slices
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
         kind = _decode_kind(plan)
-        num_tokens = len(slices)
-    elif len(slices) == 1 and slices[0].num_hidden_states <= 1:
-        kind = GraphKind.ONE_SLICE
-        num_tokens = len(slices[0])
+        num_decodes = len(slices)
+        num_prompts = 0
+        num_prompt_tokens = 0
+    elif all(req_slice.num_hidden_states == req_slice.samples for req_slice in slices):
+        kind = GraphKind.WITH_PROMPTS
+        # One token alone is computed like a prompt, by a graph that has no place for decodes.
+        num_decodes = plan.num_decodes if len(slices) > 1 else 0
+        num_prompts = len(slices) - num_decodes
+        num_prompt_tokens = sum(map(len, slices[num_decodes:]))
     else:
         return None
 
-    for size in captured[kind]:
-        if size >= num_tokens:
-            return GraphKey(kind, size)
+    for key in captured[kind]:
+        if (
+            key.num_decodes >= num_decodes
+            and key.num_prompts >= num_prompts
+            and key.num_prompt_tokens >= num_prompt_tokens
+        ):
+            return key
     return None
 
 
@@ -85,39 +115,52 @@ def sharing_pays(plan: BatchPlan) -> bool:
 
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
-    """Whether a graph can do the table writes of its step: one page a request, and no tokens."""
-    max_pages = 1 if key.kind is GraphKind.ONE_SLICE else key.size
+    """Whether a graph can do the table writes of its step: one page a slice, and no tokens."""
     has_only_pages = len(writes.tokens) == 0 and not writes.copies
-    return has_only_pages and len(writes.pages) <= max_pages
+    return has_only_pages and len(writes.pages) <= key.num_slices
 
 
-def largest_slice(max_tokens: int, weight_bytes: int) -> int:
-    """The longest slice that is worth a graph.
+def most_prompt_tokens(max_tokens: int, weight_bytes: int) -> int:
+    """The most tokens of prompts that are worth a graph.
 
     Args:
-        max_tokens: of a request.
+        max_tokens: of a request; padding stands in the row of one.
         weight_bytes: bytes of weights that a step reads, without experts.
     """
-    return min(SLICE_SIZES[-1], max_tokens, _MAX_SLICE_WORK // weight_bytes)
+    return min(max_tokens, _MAX_PROMPT_WORK // weight_bytes)
 
 
-def graph_sizes(max_decodes: int, max_slice: int) -> dict[GraphKind, list[int]]:
-    """What a GPU captures, smallest first; every second size of decodes with a shared prefix."""
+def graph_keys(max_decodes: int, max_prompt_tokens: int) -> GraphKeys:
+    """What a GPU captures; every second size of decodes with a shared prefix."""
     decodes = size_ladder(max_decodes)
-    every_second = {*range(16, max_decodes, 16), max_decodes}
+    every_second = {*range(_MIN_SHARING_DECODES, max_decodes, 16)}
+    if max_decodes >= _MIN_SHARING_DECODES:
+        every_second.add(max_decodes)
     sharing = [size for size in decodes if size in every_second]
     return {
-        GraphKind.DECODES: decodes,
-        GraphKind.SHARED_PREFIX: [size for size in sharing if size >= _MIN_SHARING_DECODES],
-        GraphKind.ONE_SLICE: [size for size in SLICE_SIZES if size <= max_slice],
+        GraphKind.DECODES: [GraphKey(GraphKind.DECODES, size) for size in decodes],
+        GraphKind.SHARED_PREFIX: [GraphKey(GraphKind.SHARED_PREFIX, size) for size in sharing],
+        GraphKind.WITH_PROMPTS: _keys_with_prompts(max_decodes, max_prompt_tokens),
     }
 
 
-def cpu_graph_sizes(max_decodes: int) -> dict[GraphKind, list[int]]:
+def _keys_with_prompts(max_decodes: int, max_prompt_tokens: int) -> list[GraphKey]:
+    kind = GraphKind.WITH_PROMPTS
+    keys = [GraphKey(kind, 0, 1, size) for size in _LONE_SIZES if size <= max_prompt_tokens]
+    smaller = [size for size in _DECODES_BESIDE_PROMPTS if size < max_decodes]
+    for num_decodes in (*smaller, max_decodes):
+        for size in _PROMPT_SIZES:
+            if size <= max_prompt_tokens:
+                keys.append(GraphKey(kind, num_decodes, _MAX_PROMPTS, size))
+    return sorted(keys, key=lambda key: key.num_tokens)
+
+
+def cpu_graph_keys(max_decodes: int) -> GraphKeys:
     """What a CPU captures: few decodes. Of more, the work takes far longer than its calls."""
-    sizes: dict[GraphKind, list[int]] = {kind: [] for kind in GraphKind}
-    sizes[GraphKind.DECODES] = list(range(1, min(max_decodes, _MAX_CPU_DECODES) + 1))
-    return sizes
+    keys: GraphKeys = {kind: [] for kind in GraphKind}
+    for size in range(1, min(max_decodes, _MAX_CPU_DECODES) + 1):
+        keys[GraphKind.DECODES].append(GraphKey(GraphKind.DECODES, size))
+    return keys
 
 
 def size_ladder(largest: int) -> list[int]:
@@ -126,7 +169,7 @@ def size_ladder(largest: int) -> list[int]:
     return [*(size for size in steps if size < largest), largest]
 
 
-def some_sizes(sizes: list[int]) -> list[int]:
+def some_keys(keys: list[GraphKey]) -> list[GraphKey]:
     """The smallest, one in the middle, and the two largest."""
-    chosen = {0, len(sizes) // 2, len(sizes) - 2, len(sizes) - 1}
-    return [size for i, size in enumerate(sizes) if i in chosen]
+    chosen = {0, len(keys) // 2, len(keys) - 2, len(keys) - 1}
+    return [key for i, key in enumerate(keys) if i in chosen]

@@ -1,4 +1,4 @@
-"""Steps captured as graphs: decodes, decodes with a shared prefix, and one slice alone.
+"""Steps captured as graphs: decodes, decodes with a shared prefix, and steps with prompts.
 
 A replay costs the host one call instead of hundreds, and a GPU no gaps between kernels. A step is
 two graphs: from tokens to logits, and from logits to tokens; on a CPU, the first of them. Between
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minisgl.attention import BaseAttnMetadata
+from minisgl.attention import BaseAttnMetadata, CapturedSlices
 from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
 from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
 from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
-from minisgl.engine.graph_key import GraphKey, GraphKind, find_graph_key, some_sizes
+from minisgl.engine.graph_key import GraphKey, GraphKeys, GraphKind, find_graph_key, some_keys
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
@@ -81,7 +81,7 @@ class GraphRunner:
 
     Args:
         capture: of the engine's device.
-        sizes: of each kind, smallest first. Those that cannot be captured are left out.
+        keys: of each kind, smallest first. Those that cannot be captured are left out.
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
@@ -95,7 +95,7 @@ class GraphRunner:
     def __init__(
         self,
         capture: GraphCapture,
-        sizes: dict[GraphKind, list[int]],
+        keys: GraphKeys,
         forward: ForwardFunction,
         sampler: Sampler,
         context: Context,
@@ -103,7 +103,7 @@ class GraphRunner:
         is_trial: bool = False,
     ) -> None:
         self._device_capture = capture
-        self._sizes = sizes
+        self._keys = keys
         self._forward = forward
         self._sampler = sampler
         self._context = context
@@ -114,18 +114,18 @@ class GraphRunner:
         self._captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
 
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
-        largest = max(size for some in sizes.values() for size in some)
+        largest = max(key.num_tokens + key.num_slices for some in keys.values() for key in some)
         self._staging = fixed_staging(context.page_table_RP.device, 16 * (largest + 4))
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
         if is_trial:
             self._capture_some()
         else:
-            self._capture_all(self._sizes)
+            self._capture_all(self._keys)
 
     def find_key(self, plan: BatchPlan) -> GraphKey | None:
         """Which graph takes a plan, if there is one."""
-        return find_graph_key(plan, self._sizes)
+        return find_graph_key(plan, self._keys)
 
     def prepare(self, plan: BatchPlan, writes: TableWrites, key: GraphKey) -> PreparedReplay:
         """Do the host work of a plan.
@@ -135,9 +135,9 @@ class GraphRunner:
                 of the plan are not read.
         """
         inputs = graph_inputs(plan, key, self._padding_row)
-        sampling = sampling_arrays(plan.slices, inputs.end_B)
+        sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
         needs_eager_filters = not self._captures_filters and has_filters(sampling)
-        copy = self._stage(inputs, len(plan.slices), writes, sampling)
+        copy = self._stage(inputs, writes, sampling)
         return PreparedReplay(key, inputs, copy, needs_eager_filters)
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
@@ -165,47 +165,47 @@ class GraphRunner:
         return self._captured[key].sampling_graph
 
     def _stage(
-        self, inputs: GraphInputs, num_slices: int, writes: TableWrites, sampling: SamplingArrays
+        self, inputs: GraphInputs, writes: TableWrites, sampling: SamplingArrays
     ) -> StagedCopy:
         """All numbers of a step, for one copy. `_capture` takes them apart in the same order.
 
-        Each request of a graph writes one page and one token. Padding writes the padding page to
+        Each slice of a graph writes one page and one token. Padding writes the padding page to
         its own place, and its token to the last position of the padding row, which is never read.
         """
-        num_requests = len(inputs.row_B)
-        page_index_B = np.full(
-            num_requests, self._padding_row * self._num_row_pages, dtype=np.int32
-        )
-        page_B = np.full(num_requests, self._padding_page, dtype=np.int32)
+        num_slices = len(inputs.row_B)
+        page_index_B = np.full(num_slices, self._padding_row * self._num_row_pages, dtype=np.int32)
+        page_B = np.full(num_slices, self._padding_page, dtype=np.int32)
         num_writes = len(writes.pages)
         page_index_B[:num_writes] = writes.page_index
         page_B[:num_writes] = writes.pages
 
         token_index_B = inputs.row_B * self._num_row_tokens + inputs.end_B
-        token_index_B[num_slices:] = (self._padding_row + 1) * self._num_row_tokens - 1
+        num_sampling = len(inputs.sampling_slices)
+        token_index_B[num_sampling:] = (self._padding_row + 1) * self._num_row_tokens - 1
         return self._staging.stage(
             page_index_B, page_B, token_index_B, *sampling, *inputs.token_arrays()
         )
 
-    def _capture_all(self, sizes: dict[GraphKind, list[int]]) -> None:
+    def _capture_all(self, keys: GraphKeys) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
-        keys = [GraphKey(kind, size) for kind in sizes for size in sizes[kind][::-1]]
-        for key in _ProgressBar(keys, desc="Capturing graphs", unit="graph", leave=False):
+        largest_first = [key for some in keys.values() for key in some[::-1]]
+        for key in _ProgressBar(largest_first, desc="Capturing graphs", unit="graph", leave=False):
             try:
                 self._captured[key] = self._capture(key)
             except CannotBeCaptured as error:
-                self._sizes[key.kind].remove(key.size)
-                logger.debug("%s of %d tokens run eagerly: %s", key.kind.value, key.size, error)
+                self._keys[key.kind].remove(key)
+                num_tokens = key.num_tokens
+                logger.debug("%s of %d tokens run eagerly: %s", key.kind.value, num_tokens, error)
 
     def _capture_some(self) -> None:
         """For a trial: estimate the memory of all graphs by the largest and a few others."""
-        num_graphs = sum(map(len, self._sizes.values()))
-        self._sizes = {kind: some_sizes(sizes) for kind, sizes in self._sizes.items()}
+        num_graphs = sum(map(len, self._keys.values()))
+        self._keys = {kind: some_keys(keys) for kind, keys in self._keys.items()}
 
-        self._capture_all({kind: sizes[-1:] for kind, sizes in self._sizes.items()})
+        self._capture_all({kind: keys[-1:] for kind, keys in self._keys.items()})
         num_largest = len(self._captured)
         free_before = torch.cuda.mem_get_info()[0]
-        self._capture_all({kind: sizes[:-1] for kind, sizes in self._sizes.items()})
+        self._capture_all({kind: keys[:-1] for kind, keys in self._keys.items()})
         num_others = len(self._captured) - num_largest
         taken = max(0, free_before - torch.cuda.mem_get_info()[0])
 
@@ -215,7 +215,7 @@ class GraphRunner:
     def _capture(self, key: GraphKey) -> CapturedStep:
         """The graphs of a key, over padding alone."""
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
-        copy = self._stage(inputs, 0, NO_WRITES, sampling_arrays([], inputs.end_B))
+        copy = self._stage(inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
         page_index_B, page_B, token_index_B, *others = copy.start()
         num_sampling = len(SamplingArrays._fields)
         args = BatchSamplingArgs(self._captures_filters, True, *others[:num_sampling])
@@ -242,17 +242,17 @@ class GraphRunner:
         Args:
             token_tensors: where `GraphInputs.token_arrays` lie on the device.
         """
-        backend = self._context.attn_backend
-        last_index_1: Tensor | None = None
-        if key.kind is GraphKind.ONE_SLICE:
-            row_T, position_T, slice_row_2, last_index_1 = token_tensors
-            metadata = backend.make_capture_metadata(slice_row_2, key.size)
+        returned_B: Tensor | None = None
+        if key.kind is GraphKind.WITH_PROMPTS:
+            row_T, position_T, slice_row_X, prompt_indptr, returned_B = token_tensors
+            slices = CapturedSlices(
+                slice_row_X, key.num_decodes, key.num_prompt_tokens, prompt_indptr
+            )
         else:
             row_T, position_T, num_shared_tokens_1 = token_tensors
-            shares_prefix = key.kind is GraphKind.SHARED_PREFIX
-            metadata = backend.make_capture_metadata(
-                row_T, key.size, num_shared_tokens_1 if shares_prefix else None
-            )
+            slices = CapturedSlices(row_T, key.num_decodes)
+            if key.kind is GraphKind.SHARED_PREFIX:
+                slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
         return _ForwardCall(
             forward=self._forward,
             context=self._context,
@@ -260,8 +260,8 @@ class GraphRunner:
             page_B=page_B,
             row_T=row_T,
             position_T=position_T,
-            last_index_1=last_index_1,
-            metadata=metadata,
+            returned_B=returned_B,
+            metadata=self._context.attn_backend.make_capture_metadata(slices),
         )
 
 
@@ -270,8 +270,8 @@ class _ForwardCall:
     """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
 
     Attributes:
-        last_index_1: of one slice, int32 [1] on the device: the index of its last token. None for
-            decodes, where each token is a last one.
+        returned_B: int32, on the device: the index of the last token of each slice that samples.
+            None for decodes, where each token is a last one.
     """
 
     forward: ForwardFunction
@@ -280,7 +280,7 @@ class _ForwardCall:
     page_B: Tensor
     row_T: Tensor
     position_T: Tensor
-    last_index_1: Tensor | None
+    returned_B: Tensor | None
     metadata: BaseAttnMetadata
 
     def __call__(self) -> tuple[Tensor, Tensor | None]:
@@ -294,6 +294,6 @@ class _ForwardCall:
             context.kv_pool.page_size,
         )
         batch = Batch(
-            self.row_T, self.position_T, input_ids_T, slot_T, self.last_index_1, self.metadata
+            self.row_T, self.position_T, input_ids_T, slot_T, self.returned_B, self.metadata
         )
         return self.forward(batch)
