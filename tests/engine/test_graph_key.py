@@ -12,6 +12,7 @@ from minisgl.engine.graph_key import (
     find_graph_key,
     graph_keys,
     has_room_for_writes,
+    prompt_room,
     size_ladder,
 )
 
@@ -90,16 +91,19 @@ def with_prompts(num_decodes: int, num_prompts: int, num_prompt_tokens: int) -> 
     [
         ([2], True, with_prompts(0, 1, 32)),
         ([512], True, with_prompts(0, 1, 512)),
-        ([513], False, with_prompts(0, 1, 1024)),
+        ([513], False, with_prompts(64, 16, 576)),
         ([1], False, with_prompts(0, 1, 32)),
-        ([1025], True, with_prompts(32, 16, 2048)),
-        ([2049], True, None),
-        ([1, 2], True, with_prompts(32, 16, 64)),
-        ([1, 1, 1], False, with_prompts(32, 16, 64)),
-        ([5, 5], True, with_prompts(32, 16, 64)),
-        ([1] * 32 + [128] * 4, True, with_prompts(32, 16, 512)),
-        ([1] * 33 + [65], False, with_prompts(64, 16, 128)),
-        ([1] * 256 + [128] * 16, True, with_prompts(256, 16, 2048)),
+        ([1025], True, with_prompts(64, 16, 1088)),
+        ([2017], True, None),
+        ([1, 2], True, with_prompts(64, 16, 64)),
+        ([1, 1, 1], False, with_prompts(64, 16, 64)),
+        ([5, 5], True, with_prompts(64, 16, 64)),
+        ([1] * 32 + [96], True, with_prompts(32, 16, 96)),
+        ([1] * 32 + [128] * 4, True, with_prompts(128, 16, 512)),
+        ([1] * 64 + [128] * 4, False, with_prompts(128, 16, 512)),
+        ([1] * 64 + [65], False, with_prompts(128, 16, 128)),
+        ([1] * 256 + [128] * 14, True, with_prompts(256, 16, 1792)),
+        ([1] * 256 + [1793], True, None),
         ([1] * 257 + [3], True, None),
         ([1] * 9 + [128] * 17, True, None),
     ],
@@ -109,6 +113,26 @@ def test_prompts_have_the_smallest_graph_that_has_room(
     lengths: list[int], samples: bool, expected: GraphKey | None
 ) -> None:
     assert find_graph_key(plan(lengths, samples=samples), graph_keys(256, 2048)) == expected
+
+
+@pytest.mark.parametrize("num_decodes", [1, 33, 64, 200, 256])
+def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them(
+    num_decodes: int,
+) -> None:
+    keys = graph_keys(256, 2048)
+    rooms = prompt_room(keys, num_decodes)
+    assert rooms == sorted(set(rooms))
+    assert rooms[0] <= 128
+    assert rooms[-1] >= 1792
+    for room in rooms:
+        key = find_graph_key(plan([1] * num_decodes + [room]), keys)
+        assert key is not None
+        assert key.num_prompt_tokens == room
+
+
+def test_beside_too_many_decodes_there_is_no_room() -> None:
+    assert prompt_room(graph_keys(256, 2048), 257) == []
+    assert prompt_room(graph_keys(256, 0), 1) == []
 
 
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:

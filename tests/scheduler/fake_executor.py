@@ -164,6 +164,9 @@ class FakeExecutor:
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
 
+    def prompt_room(self, num_decodes: int) -> list[int]:
+        return []
+
     def prepare(self, plan: BatchPlan) -> FakeStep:
         _check_plan(plan)
         return FakeStep(plan)

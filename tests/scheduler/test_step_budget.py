@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -111,8 +113,8 @@ def decode() -> ReqSlice:
     return ReqSlice(req, 99, 100, samples=True)
 
 
-def pacer(costs: StepCosts, target_itl_ms: float | None) -> StepPacer:
-    made = StepPacer(8192, 16, target_itl_ms, auto_ms=20)
+def pacer(costs: StepCosts, target_itl_ms: float | None, rooms: Sequence[int] = ()) -> StepPacer:
+    made = StepPacer(8192, 16, target_itl_ms, auto_ms=20, prompt_room=lambda num_decodes: rooms)
     made.costs = costs
     return made
 
@@ -144,6 +146,17 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
         for passed in (0, length // 4, length // 2, 100 * length)
     ]
     assert bounds == pytest.approx([50, 100, 200, 50 * 64])
+
+
+@pytest.mark.parametrize(
+    ("rooms", "num_tokens"),
+    [([], 400), ([64, 384, 512], 384), ([64, 400], 400), ([64, 128], 400), ([512], 400)],
+)
+def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
+    rooms: list[int], num_tokens: int
+) -> None:
+    made = pacer(StepCosts(decode=0.01, token=1e-4), 50, rooms)
+    assert made.budget([decode()], OldestPrompt(0, 10_000, 0)).num_tokens == num_tokens
 
 
 def test_before_anything_is_measured_nothing_is_bounded() -> None:

@@ -59,10 +59,14 @@ class TimedExecutor:
         self.grammar_masks = np.empty((LIMITS.num_rows, 1), dtype=np.int32)
         self.costs = costs
         self.num_computed = 0
+        self.rooms: list[int] = []
         self._clock = clock
         self._noise = noise
         self._random = Random(0)
         self._free_at = 0.0
+
+    def prompt_room(self, num_decodes: int) -> list[int]:
+        return self.rooms
 
     def prepare(self, plan: BatchPlan) -> TimedStep:
         return TimedStep(plan, self._clock)

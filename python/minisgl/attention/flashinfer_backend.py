@@ -144,7 +144,7 @@ class _SpecAttention:
             self._balanced = BalancedDecode.create_if_supported(
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
-        self._graph_prefills: dict[tuple[int, int], Any] = {}
+        self._graph_prefills: dict[int, Any] = {}  # by the number of slices
         num_heads, num_kv_heads, _ = pool.shape
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
         self._prefill = pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -207,11 +207,15 @@ class _SpecAttention:
         metadata.groups.append(_Group(wrapper, slice(num_decodes), page_lists))
 
     def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Group:
-        """One wrapper serves all graphs of as many slices and tokens: a replay plans anew."""
-        shape = (len(slices.row_X), slices.num_prompt_tokens)
-        if shape not in self._graph_prefills:
-            self._graph_prefills[shape] = self._graph_prefill_wrapper(len(slices.row_X))
-        wrapper = self._graph_prefills[shape]
+        """One wrapper serves all graphs of as many slices and no more tokens: a replay plans anew.
+
+        Its first plan, which is the one of the first graph, decides for how many tokens it is.
+        """
+        num_slices = len(slices.row_X)
+        wrapper = self._graph_prefills.get(num_slices)
+        if wrapper is None or slices.num_prompt_tokens > wrapper._max_total_num_rows:
+            wrapper = self._graph_prefill_wrapper(num_slices)
+            self._graph_prefills[num_slices] = wrapper
         page_lists = _PageLists(
             slices.row_X, wrapper._paged_kv_indptr_buf, self._pool.graph_prompt_page_Z
         )

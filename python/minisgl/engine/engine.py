@@ -236,6 +236,13 @@ class Engine:
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
+    def prompt_room(self, num_decodes: int) -> list[int]:
+        """How many tokens of prompts captured steps have room for beside so many decodes.
+
+        They ascend. There are none if no such step is captured.
+        """
+        return self._graphs.prompt_room(num_decodes) if self._graphs else []
+
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that is possible before the previous step is sampled.
 

@@ -21,13 +21,15 @@ _OWN_TOKEN_COST = 1.7
 
 # Tokens of a slice that is alone in its step, ...
 _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
-# ... and of prompts in a step with others; up to so many prompts, beside so many decodes.
-_PROMPT_SIZES = [64, 128, 256, 512, 1024, 2048]
+# ... and of a step with several slices, decodes included. A GPU multiplies 128 tokens at a time.
+_STEP_SIZES = [*range(128, 1281, 128), 1536, 1792, 2048]
+# It has up to so many prompts, beside so many decodes.
 _MAX_PROMPTS = 16
-_DECODES_BESIDE_PROMPTS = [32, 64, 128, 192, 256]
+_DECODES_BESIDE_PROMPTS = [32, 64, 128, 256]
+_MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
-# launch it.
-_MAX_PROMPT_WORK = 2 * 10**13
+# launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
+_MAX_PROMPT_WORK = 45 * 10**12
 _MAX_CPU_DECODES = 8
 
 
@@ -68,7 +70,8 @@ class GraphKey:
         return self.num_decodes + self.num_prompt_tokens
 
 
-GraphKeys = dict[GraphKind, list[GraphKey]]  # of each kind, those of fewest tokens first
+# Of each kind, those of fewest tokens first, and of these, those of fewest prompt tokens.
+GraphKeys = dict[GraphKind, list[GraphKey]]
 
 
 def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
@@ -114,6 +117,13 @@ def sharing_pays(plan: BatchPlan) -> bool:
     return plan.num_shared_tokens + _OWN_TOKEN_COST * num_own < num_tokens
 
 
+def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
+    """How many tokens of prompts captured steps have room for beside so many decodes, ascending."""
+    keys = captured[GraphKind.WITH_PROMPTS]
+    beside = min((key.num_decodes for key in keys if key.num_decodes >= num_decodes), default=0)
+    return [key.num_prompt_tokens for key in keys if key.num_decodes == beside > 0]
+
+
 def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
     """Whether a graph can do the table writes of its step: one page a slice, and no tokens."""
     has_only_pages = len(writes.tokens) == 0 and not writes.copies
@@ -149,10 +159,11 @@ def _keys_with_prompts(max_decodes: int, max_prompt_tokens: int) -> list[GraphKe
     keys = [GraphKey(kind, 0, 1, size) for size in _LONE_SIZES if size <= max_prompt_tokens]
     smaller = [size for size in _DECODES_BESIDE_PROMPTS if size < max_decodes]
     for num_decodes in (*smaller, max_decodes):
-        for size in _PROMPT_SIZES:
-            if size <= max_prompt_tokens:
-                keys.append(GraphKey(kind, num_decodes, _MAX_PROMPTS, size))
-    return sorted(keys, key=lambda key: key.num_tokens)
+        for size in _STEP_SIZES:
+            num_prompt_tokens = size - num_decodes
+            if _MIN_PROMPT_TOKENS <= num_prompt_tokens <= max_prompt_tokens:
+                keys.append(GraphKey(kind, num_decodes, _MAX_PROMPTS, num_prompt_tokens))
+    return sorted(keys, key=lambda key: (key.num_tokens, key.num_prompt_tokens))
 
 
 def cpu_graph_keys(max_decodes: int) -> GraphKeys:

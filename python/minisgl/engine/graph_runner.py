@@ -29,7 +29,14 @@ from minisgl.attention import BaseAttnMetadata, CapturedSlices
 from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
 from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
 from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
-from minisgl.engine.graph_key import GraphKey, GraphKeys, GraphKind, find_graph_key, some_keys
+from minisgl.engine.graph_key import (
+    GraphKey,
+    GraphKeys,
+    GraphKind,
+    find_graph_key,
+    prompt_room,
+    some_keys,
+)
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
@@ -126,6 +133,10 @@ class GraphRunner:
     def find_key(self, plan: BatchPlan) -> GraphKey | None:
         """Which graph takes a plan, if there is one."""
         return find_graph_key(plan, self._keys)
+
+    def prompt_room(self, num_decodes: int) -> list[int]:
+        """How many tokens of prompts the graphs have room for beside so many decodes, ascending."""
+        return prompt_room(self._keys, num_decodes)
 
     def prepare(self, plan: BatchPlan, writes: TableWrites, key: GraphKey) -> PreparedReplay:
         """Do the host work of a plan.

@@ -83,6 +83,9 @@ class Executor(Protocol):
     def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
 
+    def prompt_room(self, num_decodes: int) -> Sequence[int]:
+        """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""
+
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that can be done before the step before is sampled."""
 
@@ -170,7 +173,13 @@ class Scheduler:
         self._outbox = outbox
         self._max_tokens = config.max_prefill_length
         auto_ms = AUTO_MS_ON_GPU if is_on_gpu else AUTO_MS_ON_CPU
-        self.pacer = StepPacer(self._max_tokens, limits.page_size, config.target_itl_ms, auto_ms)
+        self.pacer = StepPacer(
+            self._max_tokens,
+            limits.page_size,
+            config.target_itl_ms,
+            auto_ms,
+            prompt_room=executor.prompt_room,
+        )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock) if is_watched else None
         self._overlap = config.overlap

@@ -9,6 +9,7 @@ Knows no clock. Next to read: `step_costs.py`, and `step_watch.py` for who measu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minisgl.core import ReqSlice
@@ -20,7 +21,7 @@ from minisgl.scheduler.step_costs import StepCosts, StepWork
 _AUTO_FACTOR = 2.0
 # ... and this many milliseconds at least. A GPU computes a step of few tokens hardly faster than
 # one of a thousand; 20 tokens a second are more than anybody reads.
-AUTO_MS_ON_GPU = 50.0
+AUTO_MS_ON_GPU = 55.0
 AUTO_MS_ON_CPU = 20.0
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
 _DOUBLING = 0.25
@@ -28,6 +29,8 @@ _DOUBLING = 0.25
 _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
 _PATIENT_STEPS = 24
+# A captured step is chosen that has room for at least this part of the tokens that fit the bound.
+_MOST_OF_A_STEP = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +54,23 @@ class StepPacer:
         min_tokens: of any step, so that prompts always advance.
         target_itl_ms: the bound; None finds one, 0 is no bound.
         auto_ms: the smallest bound that it finds.
+        prompt_room: of the executor.
     """
 
     def __init__(
-        self, max_tokens: int, min_tokens: int, target_itl_ms: float | None, auto_ms: float
+        self,
+        max_tokens: int,
+        min_tokens: int,
+        target_itl_ms: float | None,
+        auto_ms: float,
+        prompt_room: Callable[[int], Sequence[int]],
     ) -> None:
         self.costs = StepCosts()
         self._max_tokens = max_tokens
         self._min_tokens = min(min_tokens, max_tokens)
         self._target_itl_ms = target_itl_ms
         self._auto_ms = auto_ms
+        self._prompt_room = prompt_room
         self.latest = StepBudget(max_tokens)
 
     def budget(self, running: list[ReqSlice], oldest: OldestPrompt | None) -> StepBudget:
@@ -78,7 +88,9 @@ class StepPacer:
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
         num_bounded = self._num_tokens(bound - fixed, oldest)
         bound *= _relaxation(oldest, num_bounded)
-        self.latest = StepBudget(self._num_tokens(bound - fixed, oldest), 1e3 * bound)
+        num_tokens = self._num_tokens(bound - fixed, oldest)
+        num_tokens = _without_padding(num_tokens, self._prompt_room(len(running)))
+        self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
     def _bound(self, without_prompts: float) -> float:
@@ -91,6 +103,17 @@ class StepPacer:
         """Tokens within the options that take so long, at the place where the oldest prompt is."""
         num_tokens = self.costs.num_tokens_within(seconds, oldest.position)
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
+
+
+def _without_padding(num_tokens: int, rooms: Sequence[int]) -> int:
+    """What a captured step has room for, if that is nearly as much.
+
+    Otherwise the step is padded to the next one, or launched operation by operation.
+    """
+    for room in reversed(rooms):
+        if room <= num_tokens:
+            return room if room >= _MOST_OF_A_STEP * num_tokens else num_tokens
+    return num_tokens
 
 
 def _relaxation(oldest: OldestPrompt, num_bounded: int) -> float:
