@@ -108,7 +108,7 @@ def cases(T: int, context: int, device: str) -> Iterator[Case]:
 
 
 def rows(data: Data, T: int) -> Iterator[Case]:
-    """Norms, activations, and the product of one token."""
+    """Norms, activations, and products of few tokens."""
     x = data.numbers(T, D)
     residual = data.numbers(T, D)
     weight = data.numbers(D)
@@ -119,13 +119,15 @@ def rows(data: Data, T: int) -> Iterator[Case]:
     gate, up = data.numbers(T, 2 * MLP).chunk(2, dim=1)
     silu = lambda: kernel.silu_and_mul(gate, up)
     yield Case("silu_and_mul", f"{T} x {MLP}", silu, 6 * T * MLP)
-    if not data.on_gpu or T > 1:
+    if not data.on_gpu or T > 16:
         return
-    for outputs in (2 * MLP, V):
-        w = data.numbers(outputs, D)
-        linear = lambda w=w: kernel.one_token_linear(x, w, None)
-        reference = lambda w=w: F.linear(x, w)
-        yield Case("one_token_linear", f"{D} to {outputs}", linear, 2 * D * outputs, reference)
+    for inputs, outputs in ((D, 2 * N * H), (N * H, D), (D, 2 * MLP), (MLP, D), (D, V)):
+        x = data.numbers(T, inputs)
+        w = data.numbers(outputs, inputs)
+        linear = lambda x=x, w=w: kernel.gpu_linear(x, w, None)
+        reference = lambda x=x, w=w: F.linear(x, w)
+        shape = f"{T} x {inputs} to {outputs}"
+        yield Case("gpu_linear", shape, linear, 2 * inputs * outputs, reference)
 
 
 def heads(data: Data, T: int, context: int) -> Iterator[Case]:

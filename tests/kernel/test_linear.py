@@ -1,17 +1,20 @@
-"""CpuLinear against float64, whichever kernel it chooses."""
+"""Products against float64: CpuLinear, whichever kernel it chooses, and a GPU's of few tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from minisgl.kernel import CpuLinear, dispatch
+from minisgl.kernel.linear import few_token_linear
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INPUTS = 96
 OUTPUTS = 40
 # Relative to the sum of absolute products.
@@ -130,3 +133,41 @@ def test_tokens_of_another_dtype_are_refused() -> None:
     linear = CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), pack=False)
     with pytest.raises(AssertionError):
         linear(torch.ones(1, INPUTS), None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17), (2056, 33), (3336, 5)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_tokens_on_a_gpu_equal_float64(
+    cuda_kernels: Any, bias: bool, inputs: int, outputs: int, num_tokens: int
+) -> None:
+    """Neither inputs nor outputs fill the blocks of the kernel."""
+    random = torch.Generator().manual_seed(num_tokens)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).bfloat16()
+
+    x_TI = numbers(num_tokens, inputs)
+    weight_OI = numbers(outputs, inputs)
+    bias_O = numbers(outputs) if bias else None
+    on_device = (None if x is None else x.to(DEVICE) for x in (x_TI, weight_OI, bias_O))
+
+    y_TO = few_token_linear(cuda_kernels, *on_device).cpu()
+
+    expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
+    assert y_TO.shape == expected_TO.shape
+    assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[torch.bfloat16] * size_TO).all()
+
+
+def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
+    """The weight may be read before, the tokens may not."""
+    if DEVICE.type == "cuda":
+        pytest.skip("the stand-in knows when inputs arrive")
+    x_TI = torch.full((3, 64), float("nan"), dtype=torch.bfloat16)
+    ones_TI = torch.ones_like(x_TI)
+    cuda_kernels.arrives_late(x_TI, ones_TI)
+    y_TO = few_token_linear(cuda_kernels, x_TI, torch.ones(5, 64, dtype=torch.bfloat16), None)
+    cuda_kernels.forget_late()
+    assert (y_TO == 64).all()

@@ -17,7 +17,7 @@ from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
 from minisgl.kernel.embedding import embed
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
-from minisgl.kernel.linear import CpuLinear, one_token_linear
+from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
@@ -45,6 +45,7 @@ __all__ = [
     "cuda_kernels_for",
     "embed",
     "gelu_and_mul",
+    "gpu_linear",
     "gumbel_noise",
     "kernels_for",
     "load_cpu_kernels",
@@ -54,7 +55,6 @@ __all__ = [
     "mask_logits",
     "mask_logits_reference",
     "moe_reference",
-    "one_token_linear",
     "rms_norm",
     "rms_norm_reference",
     "rotate",

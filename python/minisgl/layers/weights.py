@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, one_token_linear
+from minisgl.kernel import CpuLinear, gpu_linear
 from minisgl.layers.base import WeightSource
 from minisgl.moe import BaseMoeBackend
 
@@ -60,8 +60,8 @@ class LinearWeight:
         """y_TO = x_TI @ weight_OI.T + bias_O."""
         if self._cpu:
             return self._cpu(x_TI, bias_O)
-        if len(x_TI) == 1 and x_TI.is_cuda:
-            return one_token_linear(x_TI, self._weight_OI, bias_O)
+        if x_TI.is_cuda:
+            return gpu_linear(x_TI, self._weight_OI, bias_O)
         return F.linear(x_TI, self._weight_OI, bias_O)
 
 

@@ -37,6 +37,10 @@ inline void multiply(float (&sum)[4], uint4 a, uint2 b) {
 
 inline uint32_t pack(float low, float high) { return to_bfloat16(low) | to_bfloat16(high) << 16; }
 
+inline float bfloat16_to_float(uint16_t bits) { return of_bfloat16(bits); }
+
+inline uint4 load_constant(const uint4* place) { return *place; }
+
 template <class T>
 T load_fresh(const T* place) {
   return *place;

@@ -22,6 +22,17 @@ __device__ inline uint32_t pack(float low, float high) {
   return reinterpret_cast<uint32_t&>(x);
 }
 
+__device__ inline float bfloat16_to_float(uint16_t bits) { return __uint_as_float(bits << 16); }
+
+// Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor.
+__device__ inline uint4 load_constant(const uint4* place) {
+  uint4 x;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "l"(place));
+  return x;
+}
+
 // Reads what another multiprocessor may just have written, past the cache of this one.
 template <class T>
 __device__ T load_fresh(const T* place) {
