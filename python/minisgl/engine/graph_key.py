@@ -22,10 +22,10 @@ _OWN_TOKEN_COST = 1.7
 # Tokens of a slice that is alone in its step, ...
 _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
 # ... and of a step with several slices, decodes included. A GPU multiplies 128 tokens at a time.
-_STEP_SIZES = [*range(128, 1281, 128), 1536, 1792, 2048]
+_STEP_SIZES = [*range(128, 1281, 128), 1536, 2048]
 # It has up to so many prompts, beside so many decodes.
 _MAX_PROMPTS = 16
-_DECODES_BESIDE_PROMPTS = [32, 64, 128, 256]
+_DECODES_BESIDE_PROMPTS = [32, 64, 96, 128, 256]
 _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
@@ -70,7 +70,7 @@ class GraphKey:
         return self.num_decodes + self.num_prompt_tokens
 
 
-# Of each kind, those of fewest tokens first, and of these, those of fewest prompt tokens.
+# Of each kind, those of fewest tokens first, and of these, those of fewest decodes.
 GraphKeys = dict[GraphKind, list[GraphKey]]
 
 
@@ -163,7 +163,7 @@ def _keys_with_prompts(max_decodes: int, max_prompt_tokens: int) -> list[GraphKe
             num_prompt_tokens = size - num_decodes
             if _MIN_PROMPT_TOKENS <= num_prompt_tokens <= max_prompt_tokens:
                 keys.append(GraphKey(kind, num_decodes, _MAX_PROMPTS, num_prompt_tokens))
-    return sorted(keys, key=lambda key: (key.num_tokens, key.num_prompt_tokens))
+    return sorted(keys, key=lambda key: (key.num_tokens, key.num_decodes))
 
 
 def cpu_graph_keys(max_decodes: int) -> GraphKeys:

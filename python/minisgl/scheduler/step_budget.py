@@ -21,10 +21,10 @@ from minisgl.scheduler.step_costs import StepCosts, StepWork
 _AUTO_FACTOR = 2.0
 # ... and this many milliseconds at least. A GPU computes a step of few tokens hardly faster than
 # one of a thousand; 20 tokens a second are more than anybody reads.
-AUTO_MS_ON_GPU = 55.0
+AUTO_MS_ON_GPU = 57.0
 AUTO_MS_ON_CPU = 20.0
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
-_DOUBLING = 0.25
+_DOUBLING = 0.5
 # ... so many times at most.
 _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
