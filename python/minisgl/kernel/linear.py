@@ -21,8 +21,8 @@ from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
 
 _FEW_TOKENS = 8  # that the compiled kernel of a CPU takes
 # The compiled kernel of a GPU takes so many tokens, and is faster than torch if the weight has no
-# more numbers than this. On an H200, 8 tokens: 2048 to 1024 in 3.4 instead of 5.9 µs, 1024 to 4096 in 4.5 instead
-# of 5.3; but 1024 to 6144 in 6.5 instead of 5.9.
+# more numbers than this. On an H200, 8 tokens: 2048 to 1024 in 3.4 instead of 5.9 µs, 1024 to 4096
+# in 4.5 instead of 5.3; but 1024 to 6144 in 6.5 instead of 5.9.
 _MOST_OF_FEW = 16
 _LARGEST_WEIGHT_FOR_FEW = 1 << 22
 _PACK_FOR_TOKENS = 32
