@@ -11,7 +11,13 @@ Nothing here knows of requests or models. Read `norm.py` for the pattern, then `
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
-from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
+from minisgl.kernel.attention import (
+    attend_decode,
+    attend_decode_reference,
+    attend_prompts,
+    attend_prompts_reference,
+    causal_softmax,
+)
 from minisgl.kernel.cpu_graph import CannotBeCaptured, CpuGraph, CpuKernels
 from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
@@ -39,6 +45,8 @@ __all__ = [
     "add_rms_norm",
     "attend_decode",
     "attend_decode_reference",
+    "attend_prompts",
+    "attend_prompts_reference",
     "causal_softmax",
     "choose_tokens",
     "common_prefix_length",
