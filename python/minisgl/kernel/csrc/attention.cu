@@ -15,16 +15,10 @@
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
 // tables, S kv slots, Z entries of a flat list.
 
-#include <cuda_runtime.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/extra/cuda/device_guard.h>
-#include <tvm/ffi/function.h>
-
 #include <cmath>
 #include <cstdint>
 
-#include <ptx.cuh>
+#include "launch.cuh"
 
 namespace {
 
@@ -340,26 +334,6 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
     }
     place += end - begin;
   }
-}
-
-template <class T>
-T* data_of(const TensorView& x) {
-  return static_cast<T*>(x.data_ptr());
-}
-
-template <class... Parameters, class... Arguments>
-void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Parameters...),
-            Arguments... arguments) {
-  tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  cudaLaunchAttribute early = may_start_early();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
-  config.blockDim = dim3(static_cast<unsigned>(num_threads));
-  auto stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = can_start_early(device.device_id);
-  TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace
