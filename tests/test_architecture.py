@@ -33,6 +33,7 @@ WITHIN_A_TIER = {
     ("sampling_params", "errors"),
     ("utils", "errors"),
     ("message", "core"),
+    ("distributed", "kernel"),
     ("layers", "attention"),
     ("layers", "kvcache"),
     ("layers", "moe"),

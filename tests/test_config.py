@@ -10,6 +10,7 @@ import pytest
 from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.config import (
     ATTENTION_BACKEND_NAMES,
+    COMM_NAMES,
     PREFIX_CACHE_NAMES,
     EngineConfig,
     SchedulerConfig,
@@ -118,6 +119,13 @@ def test_flashinfer_is_refused_where_it_cannot_work(options: dict[str, Any], wha
         ConfigError, match=rf"--attn fi needs a GPU and a half-precision dtype, got .*{what}"
     ):
         EngineConfig(attn="fi", **options).resolve(TWO_GPUS)
+
+
+@pytest.mark.parametrize("comm", COMM_NAMES)
+def test_what_adds_up_on_gpus_is_refused_on_a_cpu(comm: str) -> None:
+    assert EngineConfig(comm=comm).resolve(TWO_GPUS).comm == comm
+    with pytest.raises(ConfigError, match=f"--comm {comm} needs GPUs, got cpu"):
+        EngineConfig(comm=comm, device="cpu").resolve(TWO_GPUS)
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

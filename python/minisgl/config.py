@@ -24,6 +24,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 MODEL_SOURCES = ("huggingface", "modelscope")
 ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
+COMM_NAMES = ("nccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULES = ("short-first", "fcfs")
 
@@ -56,6 +57,12 @@ class EngineConfig:
         None,
         f"attention backend of {', '.join(ATTENTION_BACKEND_NAMES)}, "
         "or one for prompts and one for decodes as in fa,fi; auto: the fastest there is",
+    )
+    comm: str | None = option(
+        None,
+        "what adds up over the ranks on GPUs: nccl, or peer, which writes small sums into the "
+        "memory of the other GPUs; auto: for each size the faster one, as measured at the start",
+        COMM_NAMES,
     )
     page_size: int | None = option(
         None, "tokens in one page of the KV cache; auto: 64 on a GPU, 16 on a CPU"
@@ -129,6 +136,8 @@ class EngineConfig:
                 f"--attn {self.attn} needs a GPU and a half-precision dtype, "
                 f"got {device} and {dtype}"
             )
+        if self.comm and device != "cuda":
+            raise ConfigError(f"--comm {self.comm} needs GPUs, got {device}")
         return replace(
             self,
             device=device,

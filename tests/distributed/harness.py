@@ -8,11 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minisgl.distributed import DistributedInfo
 from minisgl.message import BatchBackendMsg, UserMsg, decoder, encode, pack_ids
@@ -29,6 +31,7 @@ from tests.engine.harness import (
     greedy,
 )
 
+T = TypeVar("T")
 TIMEOUT_S = 120
 
 
@@ -60,7 +63,12 @@ class RoundsInbox(MemoryInbox):
 
 
 def run_ranks(tp: int, jobs: list[Job], folder: Path) -> list[list[list[Answer]]]:
-    """Answers by rank, job and prompt; those of ranks other than 0 have no logits.
+    """Answers by rank, job and prompt; those of ranks other than 0 have no logits."""
+    return in_processes(tp, partial(_run_all, jobs, folder))
+
+
+def in_processes(size: int, work: Callable[[DistributedInfo], T]) -> list[T]:
+    """What `work`, which can be pickled, returns on each rank.
 
     Raises:
         RuntimeError: a rank failed; the message is its traceback. The other ranks are killed, since
@@ -69,10 +77,10 @@ def run_ranks(tp: int, jobs: list[Job], folder: Path) -> list[list[list[Answer]]
     spawn = multiprocessing.get_context("spawn")
     readers: list[Connection] = []
     processes: list[SpawnProcess] = []
-    for rank in range(tp):
+    for rank in range(size):
         reader, writer = spawn.Pipe(duplex=False)
         process = spawn.Process(
-            target=_rank, args=(DistributedInfo(rank, tp), jobs, folder, writer), daemon=True
+            target=_rank, args=(DistributedInfo(rank, size), work, writer), daemon=True
         )
         process.start()
         writer.close()
@@ -86,9 +94,9 @@ def run_ranks(tp: int, jobs: list[Job], folder: Path) -> list[list[list[Answer]]
             process.join()
 
 
-def _results(readers: list[Connection]) -> list[list[list[Answer]]]:
+def _results(readers: list[Connection]) -> list[Any]:
     """Wait for the results of all ranks, of which each has a pipe."""
-    results: dict[int, list[list[Answer]]] = {}
+    results: dict[int, Any] = {}
     while len(results) < len(readers):
         waiting = {reader: i for i, reader in enumerate(readers) if i not in results}
         ready = wait(list(waiting), timeout=TIMEOUT_S)
@@ -97,20 +105,28 @@ def _results(readers: list[Connection]) -> list[list[list[Answer]]]:
         for reader in ready:
             assert isinstance(reader, Connection)
             rank = waiting[reader]
-            result = pickle.loads(reader.recv_bytes())  # EOFError if the process died
-            if isinstance(result, str):
-                raise RuntimeError(f"rank {rank} failed:\n{result}")
+            result, trace = pickle.loads(reader.recv_bytes())  # EOFError if the process died
+            if trace is not None:
+                raise RuntimeError(f"rank {rank} failed:\n{trace}")
             results[rank] = result
     return [results[rank] for rank in range(len(readers))]
 
 
-def _rank(info: DistributedInfo, jobs: list[Job], folder: Path, result: Connection) -> None:
+def _rank(
+    info: DistributedInfo, work: Callable[[DistributedInfo], Any], writer: Connection
+) -> None:
+    result = None
+    trace = None
     try:
-        answer: Any = [_run(info, job, folder / str(index)) for index, job in enumerate(jobs)]
+        result = work(info)
     except Exception:
-        answer = traceback.format_exc()
+        trace = traceback.format_exc()
     # `send` would share the memory of tensors, which ends with this process.
-    result.send_bytes(pickle.dumps(answer))
+    writer.send_bytes(pickle.dumps((result, trace)))
+
+
+def _run_all(jobs: list[Job], folder: Path, info: DistributedInfo) -> list[list[Answer]]:
+    return [_run(info, job, folder / str(index)) for index, job in enumerate(jobs)]
 
 
 def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:

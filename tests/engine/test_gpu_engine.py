@@ -161,6 +161,8 @@ def assert_chosen(
         {"attn": "fi,trtllm"},
         {"attn": "fi,trtllm", "overlap": False},
         {"tp": 2},
+        {"tp": 2, "comm": "nccl"},
+        {"tp": 2, "comm": "peer"},
         {"tp": 2, "cuda_graph_max_bs": 0},
     ],
     ids=str,

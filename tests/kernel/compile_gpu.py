@@ -124,7 +124,7 @@ def cuda(source: Path) -> None:
         f"-I{libinfo.find_include_path()}",
         f"-I{libinfo.find_dlpack_include_path()}",
     ]
-    may_start_early = "may_start_early()" in source.read_text()
+    may_start_early = '"launch.cuh"' in source.read_text()
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernels.ptx"
         cubin = Path(folder) / "kernels.cubin"
@@ -137,7 +137,8 @@ def cuda(source: Path) -> None:
         code = {kernel.partition("(")[0]: kernel for kernel in ptx.read_text().split(".entry ")[1:]}
     for about in usage.split("Compiling entry function '")[1:]:
         symbol = about.partition("'")[0]
-        name = re.search(r"::([\w<>]+)\(", output_of("c++filt", symbol))
+        plain = output_of("c++filt", symbol).replace("(anonymous namespace)::", "")
+        name = re.search(r"(\w+(?:<\w+>)?)\(", plain)
         waits = "waits" if "griddepcontrol.wait" in code[symbol] else "does not wait"
         facts = [
             f"{size} bytes for all of {source.name}",

@@ -339,6 +339,8 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     lines = done.stdout.splitlines()
     names = {line.split(":")[0] for line in lines}
     in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
+    for number in ("BFloat16", "Float16", "Float32"):
+        in_cuda |= {f"push<{number}>", f"pull<{number}>", f"two_shot<{number}>"}
     assert len(names - in_cuda) >= 18
     if shutil.which(nvcc()):
         assert names >= in_cuda

@@ -22,6 +22,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "dtype": (["--dtype", "float32"], "float32"),
     "tp": (["--tp", "2"], 2),
     "attn": (["--attn", "torch"], "torch"),
+    "comm": (["--comm", "peer"], "peer"),
     "page_size": (["--page-size", "4"], 4),
     "num_pages": (["--num-pages", "100"], 100),
     "memory_ratio": (["--memory-ratio", "0.25"], 0.25),

@@ -150,18 +150,3 @@ def _gloo_options(timeout: timedelta) -> Any:
     options._devices = [device]
     options._timeout = timeout
     return options
-
-
-def create_communicator(
-    info: DistributedInfo, device: torch.device, rendezvous: Path | None, timeout_s: float = 600.0
-) -> DistributedCommunicator:
-    """Join the group of `info`; blocks until all its ranks have joined.
-
-    Args:
-        rendezvous: path of a file that all ranks and no other process use; absent at first. A group
-            of one needs none.
-    """
-    if info.size == 1:
-        return SingleCommunicator()
-    assert rendezvous is not None
-    return TorchCommunicator(info, device, rendezvous, timeout_s)

@@ -91,7 +91,7 @@ class Engine:
         # Kernels are built now, not in the first step.
         for kernels in (kernels_for, cuda_kernels_for):
             kernels(torch.empty(0, dtype=self._dtype, device=self._device))
-        self._comm = create_communicator(info, self._device, rendezvous)
+        self._comm = create_communicator(info, self._device, rendezvous, config.comm)
 
         max_seq_len = context_length(config, self._model_config)
         with out_of_memory_is_explained("loading the weights"):

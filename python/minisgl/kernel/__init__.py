@@ -11,6 +11,13 @@ Nothing here knows of requests or models. Read `norm.py` for the pattern, then `
 """
 
 from minisgl.kernel.activation import gelu_and_mul, silu_and_mul
+from minisgl.kernel.all_reduce import (
+    PeerSum,
+    Protocol,
+    memory_bytes,
+    peer_sum_kernels,
+    sum_reference,
+)
 from minisgl.kernel.attention import (
     attend_decode,
     attend_decode_reference,
@@ -41,6 +48,8 @@ __all__ = [
     "CpuKernels",
     "CpuLinear",
     "HeadNorms",
+    "PeerSum",
+    "Protocol",
     "Rotation",
     "add_rms_norm",
     "attend_decode",
@@ -62,7 +71,9 @@ __all__ = [
     "lowest_kept_reference",
     "mask_logits",
     "mask_logits_reference",
+    "memory_bytes",
     "moe_reference",
+    "peer_sum_kernels",
     "rms_norm",
     "rms_norm_reference",
     "rotate",
@@ -73,4 +84,5 @@ __all__ = [
     "silu_and_mul",
     "split_heads",
     "store_kv",
+    "sum_reference",
 ]

@@ -23,6 +23,16 @@ void arrives_late(TensorView place, TensorView value) {
 
 void forget_late() { cuda_on_cpu::late_inputs.clear(); }
 
+// Puts the launches from here on on that stream, of so many, until `run_streams`.
+void use_stream(int64_t stream, int64_t num_streams) {
+  cuda_on_cpu::streams.resize(static_cast<size_t>(num_streams));
+  cuda_on_cpu::current_stream = &cuda_on_cpu::streams[static_cast<size_t>(stream)];
+}
+
+void run_streams() { cuda_on_cpu::run_streams(); }
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(use_stream, use_stream);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_streams, run_streams);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_blocks, set_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(arrives_late, arrives_late);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forget_late, forget_late);

@@ -4,7 +4,8 @@
 // the functions of warps, for its warp. The first thread and the direction change from one turn to
 // the next, which reveals a missing synchronisation. A launch fails if threads that have to wait
 // for each other stop at different points. Blocks run one after the other, or as control.cpp sets
-// it.
+// it. Launches run at once, or are put on streams, which stand for the ranks of a group: those then
+// run beside each other, each its own launches in order.
 
 #pragma once
 
@@ -16,6 +17,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -24,10 +27,19 @@
 
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static  // blocks with such memory must not run together
 
 using std::max, std::min;
+
+struct alignas(8) float2 {
+  float x, y;
+};
+
+struct alignas(16) ulonglong2 {
+  uint64_t x, y;
+};
 
 struct alignas(8) int2 {
   int x, y;
@@ -54,9 +66,10 @@ struct dim3 {
   unsigned x;
 };
 
-inline dim3 blockIdx, threadIdx;
+inline dim3 gridDim, blockIdx, threadIdx;
 
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int atomicAdd(int* x, int y) { return std::exchange(*x, *x + y); }
 inline int atomicMin(int* x, int y) { return std::exchange(*x, std::min(*x, y)); }
 inline void __threadfence() {}
@@ -86,11 +99,24 @@ struct Thread {
   alignas(16) char offer[32];
 };
 
-inline std::vector<Thread> threads;
+// A launch: what each thread of it does.
+struct Grid {
+  unsigned num_blocks, block_size;
+  std::function<void()> body;
+};
+
+// Blocks of a grid that run at a time.
+struct Running {
+  const Grid* grid;
+  std::vector<Thread> threads;
+  std::vector<char> stacks;
+  size_t turn;
+};
+
+inline const Grid* current_grid;
 inline Thread* current;
 inline jmp_buf scheduler;
-inline void (*body)(void*);
-inline void* body_argument;
+inline bool has_failed = false;
 
 // How many blocks run at once. With a seed they run in any order, and threads sometimes fall
 // behind.
@@ -112,15 +138,17 @@ inline void let_arrive(std::vector<char> LateInput::* bytes) {
 }
 
 inline void run_thread() {
-  body(body_argument);
+  current_grid->body();
   current->at = Point::end;
   _longjmp(scheduler, 1);
 }
 
 // Contexts are used to begin threads only: changing them takes a system call, and a jump takes
 // none.
-[[gnu::noinline]] inline void resume(Thread& thread) {
+[[gnu::noinline]] inline void resume(const Grid& grid, Thread& thread) {
+  current_grid = &grid;
   current = &thread;
+  gridDim.x = grid.num_blocks;
   blockIdx.x = thread.block;
   threadIdx.x = thread.index;
   if (_setjmp(scheduler)) return;
@@ -134,8 +162,7 @@ inline void run_thread() {
 }
 
 // Lets a block or warp go on if all of it are at the same point.
-inline bool release(size_t first, size_t num) {
-  Thread* warp_or_block = &threads[first];
+inline bool release(Thread* warp_or_block, size_t num) {
   Point at = warp_or_block->at;
   if (at == Point::end) return false;
   for (size_t i = 0; i < num; ++i)
@@ -145,58 +172,116 @@ inline bool release(size_t first, size_t num) {
   return true;
 }
 
-inline bool release_some(size_t block_size) {
+inline bool release_some(Running& running) {
+  std::vector<Thread>& threads = running.threads;
+  size_t block_size = running.grid->block_size;
   bool any = false;
   for (size_t i = 0; i < threads.size(); i += kWarp)
-    if (threads[i].at != Point::block) any |= release(i, kWarp);
+    if (threads[i].at != Point::block) any |= release(&threads[i], kWarp);
   for (size_t i = 0; i < threads.size(); i += block_size)
-    if (threads[i].at == Point::block) any |= release(i, block_size);
+    if (threads[i].at == Point::block) any |= release(&threads[i], block_size);
   return any;
 }
 
-inline void run_blocks(const unsigned* blocks, size_t num_blocks, unsigned block_size) {
+inline void begin(Running& running, const Grid& grid, const unsigned* blocks, size_t num_blocks) {
   constexpr size_t kStack = 1 << 15;
-  static std::vector<char> stacks;
-  if (block_size % kWarp != 0) throw std::runtime_error("a block has to consist of whole warps");
-  threads.resize(num_blocks * block_size);
-  stacks.resize(std::max(stacks.size(), threads.size() * kStack));
-  for (size_t i = 0; i < threads.size(); ++i) {
-    Thread& thread = threads[i];
-    thread.block = blocks[i / block_size];
-    thread.index = static_cast<unsigned>(i % block_size);
+  if (grid.block_size % kWarp != 0)
+    throw std::runtime_error("a block has to consist of whole warps");
+  running.grid = &grid;
+  running.turn = 0;
+  running.threads.resize(num_blocks * grid.block_size);
+  running.stacks.resize(std::max(running.stacks.size(), running.threads.size() * kStack));
+  for (size_t i = 0; i < running.threads.size(); ++i) {
+    Thread& thread = running.threads[i];
+    thread.block = blocks[i / grid.block_size];
+    thread.index = static_cast<unsigned>(i % grid.block_size);
     thread.at = Point::nowhere;
     thread.turns_behind = 0;
     thread.has_begun = false;
     getcontext(&thread.beginning);
-    thread.beginning.uc_stack.ss_sp = &stacks[i * kStack];
+    thread.beginning.uc_stack.ss_sp = &running.stacks[i * kStack];
     thread.beginning.uc_stack.ss_size = kStack;
     makecontext(&thread.beginning, run_thread, 0);
   }
-  let_arrive(&LateInput::before);
-  bool any_runs = true;
-  for (size_t turn = 0, num = threads.size(); any_runs; ++turn) {
-    any_runs = false;
-    for (size_t i = 0; i < num; ++i) {
-      Thread& thread = threads[((turn % 2 ? i : num - 1 - i) + turn * 389) % num];
-      if (thread.at != Point::nowhere) continue;
-      any_runs = true;
-      if (thread.turns_behind == 0) resume(thread);
-      else --thread.turns_behind;
-    }
-    any_runs |= release_some(block_size);
-  }
-  for (const Thread& thread : threads)
-    if (thread.at != Point::end)
-      throw std::runtime_error("threads that have to meet are at different points");
 }
 
-inline void run_grid(unsigned num_blocks, unsigned block_size) {
-  std::vector<unsigned> blocks(num_blocks);
+// Runs each thread to the next point where it waits; returns whether any could run.
+inline bool take_turn(Running& running) {
+  size_t num = running.threads.size(), turn = running.turn++;
+  bool any_runs = false;
+  for (size_t i = 0; i < num; ++i) {
+    Thread& thread = running.threads[((turn % 2 ? i : num - 1 - i) + turn * 389) % num];
+    if (thread.at != Point::nowhere) continue;
+    any_runs = true;
+    if (thread.turns_behind == 0) resume(*running.grid, thread);
+    else --thread.turns_behind;
+  }
+  any_runs |= release_some(running);
+  if (std::exchange(has_failed, false)) throw std::runtime_error("a thread ended its kernel");
+  if (any_runs) return true;
+  for (const Thread& thread : running.threads)
+    if (thread.at != Point::end)
+      throw std::runtime_error("threads that have to meet are at different points");
+  return false;
+}
+
+inline void run_blocks(const Grid& grid, const unsigned* blocks, size_t num_blocks) {
+  static Running running;
+  begin(running, grid, blocks, num_blocks);
+  let_arrive(&LateInput::before);
+  while (take_turn(running)) {
+  }
+}
+
+inline void run_grid(const Grid& grid) {
+  std::vector<unsigned> blocks(grid.num_blocks);
   std::iota(blocks.begin(), blocks.end(), 0);
   random.seed(seed);
   if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
-  for (size_t i = 0; i < num_blocks; i += num_together)
-    run_blocks(&blocks[i], std::min(num_together, num_blocks - i), block_size);
+  for (size_t i = 0; i < blocks.size(); i += num_together)
+    run_blocks(grid, &blocks[i], std::min(num_together, blocks.size() - i));
+}
+
+// What waits on each stream, and the stream of the next launch; without one, launches run at once.
+inline std::vector<std::deque<Grid>> streams;
+inline std::deque<Grid>* current_stream = nullptr;
+
+// Runs all streams to their ends. One of them is now and then far ahead of the others.
+inline void run_streams() {
+  struct Stream {
+    std::deque<Grid> grids;
+    Running running;
+    size_t turns_behind;
+  };
+  std::vector<Stream> waiting(streams.size());
+  for (size_t i = 0; i < streams.size(); ++i) waiting[i].grids = std::move(streams[i]);
+  streams.clear();
+  current_stream = nullptr;
+  auto begin_next = [](Stream& stream) {
+    const Grid& grid = stream.grids.front();
+    std::vector<unsigned> blocks(grid.num_blocks);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
+    begin(stream.running, grid, blocks.data(), blocks.size());
+  };
+  random.seed(seed);
+  for (Stream& stream : waiting)
+    if (!stream.grids.empty()) begin_next(stream);
+  for (bool any_runs = true; any_runs;) {
+    any_runs = false;
+    for (Stream& stream : waiting) {
+      if (stream.grids.empty()) continue;
+      any_runs = true;
+      if (stream.turns_behind > 0) {
+        --stream.turns_behind;
+        continue;
+      }
+      if (seed && random() % 16 == 0) stream.turns_behind = random() % 64;
+      if (take_turn(stream.running)) continue;
+      stream.grids.pop_front();
+      if (!stream.grids.empty()) begin_next(stream);
+    }
+  }
 }
 
 // Calls `read` on the values of this thread's warp, with a function from a lane to that lane's
@@ -267,9 +352,9 @@ struct cudaLaunchConfig_t {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
-  auto call = [&] { kernel(arguments...); };
-  cuda_on_cpu::body_argument = &call;
-  cuda_on_cpu::body = [](void* x) { (*static_cast<decltype(call)*>(x))(); };
-  cuda_on_cpu::run_grid(config->gridDim.x, config->blockDim.x);
+  auto body = [=] { kernel(arguments...); };
+  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, body};
+  if (cuda_on_cpu::current_stream) cuda_on_cpu::current_stream->push_back(grid);
+  else cuda_on_cpu::run_grid(grid);
   return cudaSuccess;
 }

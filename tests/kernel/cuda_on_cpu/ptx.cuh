@@ -41,6 +41,42 @@ inline float bfloat16_to_float(uint16_t bits) { return of_bfloat16(bits); }
 
 inline uint4 load_constant(const uint4* place) { return *place; }
 
+inline uint32_t pack_float16(float low, float high) {
+  return std::bit_cast<uint16_t>(_Float16(low)) | std::bit_cast<uint16_t>(_Float16(high)) << 16;
+}
+
+inline float2 unpack_float16(uint32_t word) {
+  auto number = [](uint32_t bits) { return float(std::bit_cast<_Float16>(uint16_t(bits))); };
+  return {number(word & 0xffff), number(word >> 16)};
+}
+
+// The two numbers of a pair are stored one after the other, with a chance for others in between.
+inline void let_others_run() { cuda_on_cpu::meet(cuda_on_cpu::Point::nowhere); }
+
+inline void store_pair(ulonglong2* place, ulonglong2 x) {
+  bool first_is_x = cuda_on_cpu::random() % 2;
+  (first_is_x ? place->x : place->y) = first_is_x ? x.x : x.y;
+  let_others_run();
+  (first_is_x ? place->y : place->x) = first_is_x ? x.y : x.x;
+}
+
+inline ulonglong2 load_pair(const ulonglong2* place) { return *place; }
+
+inline void store_release(uint64_t* place, uint64_t x) { *place = x; }
+
+inline uint64_t load_acquire(const uint64_t* place) { return *place; }
+
+// Each look at the clock takes a microsecond.
+inline uint64_t nanoseconds() {
+  static uint64_t now = 0;
+  return now += 1000;
+}
+
+inline void fail() {
+  cuda_on_cpu::has_failed = true;
+  cuda_on_cpu::meet(cuda_on_cpu::Point::end);
+}
+
 template <class T>
 T load_fresh(const T* place) {
   return *place;

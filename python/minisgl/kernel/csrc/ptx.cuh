@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -33,11 +34,59 @@ __device__ inline uint4 load_constant(const uint4* place) {
   return x;
 }
 
+// The same of float16s, and back.
+__device__ inline uint32_t pack_float16(float low, float high) {
+  __half2 x = __floats2half2_rn(low, high);
+  return reinterpret_cast<uint32_t&>(x);
+}
+
+__device__ inline float2 unpack_float16(uint32_t word) {
+  return __half22float2(reinterpret_cast<__half2&>(word));
+}
+
 // Reads what another multiprocessor may just have written, past the cache of this one.
 template <class T>
 __device__ T load_fresh(const T* place) {
   return __ldcg(place);
 }
+
+// Memory that several GPUs write and read. Of a pair, each number arrives whole, but not always both
+// together.
+__device__ inline void store_pair(ulonglong2* place, ulonglong2 x) {
+  asm volatile("st.relaxed.sys.v2.b64 [%0], {%1, %2};" ::"l"(place), "l"(x.x), "l"(x.y) : "memory");
+}
+
+__device__ inline ulonglong2 load_pair(const ulonglong2* place) {
+  ulonglong2 x;
+  asm volatile("ld.relaxed.sys.v2.b64 {%0, %1}, [%2];"
+               : "=l"(x.x), "=l"(x.y)
+               : "l"(place)
+               : "memory");
+  return x;
+}
+
+// What the threads of the block have written before is seen by whoever loads this number.
+__device__ inline void store_release(uint64_t* place, uint64_t x) {
+  asm volatile("st.release.sys.b64 [%0], %1;" ::"l"(place), "l"(x) : "memory");
+}
+
+__device__ inline uint64_t load_acquire(const uint64_t* place) {
+  uint64_t x;
+  asm volatile("ld.acquire.sys.b64 %0, [%1];" : "=l"(x) : "l"(place) : "memory");
+  return x;
+}
+
+__device__ inline uint64_t nanoseconds() {
+  uint64_t x;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
+  return x;
+}
+
+// Threads of a GPU run by themselves; the stand-in's have to be told.
+__device__ inline void let_others_run() {}
+
+// Ends the kernel with an error, after which the process can do nothing on this GPU any more.
+__device__ inline void fail() { __trap(); }
 
 // Programmatic dependent launch, as in gpu/launch.py: what a kernel does before this call may
 // overlap the kernel before it.

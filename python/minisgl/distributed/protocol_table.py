@@ -1,0 +1,98 @@
+"""Which protocol takes a sum, by its size: what was fastest when it was measured at the start.
+
+A sum takes the protocol that was fastest for the next larger measured size. Every rank gets rank
+0's times, so all choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from minisgl.kernel import Protocol
+
+# None stands for NCCL.
+Route = Protocol | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolTable:
+    """A route for each size.
+
+    Attributes:
+        max_bytes: ascending; the largest sum that the route of the same index takes.
+        routes: as many. Larger sums go to NCCL.
+    """
+
+    max_bytes: tuple[int, ...]
+    routes: tuple[Route, ...]
+
+    @classmethod
+    def of_fastest(
+        cls, sizes: Sequence[int], seconds: Sequence[Sequence[float]], routes: Sequence[Route]
+    ) -> ProtocolTable:
+        """Choose the fastest route of each size.
+
+        Args:
+            sizes: in bytes, ascending.
+            seconds: for each size, those of each route; infinite where it takes no such sum.
+        """
+        fastest = []
+        for each in seconds:
+            least = min(each)
+            fastest.append(routes[each.index(least)] if math.isfinite(least) else None)
+        return cls(tuple(sizes), tuple(fastest))
+
+    def route(self, num_bytes: int) -> Route:
+        """The route of a sum."""
+        index = bisect_left(self.max_bytes, num_bytes)
+        return self.routes[index] if index < len(self.routes) else None
+
+    @property
+    def uses_peer_memory(self) -> bool:
+        """Whether any size has another route than NCCL."""
+        return any(route is not None for route in self.routes)
+
+    def __str__(self) -> str:
+        pairs = zip(self.max_bytes, self.routes, strict=True)
+        parts = []
+        for route, group in groupby(pairs, key=lambda pair: pair[1]):
+            *_, (most, _) = group
+            parts.append(f"{_name(route)} up to {most >> 10} KiB")
+        return ", ".join([*parts, "NCCL beyond"])
+
+
+def _name(route: Route) -> str:
+    return "NCCL" if route is None else route.name.lower()
+
+
+def seconds_a_call(call: Callable[[], object], num_calls: int = 20, num_replays: int = 5) -> float:
+    """Measure a call on the GPU in a CUDA graph of so many calls.
+
+    A call of a collective waits for that of the other ranks, so all have to measure it.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        call()  # what is loaded or allocated once is not to be captured
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(num_calls):
+            call()
+        graph.capture_end()
+        graph.replay()
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(num_replays):
+            graph.replay()
+        end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3 / (num_calls * num_replays)

@@ -1,0 +1,81 @@
+"""Sums over the ranks of a group through memory that all of them reach (csrc/all_reduce.cu)."""
+
+# Dimensions: X a selection out of another dimension.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.native import load_cuda_kernels
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NS_PER_S = 10**9
+
+
+class Protocol(IntEnum):
+    """How numbers reach the other ranks; all_reduce.cu says what each protocol does."""
+
+    PUSH = 0
+    PULL = 1
+    TWO_SHOT = 2
+
+
+class PeerSum:
+    """Sums of tensors over the ranks of a group.
+
+    All ranks make the same calls, in the same order and with the same sizes, each on one stream at
+    a time. A call may be captured in a CUDA graph. A rank that waits for another longer than its
+    patience ends its kernel with an error, and its process can use the GPU no more.
+
+    Args:
+        kernels: the functions of csrc/*.cu.
+        addresses: where this process sees the memory of each rank, of `memory_bytes` bytes that
+            were zero before the first call. They stay there as long as calls, or graphs of them,
+            run.
+    """
+
+    def __init__(
+        self, kernels: Any, addresses: Sequence[int], rank: int, *, patience_s: float
+    ) -> None:
+        self._kernels = kernels
+        self._max_bytes = [kernels.max_bytes_of_protocol(protocol) for protocol in Protocol]
+        self._address_X = torch.tensor(addresses, dtype=torch.int64)
+        self._rank = rank
+        self._patience_ns = int(patience_s * _NS_PER_S)
+
+    def takes(self, x: Tensor, protocol: Protocol) -> bool:
+        """Whether a tensor can be added up by a protocol; equal on all ranks."""
+        is_small = x.nbytes <= self._max_bytes[protocol]
+        return is_small and x.is_contiguous() and x.dtype in _DTYPES
+
+    def add_up(self, x: Tensor, protocol: Protocol) -> None:
+        """Overwrite x with the sum of the x of all ranks, equal on all to the last bit.
+
+        Args:
+            x: one that the protocol takes.
+        """
+        if x.numel():
+            self._kernels.all_reduce(x, protocol, self._address_X, self._rank, self._patience_ns)
+
+
+def peer_sum_kernels(device: torch.device) -> Any | None:
+    """Return the functions of csrc/*.cu for a GPU; None if they cannot be compiled here."""
+    return load_cuda_kernels(*torch.cuda.get_device_capability(device))
+
+
+def memory_bytes(kernels: Any) -> int:
+    """Return how much memory a rank has to share."""
+    return int(kernels.peer_memory_bytes())
+
+
+def sum_reference(x_of_ranks: Sequence[Tensor]) -> Tensor:
+    """Compute what `PeerSum.add_up` leaves on each rank, in plain torch."""
+    total = torch.zeros_like(x_of_ranks[0], dtype=torch.float32)
+    for x in x_of_ranks:
+        total += x.float()
+    return total.to(x_of_ranks[0].dtype)

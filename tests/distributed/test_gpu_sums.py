@@ -1,0 +1,228 @@
+"""Sums over peer memory on several GPUs, against sums that every rank computes for itself."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.distributed import (
+    DistributedInfo,
+    PeerCommunicator,
+    TorchCommunicator,
+    create_communicator,
+)
+from minisgl.distributed.peer_communicator import share_memory
+from minisgl.kernel import PeerSum, Protocol, peer_sum_kernels, sum_reference
+from tests.distributed.harness import in_processes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs more GPUs"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NUM_BYTES = [2, 16, 18, 1000, 1024, 10240, 65534, 131072, 262144, 500002, 1 << 20, 3000006, 8 << 20]
+BEYOND = [(8 << 20) + 4, 16 << 20]
+sizes = pytest.mark.parametrize(
+    "size", [size for size in (2, 3, 4, 8) if size <= torch.cuda.device_count()]
+)
+
+
+class Numbers:
+    """The random numbers of all ranks, equal in each process."""
+
+    def __init__(self, info: DistributedInfo, device: torch.device) -> None:
+        self._info = info
+        self._device = device
+        self._random = [torch.Generator(device).manual_seed(rank) for rank in range(info.size)]
+
+    def draw(self, num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of this rank, and the sum of all."""
+        of_ranks = [
+            torch.randn(num, generator=each, device=self._device).to(dtype) for each in self._random
+        ]
+        return of_ranks[self._info.rank].clone(), sum_reference(of_ranks)
+
+
+def join(info: DistributedInfo, rendezvous: Path) -> tuple[torch.device, TorchCommunicator]:
+    device = torch.device("cuda", info.rank)
+    torch.cuda.set_device(device)
+    return device, TorchCommunicator(info, device, rendezvous, timeout_s=60)
+
+
+def num_different(x: Tensor, y: Tensor) -> Tensor:
+    return (x.view(torch.uint8) != y.view(torch.uint8)).sum()
+
+
+def pieces(num_bytes: int, dtype: torch.dtype) -> Iterator[slice]:
+    """Where a tensor of so many bytes may lie in a wider one."""
+    num = num_bytes // dtype.itemsize
+    if num:
+        yield slice(0, num)
+        yield slice(3, 3 + num)
+
+
+def all_sizes(rendezvous: Path, info: DistributedInfo) -> None:
+    device, nccl = join(info, rendezvous)
+    memory, peer_sum = share_memory(nccl, device)
+    numbers = Numbers(info, device)
+    for dtype in DTYPES:
+        for num_bytes in NUM_BYTES:
+            for piece in pieces(num_bytes, dtype):
+                for protocol in Protocol:
+                    wide, expected = numbers.draw(piece.stop + 9, dtype)
+                    before = wide.clone()
+                    x = wide[piece]
+                    if not peer_sum.takes(x, protocol):
+                        continue
+                    peer_sum.add_up(x, protocol)
+                    assert num_different(x, expected[piece]) == 0, (dtype, piece, protocol)
+                    x.copy_(before[piece])
+                    assert num_different(wide, before) == 0, "others are untouched"
+    memory.close()
+    nccl.close()
+
+
+@sizes
+def test_every_size_and_dtype_is_added_up_to_the_last_bit(size: int, tmp_path: Path) -> None:
+    in_processes(size, partial(all_sizes, tmp_path / "rendezvous"))
+
+
+def mixed_calls(rendezvous: Path, info: DistributedInfo) -> None:
+    """Ranks of different paces, on a stream of their own, without a wait between calls."""
+    device, nccl = join(info, rendezvous)
+    memory, peer_sum = share_memory(nccl, device)
+    numbers = Numbers(info, device)
+    common = random.Random(0)
+    own = random.Random(info.rank)
+    cases = []
+    for num_bytes in NUM_BYTES[1:]:
+        x, expected = numbers.draw(num_bytes // 2, torch.bfloat16)
+        protocols = [each for each in Protocol if peer_sum.takes(x, each)]
+        cases.append((x, expected, protocols))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3000):
+            x, expected, protocols = common.choice(cases)
+            y = x.clone()
+            if own.random() < 0.05:
+                torch.cuda._sleep(own.randrange(200_000))
+            peer_sum.add_up(y, common.choice(protocols))
+            wrong += num_different(y, expected)
+    stream.synchronize()
+    assert int(wrong) == 0
+    memory.close()
+    nccl.close()
+
+
+@sizes
+def test_calls_of_changing_sizes_and_protocols_do_not_mix(size: int, tmp_path: Path) -> None:
+    in_processes(size, partial(mixed_calls, tmp_path / "rendezvous"))
+
+
+def replays(rendezvous: Path, info: DistributedInfo) -> None:
+    """A graph of sums of several sizes, one right after the other, with new inputs each time."""
+    device, nccl = join(info, rendezvous)
+    memory, peer_sum = share_memory(nccl, device)
+    numbers = Numbers(info, device)
+    calls = [
+        (num_bytes // 2, protocol)
+        for num_bytes in (10240, 16, 262144, 10240)
+        for protocol in Protocol
+    ]
+    inputs = [torch.zeros(num, dtype=torch.bfloat16, device=device) for num, _ in calls]
+    outputs = [torch.zeros_like(x) for x in inputs]
+
+    def add_up_all() -> None:
+        for x, y in zip(inputs, outputs, strict=True):
+            y.copy_(x)
+        for y, (_, protocol) in zip(outputs, calls, strict=True):
+            peer_sum.add_up(y, protocol)
+
+    add_up_all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        add_up_all()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    own = random.Random(info.rank)
+    for i in range(1000):
+        drawn = [numbers.draw(num, torch.bfloat16) for num, _ in calls]
+        for x, (new, _) in zip(inputs, drawn, strict=True):
+            x.copy_(new)
+        if own.random() < 0.2:
+            torch.cuda._sleep(own.randrange(500_000))
+        graph.replay()
+        for y, (_, expected) in zip(outputs, drawn, strict=True):
+            wrong += num_different(y, expected)
+        if i % 100 == 50:  # an eager call between two replays
+            x, expected = numbers.draw(5000, torch.float32)
+            peer_sum.add_up(x, Protocol.PULL)
+            wrong += num_different(x, expected)
+    assert int(wrong) == 0
+    del graph
+    memory.close()
+    nccl.close()
+
+
+@sizes
+def test_a_graph_is_replayed_with_changing_inputs(size: int, tmp_path: Path) -> None:
+    in_processes(size, partial(replays, tmp_path / "rendezvous"))
+
+
+def chosen_routes(rendezvous: Path, info: DistributedInfo) -> int:
+    """Through the communicator, twice in one process; returns how much memory was lost."""
+    device = torch.device("cuda", info.rank)
+    torch.cuda.set_device(device)
+    free = []
+    for turn in range(3):
+        comm = create_communicator(info, device, rendezvous.with_suffix(f".{turn}"), "peer", 60)
+        assert isinstance(comm, PeerCommunicator)
+        numbers = Numbers(info, device)
+        for num_bytes in NUM_BYTES + BEYOND:
+            x, expected = numbers.draw(num_bytes // 2, torch.bfloat16)
+            assert comm.all_reduce(x) is x
+            torch.testing.assert_close(x, expected, atol=0.05, rtol=0.02)
+        x, expected = numbers.draw(64, torch.float32)
+        columns = x.view(8, 8).T
+        assert comm.all_gather(columns).shape == (8, 8 * info.size)
+        empty = torch.empty(0, 5, device=device)
+        assert comm.all_reduce(empty) is empty
+        del x, expected, columns, empty
+        comm.close()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(device)[0])
+    return free[1] - free[2]
+
+
+@sizes
+def test_the_communicator_adds_up_every_size(size: int, tmp_path: Path) -> None:
+    lost = in_processes(size, partial(chosen_routes, tmp_path / "rendezvous"))
+    assert max(lost) < 16 << 20
+
+
+def wait_for_nobody(rendezvous: Path, info: DistributedInfo) -> str:
+    device, nccl = join(info, rendezvous)
+    memory, _ = share_memory(nccl, device)
+    if info.rank > 0:
+        time.sleep(6)
+        return ""
+    peer_sum = PeerSum(peer_sum_kernels(device), memory.addresses, 0, patience_s=1.0)
+    peer_sum.add_up(torch.ones(100, device=device), Protocol.PUSH)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_forever(tmp_path: Path) -> None:
+    first, _ = in_processes(2, partial(wait_for_nobody, tmp_path / "rendezvous"))
+    assert "CUDA error" in first
