@@ -177,35 +177,48 @@ def test_a_graph_is_replayed_with_changing_inputs(size: int, tmp_path: Path) -> 
     in_processes(size, partial(replays, tmp_path / "rendezvous"))
 
 
-def chosen_routes(rendezvous: Path, info: DistributedInfo) -> int:
-    """Through the communicator, twice in one process; returns how much memory was lost."""
+def chosen_routes(rendezvous: Path, info: DistributedInfo) -> None:
+    """Through the communicator."""
     device = torch.device("cuda", info.rank)
     torch.cuda.set_device(device)
-    free = []
-    for turn in range(3):
-        comm = create_communicator(info, device, rendezvous.with_suffix(f".{turn}"), "peer", 60)
-        assert isinstance(comm, PeerCommunicator)
-        numbers = Numbers(info, device)
-        for num_bytes in NUM_BYTES + BEYOND:
-            x, expected = numbers.draw(num_bytes // 2, torch.bfloat16)
-            assert comm.all_reduce(x) is x
-            torch.testing.assert_close(x, expected, atol=0.05, rtol=0.02)
-        x, expected = numbers.draw(64, torch.float32)
-        columns = x.view(8, 8).T
-        assert comm.all_gather(columns).shape == (8, 8 * info.size)
-        empty = torch.empty(0, 5, device=device)
-        assert comm.all_reduce(empty) is empty
-        del x, expected, columns, empty
-        comm.close()
-        torch.cuda.empty_cache()
-        free.append(torch.cuda.mem_get_info(device)[0])
-    return free[1] - free[2]
+    comm = create_communicator(info, device, rendezvous, "peer", 60)
+    assert isinstance(comm, PeerCommunicator)
+    numbers = Numbers(info, device)
+    for num_bytes in NUM_BYTES + BEYOND:
+        x, expected = numbers.draw(num_bytes // 2, torch.bfloat16)
+        assert comm.all_reduce(x) is x
+        torch.testing.assert_close(x, expected, atol=0.05, rtol=0.02)
+    x, _ = numbers.draw(64, torch.float32)
+    columns = x.view(8, 8).T
+    assert comm.all_gather(columns).shape == (8, 8 * info.size)
+    empty = torch.empty(0, 5, device=device)
+    assert comm.all_reduce(empty) is empty
+    comm.close()
 
 
 @sizes
 def test_the_communicator_adds_up_every_size(size: int, tmp_path: Path) -> None:
-    lost = in_processes(size, partial(chosen_routes, tmp_path / "rendezvous"))
-    assert max(lost) < 16 << 20
+    in_processes(size, partial(chosen_routes, tmp_path / "rendezvous"))
+
+
+def lost_bytes(rendezvous: Path, info: DistributedInfo) -> int:
+    """How much memory is gone after memory was shared and closed once more."""
+    device, nccl = join(info, rendezvous)
+    free = []
+    for _ in range(2):
+        memory, _ = share_memory(nccl, device)
+        memory.close()
+        nccl.all_reduce(torch.zeros(1, device=device))  # until all ranks have closed theirs
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(device)[0])
+    nccl.close()
+    return free[0] - free[1]
+
+
+@sizes
+def test_memory_is_returned(size: int, tmp_path: Path) -> None:
+    assert max(in_processes(size, partial(lost_bytes, tmp_path / "rendezvous"))) < 4 << 20
 
 
 def wait_for_nobody(rendezvous: Path, info: DistributedInfo) -> str:
