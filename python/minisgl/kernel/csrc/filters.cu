@@ -8,12 +8,12 @@
 
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
 #include <cmath>
 #include <cstdint>
-
-#include "launch.cuh"
 
 namespace {
 
@@ -130,6 +130,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
   __syncthreads();
   if (threadIdx.x == 0) lowest[b] = smallest_of(border);
+}
+
+template <class T>
+T* data_of(const TensorView& x) {
+  return static_cast<T*>(x.data_ptr());
 }
 
 }  // namespace
