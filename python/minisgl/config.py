@@ -166,7 +166,7 @@ class SchedulerConfig(EngineConfig):
         None,
         "milliseconds that a step with prompts may hold up running requests; it gives way when "
         "prompts wait too long; 0: any; auto: twice the time of a step without prompts, at least "
-        "50 on a GPU and 20 on a CPU",
+        "57 on a GPU and 20 on a CPU",
     )
     overlap: bool | None = option(
         None,

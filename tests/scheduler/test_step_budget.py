@@ -56,6 +56,19 @@ def test_without_a_bound_they_are_held_up_by_all_of_a_prompt() -> None:
     assert served.gap(99) > 0.3
 
 
+def test_chunks_are_what_captured_steps_have_room_for() -> None:
+    rooms = [size - 64 for size in range(128, 2049, 128)]
+    host = TimedHost(GPU, device="cuda", target_itl_ms=60)
+    host.executor.rooms = rooms
+    streams = [host.submit(0, 512, 3000) for _ in range(64)]
+    prompt = host.submit(2, LONG, 8)
+    host.run(until=lambda: bool(prompt.token_times))
+    bounded = {stats.budget_tokens for stats in host.stats if stats.budget_ms == 60}
+    assert len(bounded) > 1
+    assert bounded <= set(rooms)
+    assert percentile(gaps(streams, 2.5, host.clock.now), 99) < 0.072
+
+
 def test_auto_keeps_streams_and_prompts_fast() -> None:
     served = Served(1.0, 8)
     assert served.gap(99) < 0.065

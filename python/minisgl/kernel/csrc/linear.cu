@@ -1,10 +1,11 @@
 // The product of a few tokens with a weight, which is bound by reading the weight.
 //
-// At most 16 tokens. A block has 16 or 32 rows of the weight, and its 8 warps divide their inputs among themselves. A
-// warp asks for its numbers of the weight before it waits for the tokens, so memory is busy while
-// the kernel before this one ends. They go to the tensor cores as they lie: any order of the inputs
-// gives the same product, so a thread loads 16 bytes of a row and uses them as its words of
-// fragments. The sums of the warps are added up in a fixed order. The contract stands in linear.py.
+// At most 16 tokens. A block has 16 or 32 rows of the weight, and its 8 warps divide their inputs
+// among themselves. A warp asks for its numbers of the weight before it waits for the tokens, so
+// memory is busy while the kernel before this one ends. They go to the tensor cores as they lie:
+// any order of the inputs gives the same product, so a thread loads 16 bytes of a row and uses them
+// as its words of fragments. The sums of the warps are added up in a fixed order. The contract
+// stands in linear.py.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
@@ -35,7 +36,8 @@ struct Product {
 
 // The words of a fragment of 16 inputs, of the 32 that two threads' vectors have.
 __device__ uint4 weight_fragment(uint4 upper, uint4 lower, int half) {
-  return half ? uint4{upper.z, lower.z, upper.w, lower.w} : uint4{upper.x, lower.x, upper.y, lower.y};
+  if (half) return {upper.z, lower.z, upper.w, lower.w};
+  return {upper.x, lower.x, upper.y, lower.y};
 }
 
 __device__ uint2 token_fragment(uint4 x, int half) {
