@@ -218,6 +218,10 @@ def _has_ended(path: str, events: str) -> bool:
     )
 
 
+async def post_once(client: httpx.AsyncClient, url: str, body: bytes) -> httpx.Response:
+    return await client.post(url, content=body, headers={"Content-Type": "application/json"})
+
+
 async def send(url: str) -> Counter[int]:
     seen: Counter[int] = Counter()
     slots = asyncio.Semaphore(16)
@@ -225,9 +229,10 @@ async def send(url: str) -> Counter[int]:
     async def post(client: httpx.AsyncClient, path: str, body: bytes) -> None:
         async with slots:
             try:
-                answer = await client.post(
-                    url + path, content=body, headers={"Content-Type": "application/json"}
-                )
+                answer = await post_once(client, url + path, body)
+                while answer.status_code == 429:  # others have all places
+                    await asyncio.sleep(float(answer.headers["Retry-After"]))
+                    answer = await post_once(client, url + path, body)
             except httpx.TimeoutException:
                 raise AssertionError((path, body)) from None
         assert answer.status_code < 500, (path, body, answer.text)
