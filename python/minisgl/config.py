@@ -120,6 +120,8 @@ class EngineConfig:
     def resolve(self, hardware: Hardware) -> Self:
         """Replace what is auto and depends on the machine alone.
 
+        The attention backend of a GPU stays auto: it depends on the kernels that can be compiled.
+
         Raises:
             ConfigError: the machine lacks what is asked for.
         """
@@ -142,7 +144,7 @@ class EngineConfig:
             self,
             device=device,
             dtype=dtype,
-            attn=self.attn or ("fi" if is_half_on_gpu else "torch"),
+            attn=self.attn or (None if is_half_on_gpu else "torch"),
             page_size=self.page_size or (64 if device == "cuda" else 16),
             memory_ratio=self.memory_ratio or (0.9 if device == "cuda" else 0.5),
             max_prefill_length=self.max_prefill_length or (8192 if device == "cuda" else 512),

@@ -7,7 +7,6 @@ but not launched. Those in CUDA are compiled where there is nvcc.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ from tvm_ffi import libinfo
 
 from minisgl.kernel import gpu, native
 from minisgl.kernel.gpu import launch
-from minisgl.utils.env import nvcc
+from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
 
 class NoDevice:
@@ -114,7 +113,7 @@ def experts() -> None:
             multiply(x, gate_up, down, weight, expert, x)
 
 
-def cuda(source: Path) -> None:
+def cuda(nvcc: str, source: Path) -> None:
     """Compile the kernels of a file in CUDA.
 
     A kernel that may start before the kernel before it has ended must wait for that one.
@@ -129,9 +128,9 @@ def cuda(source: Path) -> None:
         ptx = Path(folder) / "kernels.ptx"
         cubin = Path(folder) / "kernels.cubin"
         flags = [*native._CUDA_FLAGS, "-arch=sm_90", *include]
-        output_of(nvcc(), *flags, "--ptx", str(source), "-o", str(ptx))
+        output_of(nvcc, *flags, "--ptx", str(source), "-o", str(ptx))
         usage = output_of(
-            nvcc(), "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
+            nvcc, "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
         )
         size = cubin.stat().st_size
         code = {kernel.partition("(")[0]: kernel for kernel in ptx.read_text().split(".entry ")[1:]}
@@ -181,5 +180,6 @@ if __name__ == "__main__":
     ):
         module.pdl = launch._options
     main()
-    for source in sorted(native._SOURCES.glob("*.cu")) if shutil.which(nvcc()) else ():
-        cuda(source)
+    toolkit = find_cuda_toolkit()
+    for source in sorted(native._SOURCES.glob("*.cu")) if toolkit else ():
+        cuda(str(toolkit.nvcc), source)

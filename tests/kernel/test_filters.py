@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import cuda_kernels_for, filters, lowest_kept, lowest_kept_reference, native
-from minisgl.utils.env import nvcc
+from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The magnitudes that the kernel distinguishes.
@@ -202,7 +201,7 @@ def test_other_dtypes_and_devices_are_left_to_the_reference() -> None:
     assert cuda_kernels_for(torch.empty(1, dtype=torch.bfloat16)) is None
 
 
-@pytest.mark.skipif(not shutil.which(nvcc()), reason="there is no nvcc")
+@pytest.mark.skipif(not find_cuda_toolkit(), reason="there is no nvcc")
 def test_the_kernels_compile_for_ampere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For Hopper, test_gpu.py compiles them and looks at what they became."""
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from minisgl.kernel import (
     rotate_and_store,
 )
 from minisgl.sampling_params import SAMPLING_DTYPE, pack_sampling
-from minisgl.utils.env import nvcc
+from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import dispatch, gpu
@@ -342,7 +341,7 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     for number in ("BFloat16", "Float16", "Float32"):
         in_cuda |= {f"push<{number}>", f"pull<{number}>", f"two_shot<{number}>"}
     assert len(names - in_cuda) >= 18
-    if shutil.which(nvcc()):
+    if find_cuda_toolkit():
         assert names >= in_cuda
     for line in lines:
         assert line.endswith(", follows" if line.startswith("find_lowest") else ", waits"), line

@@ -29,7 +29,7 @@ from minisgl.kernel import (
     scatter,
     silu_and_mul,
 )
-from minisgl.utils.env import nvcc
+from minisgl.utils.cuda_toolkit import CudaToolkit
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SIZES = [1, 3, 40, 400]  # tokens: below and above what wakes a second thread
@@ -250,10 +250,10 @@ def test_without_a_compiler_the_reference_is_used_and_a_warning_names_the_compil
 ) -> None:
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(native, "nvcc", lambda: "nvcc")
+    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert load() is None
-    assert f"'{compiler}'" in caplog.text
+    assert f"{compiler}'" in caplog.text
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(
@@ -276,7 +276,7 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """A compiler that makes files, and a loader that reads them: what was loaded, in order."""
     loaded: list[str] = []
 
-    def compile_(_sources: object, library: Path, _compiler: object, _flags: object) -> None:
+    def compile_(_sources: object, library: Path, _command: object, _compiler: object) -> None:
         library.write_text("compiled")
         library.chmod(0o755)
 
@@ -335,15 +335,19 @@ def test_in_a_cache_folder_that_others_can_write_nothing_is_kept_or_loaded(
     assert f"compiled kernels are not kept in {cache / 'kernels'}" in caplog.text
 
 
-def test_the_cuda_compiler_is_that_of_cuda_home_else_that_of_the_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_without_a_cuda_toolkit_only_kernels_that_are_kept_are_used(
+    fake_compiler: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
-    for name in ("home/bin", "path"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "nvcc").write_text("#!/bin/sh\n")
-        (tmp_path / name / "nvcc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    assert nvcc() == str(tmp_path / "home" / "bin" / "nvcc")
-    monkeypatch.delenv("CUDA_HOME")
-    assert nvcc() == str(tmp_path / "path" / "nvcc")
+    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        assert native.load_cuda_kernels.__wrapped__(9, 0) is None
+    assert not fake_compiler
+    assert not caplog.text  # the engine says it, once for all kernels
+    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
+    native.load_cuda_kernels.__wrapped__(9, 0)
+    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: None)
+    native.load_cuda_kernels.__wrapped__(9, 0)
+    assert fake_compiler == ["compiled", "compiled"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.fa_backend import FlashAttentionBackend
 from minisgl.attention.flashinfer_backend import FlashInferBackend
+from minisgl.attention.flashinfer_modules import PromptModules
 from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
@@ -93,6 +94,7 @@ __all__ = [
     "FlashAttentionBackend",
     "FlashInferBackend",
     "HybridBackend",
+    "PromptModules",
     "TensorRTLLMBackend",
     "TorchAttentionBackend",
     "create_attention_backend",

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
+from minisgl.attention.flashinfer_modules import import_flashinfer, prefill_kernels
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, ReqSlice
-from minisgl.errors import ConfigError
 from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
@@ -118,8 +118,7 @@ class _Pool:
             page_table_RP.numel(), dtype=torch.int32, device=self.device
         )
         self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
-        is_hopper = torch.cuda.get_device_capability(self.device)[0] == 9
-        self.prefill_kernels = "fa3" if is_hopper else "fa2"
+        self.prefill_kernels = prefill_kernels(self.device)
         self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
 
 
@@ -366,13 +365,7 @@ class FlashInferBackend(BaseAttnBackend):
         num_heads: int,
         specs: Sequence[AttentionSpec],
     ) -> None:
-        try:
-            import flashinfer
-        except ImportError as error:
-            raise ConfigError(
-                f"--attn fi needs FlashInfer: pip install 'minisgl[cuda]' ({error})"
-            ) from None
-        pool = _Pool(flashinfer, kv_pool, page_table_RP, num_heads)
+        pool = _Pool(import_flashinfer(), kv_pool, page_table_RP, num_heads)
         seen = [replace(spec, rope=None) for spec in specs]  # as far as attention sees it
         distinct = list(dict.fromkeys(seen))
         self._attentions = [_SpecAttention(pool, spec) for spec in distinct]

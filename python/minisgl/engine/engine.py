@@ -16,13 +16,15 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minisgl.attention import create_attention_backend
-from minisgl.config import EngineConfig
+from minisgl.attention import PromptModules, create_attention_backend
+from minisgl.config import EngineConfig, backend_names
 from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, TableWrites
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.batch_builder import BatchBuilder, sampled_hidden_states
@@ -36,6 +38,7 @@ from minisgl.engine.graph_key import (
     most_prompt_tokens,
 )
 from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.kernel_builds import KernelBuilds
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import (
     free_bytes,
@@ -55,6 +58,7 @@ from minisgl.layers import Context
 from minisgl.models import ModelConfig, get_model_class
 from minisgl.moe import create_moe_backend
 from minisgl.utils.arch import keep_freed_memory, use_huge_pages
+from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 from minisgl.utils.staging import Staging
 
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
@@ -88,9 +92,8 @@ class Engine:
         model_class = get_model_class(self._model_config.architecture)
         self._device = _set_up_device(config, info)
         self._dtype = getattr(torch, config.dtype)
-        # Kernels are built now, not in the first step.
-        for kernels in (kernels_for, cuda_kernels_for):
-            kernels(torch.empty(0, dtype=self._dtype, device=self._device))
+        self._attn = config.attn or self._fastest_attention()
+        kernel_builds = KernelBuilds(self._kernel_builds())
         self._comm = create_communicator(info, self._device, rendezvous, config.comm)
 
         max_seq_len = context_length(config, self._model_config)
@@ -108,6 +111,7 @@ class Engine:
             use_huge_pages()
         self._model = loaded.model
         self._weight_bytes = loaded.weight_bytes
+        kernel_builds.wait()
 
         self._staging = Staging(self._device)  # for what a step sends in front of the model
         self._extra_staging = Staging(self._device)  # for what few steps send, at any time
@@ -130,6 +134,31 @@ class Engine:
             self.limits.max_seq_len,
             time.monotonic() - started,
         )
+
+    def _fastest_attention(self) -> str:
+        """The attention backend of a GPU, if none is asked for."""
+        if find_cuda_toolkit() is None and self._prompt_modules().missing:
+            logger.warning(
+                "there is no CUDA compiler (nvcc), so attention and some kernels are slower; "
+                "pip install 'minisgl[cuda]' brings one"
+            )
+            return "torch"
+        return "fi"
+
+    def _kernel_builds(self) -> dict[str, Callable[[], object]]:
+        """All that can be compiled before the first step, by name."""
+        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
+        builds: dict[str, Callable[[], object]] = {
+            "kernels": partial(kernels_for, nothing),
+            "CUDA kernels": partial(cuda_kernels_for, nothing),
+        }
+        if backend_names(self._attn)[0] == "fi":
+            builds["FlashInfer"] = lambda: self._prompt_modules().build()
+        return builds
+
+    def _prompt_modules(self) -> PromptModules:
+        model = self._model_config
+        return PromptModules(self._device, self._dtype, model.head_dim, model.attention)
 
     @property
     def _kv_shape(self) -> tuple[int, int, int]:
@@ -176,15 +205,14 @@ class Engine:
             eos_ids=model.eos_ids,
             num_rows=config.max_running_requests,
         )
-        self.context = self._tables_and_backends(config)
+        self.context = self._tables_and_backends()
         self._batch_builder = BatchBuilder(self.context, self._staging)
         self._sampler = Sampler(self._comm, self.context.token_pool_RL, model, self._extra_staging)
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
         self._graphs = self._make_graph_runner(config, is_trial=is_trial)
 
-    def _tables_and_backends(self, config: EngineConfig) -> Context:
+    def _tables_and_backends(self) -> Context:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
-        assert config.attn
         limits = self.limits
         pool = create_kvcache_pool(
             *self._kv_shape, limits.num_pages + 1, limits.page_size, self._dtype, self._device
@@ -197,7 +225,7 @@ class Engine:
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.num_row_tokens),
             kv_pool=pool,
             attn_backend=create_attention_backend(
-                config.attn, pool, page_table_RP, num_heads, self._model_config.attention
+                self._attn, pool, page_table_RP, num_heads, self._model_config.attention
             ),
             moe_backend=create_moe_backend(self._device, self._dtype),
         )

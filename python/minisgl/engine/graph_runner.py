@@ -15,7 +15,6 @@ of the padding row, which has the padding page only.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minisgl.attention import BaseAttnMetadata, CapturedSlices
 from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
@@ -47,22 +45,12 @@ from minisgl.engine.sampling_batch import (
 from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CannotBeCaptured, cuda_kernels_for, look_up, scatter
 from minisgl.layers import Context
+from minisgl.utils.progress import ProgressBar
 from minisgl.utils.staging import StagedCopy, fixed_staging
 
 logger = logging.getLogger(__name__)
 
 ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
-
-
-class _ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar of this process alone.
-
-    tqdm's own lock is a semaphore between processes. One that is killed leaves it behind, and the
-    server's last line would be a warning about that instead of the reason.
-    """
-
-
-_ProgressBar.set_lock(threading.RLock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +188,7 @@ class GraphRunner:
     def _capture_all(self, keys: GraphKeys) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
         largest_first = [key for some in keys.values() for key in some[::-1]]
-        for key in _ProgressBar(largest_first, desc="Capturing graphs", unit="graph", leave=False):
+        for key in ProgressBar(largest_first, desc="Capturing graphs", unit="graph", leave=False):
             try:
                 self._captured[key] = self._capture(key)
             except CannotBeCaptured as error:

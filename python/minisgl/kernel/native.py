@@ -11,9 +11,11 @@ import hashlib
 import logging
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from minisgl.kernel.cpu_graph import CpuKernels
-from minisgl.utils.env import cache_folder, nvcc
+from minisgl.utils.cuda_toolkit import find_cuda_toolkit
+from minisgl.utils.env import cache_folder
 from minisgl.utils.ownership import is_own_file, make_own_folder
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,20 @@ _SOURCES = Path(__file__).parent / "csrc"
 _CPU_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp"]
 _CPU_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 _CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC"]
+# Two threads that need a library compile it once.
+_LOCKS = {"cpu": threading.Lock(), "gpu": threading.Lock()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    """
+    Attributes:
+        command: None if there is no compiler; then only a library that is kept can be loaded.
+    """
+
+    command: str | None
+    flags: list[str]
+    link_flags: list[str] = field(default_factory=list)
 
 
 @functools.cache
@@ -37,27 +54,36 @@ def load_cpu_kernels() -> CpuKernels | None:
     """Return the functions of *.cpp; None, with a warning, if they cannot be compiled here."""
     processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     features = [line for line in processor.splitlines() if line.startswith(("flags", "Features"))]
-    library = _load("cpu", sorted(_SOURCES.glob("*.cpp")), "c++", _CPU_FLAGS, features)
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    library = _load("cpu", sources, _Compiler("c++", _CPU_FLAGS), features)
     return None if library is None else CpuKernels(library)
 
 
 @functools.cache
 def load_cuda_kernels(major: int, minor: int) -> Any | None:
-    """Return the functions of *.cu for a GPU of that compute capability; None as above."""
-    sources = sorted(_SOURCES.glob("*.cu"))
-    return _load("gpu", sources, nvcc(), [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}"], [])
+    """Return the functions of *.cu for a GPU of that compute capability.
+
+    Returns:
+        None as above, or without a warning if there is no CUDA toolkit.
+    """
+    flags = [*_CUDA_FLAGS, f"-arch=sm_{major}{minor}"]
+    toolkit = find_cuda_toolkit()
+    compiler = _Compiler(None, flags)
+    if toolkit is not None:
+        compiler = _Compiler(str(toolkit.nvcc), flags, [f"-L{toolkit.home / 'lib64'}"])
+    return _load("gpu", sorted(_SOURCES.glob("*.cu")), compiler, [])
 
 
-def _load(
-    name: str, sources: list[Path], compiler: str, flags: list[str], features: list[str]
-) -> Any | None:
-    digest = _digest(sources, [tvm_ffi.__version__, *flags, *features])
+def _load(name: str, sources: list[Path], compiler: _Compiler, features: list[str]) -> Any | None:
+    digest = _digest(sources, [tvm_ffi.__version__, *compiler.flags, *features])
     try:
-        with _library_folder() as folder:
+        with _LOCKS[name], _library_folder() as folder:
             library = folder / f"{name}-{digest}.so"
             if not is_own_file(library):
                 library.unlink(missing_ok=True)
-                _compile(sources, library, compiler, flags)
+                if compiler.command is None:
+                    return None
+                _compile(sources, library, compiler.command, compiler)
             return tvm_ffi.load_module(str(library))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
@@ -88,25 +114,25 @@ def _digest(sources: list[Path], others: list[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _compile(sources: list[Path], library: Path, compiler: str, flags: list[str]) -> None:
+def _compile(sources: list[Path], library: Path, command: str, compiler: _Compiler) -> None:
     """Compile under a name of this process, then rename: another process may be compiling too.
 
     OpenMP is compiled in but not linked, so that the threads are those of the runtime that torch
     brought along.
     """
     include_folders = (_SOURCES, libinfo.find_include_path(), libinfo.find_dlpack_include_path())
-    options = [*flags, *(f"-I{folder}" for folder in include_folders)]
+    options = [*compiler.flags, *(f"-I{folder}" for folder in include_folders)]
     ffi_folder = Path(libinfo.find_libtvm_ffi()).parent
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = {source: f"{folder}/{source.stem}.o" for source in sources}
         commands = [
-            [compiler, *options, "-c", str(source), "-o", made] for source, made in objects.items()
+            [command, *options, "-c", str(source), "-o", made] for source, made in objects.items()
         ]
         with ThreadPoolExecutor(len(sources)) as pool:
             list(pool.map(_run, commands))
         unfinished = Path(folder) / "kernels.so"
         link = ["-shared", *objects.values(), "-o", str(unfinished)]
-        _run([compiler, *link, f"-L{ffi_folder}", "-ltvm_ffi"])
+        _run([command, *link, *compiler.link_flags, f"-L{ffi_folder}", "-ltvm_ffi"])
         unfinished.rename(library)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 
@@ -37,13 +38,25 @@ def keep_nccl_local() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def nvcc() -> str:
-    """CUDA's compiler: that of CUDA_HOME, else that of PATH, else that of the default folder."""
-    folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+def cuda_home() -> Path | None:
+    """CUDA_HOME: the folder of a CUDA toolkit."""
     home = os.environ.get("CUDA_HOME")
-    if home:
-        folders.insert(0, f"{home}/bin")
-    return shutil.which("nvcc", path=os.pathsep.join(folders)) or "nvcc"
+    return Path(home) if home else None
+
+
+def nvcc_of_path() -> Path | None:
+    """CUDA's compiler in PATH."""
+    found = shutil.which("nvcc")
+    return Path(found) if found else None
+
+
+def let_flashinfer_compile(toolkit: Path) -> None:
+    """Set CUDA_HOME, and let PATH end with the programs of this Python, of which ninja is one."""
+    os.environ["CUDA_HOME"] = str(toolkit)
+    programs = sysconfig.get_path("scripts")
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if programs not in folders:
+        os.environ["PATH"] = os.pathsep.join([*folders, programs])
 
 
 def silence_transformers() -> None:
