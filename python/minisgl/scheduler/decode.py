@@ -41,9 +41,10 @@ class RunningPlan:
         self.longer.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
         self.budget -= end - req.num_computed - 1
 
-    def without(self, req: Req) -> list[ReqSlice]:
-        """All slices but those of one request."""
-        return [req_slice for req_slice in self.slices if req_slice.req is not req]
+    def drop(self, req: Req) -> None:
+        """Remove the slice of a request, if it has one."""
+        self.decodes = [req_slice for req_slice in self.decodes if req_slice.req is not req]
+        self.longer = [req_slice for req_slice in self.longer if req_slice.req is not req]
 
     @property
     def slices(self) -> list[ReqSlice]:

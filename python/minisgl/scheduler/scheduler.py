@@ -55,7 +55,7 @@ from minisgl.scheduler.events import (
     log_events,
 )
 from minisgl.scheduler.grammar import MATCHERS_ON_GPU, GrammarMatchers, PendingMasks
-from minisgl.scheduler.io import Inbox, Outbox
+from minisgl.scheduler.io import Inbox, Outbox, Peers
 from minisgl.scheduler.outputs import (
     MIN_FORCED_ON_CPU,
     MIN_FORCED_ON_GPU,
@@ -68,6 +68,7 @@ from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.request_checks import check_request
 from minisgl.scheduler.step_budget import AUTO_MS_ON_CPU, AUTO_MS_ON_GPU, StepPacer
 from minisgl.scheduler.step_costs import StepCosts, StepWork
+from minisgl.scheduler.step_digest import StepDigests
 from minisgl.scheduler.step_watch import Clock, StepWatch
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
@@ -129,6 +130,7 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
+        peers: the other ranks, with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
 
@@ -140,6 +142,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
+        peers: Peers | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
@@ -182,6 +185,8 @@ class Scheduler:
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock) if is_watched else None
+        self._peers = peers
+        self._digests = StepDigests()
         self._overlap = config.overlap
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
@@ -321,12 +326,12 @@ class Scheduler:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
         Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched.
+        tables' writes: a plan that is made is launched. All ranks agree on it, or the group ends.
         """
         running = self.decode.plan(self._max_tokens)
-        slices = running.slices
         if running.is_short_of_pages and not self._deferred:  # else pages come back soon
-            slices = running.without(self._retract())
+            running.drop(self._retract())
+        slices = running.slices
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
         budget = self.pacer.budget(slices, self.prefill.oldest)
@@ -337,13 +342,24 @@ class Scheduler:
         )
         slices += chunks
         if not slices:
+            self._agree(None)
             return None
         num_shared_tokens = self.cache.num_shared_tokens(chunks)
         plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
+        self._agree(plan, num_decodes=len(running.decodes))
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
             self.events.step_planned.emit(event)
         return plan
+
+    def _agree(self, plan: BatchPlan | None, num_decodes: int = 0) -> None:
+        """Compare a plan with the other ranks'.
+
+        Args:
+            num_decodes: its leading slices of one token, as far as they are of running requests.
+        """
+        if self._peers:
+            self._peers.agree(self._digests.next(self._num_steps, plan, num_decodes))
 
     def _retract(self) -> Req:
         """Retract the least urgent request; its release waits for steps that refer to it."""
