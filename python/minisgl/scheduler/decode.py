@@ -11,6 +11,7 @@ several tokens that a request has to compute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -99,6 +100,12 @@ class DecodeManager:
     def least_urgent(self) -> Req:
         """The request of the largest priority; among those the youngest."""
         return max(reversed(self._running.values()), key=attrgetter("priority"))
+
+    def least_urgent_first(self, slices: Sequence[ReqSlice]) -> list[Req]:
+        """The requests of slices that run, by falling priority; among equals the youngest first."""
+        uids = {req_slice.req.uid for req_slice in slices}
+        youngest_first = [req for req in reversed(self._running.values()) if req.uid in uids]
+        return sorted(youngest_first, key=attrgetter("priority"), reverse=True)
 
     def retract(self) -> Req:
         """Remove and return the least urgent request, whose pages can then go to the others."""

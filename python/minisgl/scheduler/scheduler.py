@@ -8,12 +8,16 @@ modules make the decisions: `prefill.py` and `decode.py` choose what is computed
 pages, `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
 A request ends (`stop`, `length`, `abort`) or is retracted at any moment. Its row and pages are
-released in one place, `_release`, and only when no launched step refers to it. Next to read:
-`prefill.py`, `decode.py`, `cache.py`.
+released in one place, `_release`, and only when no launched step refers to it.
+
+If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`),
+one request of it ends, and the others are planned again. Next to read: `prefill.py`, `decode.py`,
+`cache.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ from typing import Protocol
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
-from minisgl.errors import RequestError
+from minisgl.errors import OutOfMemory, RequestError, StepOutOfMemory
 from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -73,6 +77,8 @@ from minisgl.scheduler.step_watch import Clock, StepWatch
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
 
+logger = logging.getLogger(__name__)
+
 
 class Executor(Protocol):
     """What runs a plan: the `Engine`, or a fake one in tests. It starts no processes."""
@@ -88,10 +94,19 @@ class Executor(Protocol):
         """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
-        """Do the host work that can be done before the step before is sampled."""
+        """Do the host work that can be done before the step before is sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full.
+        """
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Start computing logits, after the step before is sampled."""
+        """Start computing logits, after the step before is sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full. Some of the plan's writes may be done, and
+                the KV of some of its slices may be written.
+        """
 
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
         """Start choosing tokens. The steps after this one find them in the token pool."""
@@ -223,12 +238,20 @@ class Scheduler:
             self._watch.resume()
         self._receive(msgs)
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
-        prepared = self._executor.prepare(plan) if plan else None
-
         previous = self._in_flight
-        if previous:
-            self._sample(previous)
-        step = self._launch(plan, prepared) if plan and prepared else None
+        candidates: list[Req] = []
+        try:
+            prepared = self._executor.prepare(plan) if plan else None
+            if previous:
+                self._sample(previous)
+            step = self._launch(plan, prepared) if plan and prepared else None
+        except StepOutOfMemory as error:
+            assert plan
+            candidates = self._undo(plan, error)
+            step = None
+            if previous:
+                self._sample(previous)
+
         if step and self.grammars.restricts_any(step.sampling_slices):
             self._start_masks(step, previous)
         elif step:
@@ -236,6 +259,7 @@ class Scheduler:
 
         if previous:
             self._finish(previous)
+        self._end_newest(candidates)
         if step and not self._overlap:
             self._sample(step)
             self._finish(step)
@@ -376,10 +400,43 @@ class Scheduler:
         launched = self._executor.launch(prepared)
         step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched, work)
         self._num_steps += 1
+        self.table.settle()
+        self.prefill.settle()
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
         self._advance(plan.slices)
         return step
+
+    def _undo(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
+        """Undo a plan whose step was not launched.
+
+        Running requests keep the pages that they got for it, whose writes are done with the next
+        plan.
+
+        Returns:
+            the requests of which one has to end, first of all the first.
+
+        Raises:
+            StepOutOfMemory: there are other ranks, whose memory need not be full.
+        """
+        if self._peers:
+            raise error
+        logger.warning(
+            "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
+        )
+        self.table.undo_drain()
+        prompts = self.prefill.undo_plan()
+        if self._in_flight:
+            self._in_flight.work = None  # its time would have that of the failed step in it
+        elif self._watch:
+            self._watch.resume()
+        return prompts or self.decode.least_urgent_first(plan.slices)
+
+    def _end_newest(self, candidates: Sequence[Req]) -> None:
+        """End the first of these requests, unless the step before has ended one of them."""
+        if candidates and all(req.finish is None for req in candidates):
+            self.outputs.add_error(candidates[0], OutOfMemory())
+            self._end(candidates[0], "abort")
 
     def _advance(self, slices: list[ReqSlice]) -> None:
         """Account for launched slices."""
@@ -490,7 +547,8 @@ class Scheduler:
         """Release a request's row and pages; queue it again if it was retracted.
 
         No other function calls `CacheManager.release`, which returns the pages, and calls
-        `TableManager.release` with the row.
+        `TableManager.release` with the row; but for `PrefillManager.undo_plan`, whose requests were
+        never launched.
         """
         if req.row is not None:
             self.cache.release(req)
