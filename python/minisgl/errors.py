@@ -14,8 +14,10 @@
     │   ├─ KeyLimitExceeded   429: a key asks for more than it may
     │   ├─ TooManyBodies      429
     │   ├─ RequestTimeout     504: an answer takes too long
-    │   └─ Unavailable        503: no request is accepted now
+    │   ├─ Unavailable        503: no request is accepted now
+    │   └─ OutOfMemory        503: a request is ended because the device's memory is full
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
+    ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
     └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
 
@@ -35,12 +37,14 @@ __all__ = [
     "KernelInputError",
     "KeyLimitExceeded",
     "MiniSGLError",
+    "OutOfMemory",
     "PromptTooLong",
     "QueueFull",
     "RequestError",
     "RequestTimeout",
     "ResponseNotFound",
     "SlowReader",
+    "StepOutOfMemory",
     "TooManyBodies",
     "Unavailable",
     "UnknownModel",
@@ -217,11 +221,28 @@ class Unavailable(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class OutOfMemory(RequestError):
+    """The device's memory is full, and the request was the newest of a step."""
+
+    status = 503
+    code = "out_of_memory"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the memory of the device is full; this request was ended so that others go on. "
+            "Try again later"
+        )
+
+
 class CapacityError(MiniSGLError):
     """Fewer pages are free or evictable than were asked for."""
 
     def __init__(self, wanted: int, available: int) -> None:
         super().__init__(f"{wanted} pages wanted, {available} free or evictable")
+
+
+class StepOutOfMemory(MiniSGLError):
+    """The device's memory was full before a step was launched; what the step held is freed."""
 
 
 class KernelInputError(MiniSGLError):

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minisgl.distributed import DistributedInfo
-from minisgl.message import BatchBackendMsg, UserMsg, decoder, encode, pack_ids
+from minisgl.message import (
+    BatchBackendMsg,
+    StepDigestMsg,
+    UserMsg,
+    decoder,
+    encode,
+    pack_ids,
+)
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
 from minisgl.utils.mp import PullQueue, PushQueue
 from tests.engine.harness import (
@@ -135,7 +142,7 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
     inbox = _inbox(info, job, folder)
     engine = WatchedEngine(config, info, folder / "rendezvous")
     outbox = MemoryOutbox()
-    Scheduler(config, engine, inbox, outbox).run()
+    Scheduler(config, engine, inbox, outbox, peers=inbox).run()
     engine.close()
     answers = collect(outbox.msgs, engine)
     return [answers[uid] for uid in range(len(job.prompts))]
@@ -144,7 +151,8 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
 def _inbox(info: DistributedInfo, job: Job, folder: Path) -> LeaderInbox | FollowerInbox:
     addresses = [f"ipc://{folder}/{rank}" for rank in range(info.size)]
     if not info.leads:
-        return FollowerInbox(PullQueue(addresses[info.rank], decoder(BatchBackendMsg)))
+        types = BatchBackendMsg | StepDigestMsg
+        return FollowerInbox(PullQueue(addresses[info.rank], decoder(types)))
     uids = iter(range(len(job.prompts)))
     rounds = [
         [UserMsg(next(uids), pack_ids(p), greedy(job.num_tokens)) for p in prompts]

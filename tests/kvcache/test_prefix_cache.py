@@ -111,6 +111,22 @@ def test_evict_gives_each_page_once_and_forgets_it(cache: BasePrefixCache) -> No
     assert match(cache, "abc").num_tokens == 0
 
 
+def test_the_end_of_a_prefix_can_be_cut_off(cache: BasePrefixCache) -> None:
+    before = insert(cache, "ab", 0).handle
+    cache.lock(before, 1)
+    page_list = snapshot(cache, [before])
+    key = key_of_pages("abcde", cache.page_size)
+    whole = cache.insert(key, pages_from(10, 3), before).handle
+    match(cache, "abcx")  # a reader splits what is cut off then
+
+    cache.cut(whole, before)
+
+    assert match(cache, "abcde").num_tokens == before.num_tokens
+    assert snapshot(cache, [before]) == page_list
+    cache.unlock(before, 1)
+    assert len(cache.evict(cache.num_evictable)) == before.num_tokens // cache.page_size
+
+
 def test_evicting_more_than_is_unlocked_raises_and_changes_nothing(cache: BasePrefixCache) -> None:
     handle = insert(cache, "abc", 0).handle
     insert(cache, "abd", 10)

@@ -45,6 +45,7 @@ from minisgl.message import (
     ServeMsg,
     ShutdownMsg,
     StepCostsMsg,
+    StepDigestMsg,
     SuspendMsg,
     TextLogprobs,
     TokenIds,
@@ -97,6 +98,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, ExitMsg()),
     (TokenizerMsg, FlushCacheMsg(3)),
     (BatchBackendMsg, BatchBackendMsg([])),
+    (StepDigestMsg, StepDigestMsg(7, 2, 3, 16, slices=-(2**63), tables=2**32 - 1)),
     (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
     (

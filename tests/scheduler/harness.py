@@ -108,10 +108,11 @@ class Host:
         *,
         num_rows: int = 8,
         asynchronous: bool = True,
+        executor_type: type[FakeExecutor] = FakeExecutor,
         **options: Any,
     ) -> None:
         self.limits = limits or make_limits()
-        self.executor = FakeExecutor(self.limits, num_rows, asynchronous=asynchronous)
+        self.executor = executor_type(self.limits, num_rows, asynchronous=asynchronous)
         self.inbox = MemoryInbox()
         self._book = AnswerBook()
         config = SchedulerConfig(

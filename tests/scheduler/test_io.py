@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import SamplingParams
+from minisgl.errors import EngineFailed
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
@@ -21,6 +23,7 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     GrammarCompiledMsg,
+    StepDigestMsg,
     UserMsg,
     decoder,
     encode,
@@ -28,7 +31,6 @@ from minisgl.message import (
 )
 from minisgl.scheduler import (
     FollowerInbox,
-    Inbox,
     LeaderInbox,
     Scheduler,
     SchedulerConfig,
@@ -41,6 +43,7 @@ from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 
 NUM_FOLLOWERS = 2
+FromLeader = BatchBackendMsg | StepDigestMsg
 Connect = Callable[[int, object], tuple[PushQueue, PullQueue]]
 
 
@@ -107,7 +110,7 @@ def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
 class Rank:
     """A scheduler with an executor of its own, and a clock that no other rank sees."""
 
-    def __init__(self, inbox: Inbox, target_itl_ms: float | None) -> None:
+    def __init__(self, inbox: LeaderInbox | FollowerInbox, target_itl_ms: float | None = 0) -> None:
         self.executor = FakeExecutor(
             make_limits(num_pages=24, page_size=4), num_rows=6, asynchronous=True
         )
@@ -124,36 +127,51 @@ class Rank:
             inbox,
             self.book,
             leads=leads,
+            peers=inbox,
             clock=partial(next, times),
         )
+        self.failure: EngineFailed | None = None
+
+    def run(self) -> None:
+        """Step until the end, or until this rank finds that it has left the others."""
+        try:
+            self.scheduler.run()
+        except EngineFailed as failure:
+            self.failure = failure
 
     def sampling(self) -> dict[int, bytes]:
         return {uid: req.sampling_record for uid, req in self.scheduler._live.items()}
+
+
+def run_group(leader: Rank, followers: list[Rank], pushes: list[PushQueue]) -> None:
+    """Run all ranks to their end; followers are threads."""
+    threads = [threading.Thread(target=rank.run, daemon=True) for rank in followers]
+    for thread in threads:
+        thread.start()
+    try:
+        leader.scheduler.run()
+    finally:
+        for push, thread in zip(pushes, threads, strict=True):
+            push.put(
+                BatchBackendMsg([ExitMsg()])
+            )  # read only by those whom the leader left waiting
+            thread.join(timeout=20)
 
 
 @pytest.mark.parametrize(("seed", "target_itl_ms"), [(0, 0), (1, 60), (2, None)])
 def test_leader_and_followers_make_the_same_plans(
     connect: Connect, seed: int, target_itl_ms: float | None
 ) -> None:
-    ends = [connect(i, BatchBackendMsg) for i in range(NUM_FOLLOWERS)]
-    followers = [Rank(FollowerInbox(pull), target_itl_ms) for _, pull in ends]
+    pushes, pulls = zip(*[connect(i, FromLeader) for i in range(NUM_FOLLOWERS)], strict=True)
+    followers = [Rank(FollowerInbox(pull), target_itl_ms) for pull in pulls]
     script = Script(random_parcels(Random(seed), num_steps=150))
-    leader = Rank(LeaderInbox(script, [push for push, _ in ends]), target_itl_ms)
-    threads = [threading.Thread(target=rank.scheduler.run, daemon=True) for rank in followers]
-    for thread in threads:
-        thread.start()
-    try:
-        leader.scheduler.run()
-    finally:
-        for (push, _), thread in zip(ends, threads, strict=True):
-            push.put(
-                BatchBackendMsg([ExitMsg()])
-            )  # read only by those whom the leader left waiting
-            thread.join(timeout=20)
+    leader = Rank(LeaderInbox(script, list(pushes)), target_itl_ms)
+    run_group(leader, followers, list(pushes))
 
     assert len(leader.executor.plans) > 100
     assert bool(script.posted) == (target_itl_ms != 0)
     for follower in followers:
+        assert follower.failure is None
         assert not follower.scheduler.is_running
         assert follower.executor.plans == leader.executor.plans
         assert np.array_equal(follower.executor.page_table_RP, leader.executor.page_table_RP)
@@ -161,8 +179,58 @@ def test_leader_and_followers_make_the_same_plans(
         assert follower.sampling() == leader.sampling()
 
 
+class DeafInbox(FollowerInbox):
+    """A follower that misses one abort of a request that lives."""
+
+    rank: Rank
+    missed: AbortBackendMsg | None = None
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        return [msg for msg in super().receive(block=block) if not self._misses(msg)]
+
+    def _misses(self, msg: BackendMsg) -> bool:
+        is_of_live = isinstance(msg, AbortBackendMsg) and msg.uid in self.rank.scheduler._live
+        if self.missed or not is_of_live:
+            return False
+        assert isinstance(msg, AbortBackendMsg)
+        self.missed = msg
+        return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_follower_that_misses_an_abort_is_found_before_it_launches_another_step(
+    connect: Connect, seed: int
+) -> None:
+    push, pull = connect(0, FromLeader)
+    inbox = DeafInbox(pull)
+    follower = inbox.rank = Rank(inbox)
+    leader = Rank(LeaderInbox(Script(random_parcels(Random(seed), num_steps=150)), [push]))
+    run_group(leader, [follower], [push])
+
+    assert inbox.missed
+    num_equal = len(follower.executor.plans)
+    assert follower.executor.plans == leader.executor.plans[:num_equal]
+    assert f"the ranks plan step {num_equal} differently: " in str(follower.failure)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
+    connect: Connect, seed: int
+) -> None:
+    push, pull = connect(0, FromLeader)
+    follower = Rank(FollowerInbox(pull))
+    free = follower.scheduler.cache._free
+    free[:] = free[::-1].copy()
+    leader = Rank(LeaderInbox(Script(random_parcels(Random(seed), num_steps=20)), [push]))
+    run_group(leader, [follower], [push])
+
+    assert follower.executor.plans == []
+    words = "the ranks plan step 0 differently: tables 0x[0-9a-f]+ here, 0x[0-9a-f]+ on rank 0"
+    assert re.fullmatch(words, str(follower.failure))
+
+
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
-    push, pull = connect(0, BatchBackendMsg)
+    push, pull = connect(0, FromLeader)
     parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [], [AbortBackendMsg(2), ExitMsg()]]
     for msgs in parcels:
         push.put(BatchBackendMsg(msgs))
@@ -172,7 +240,7 @@ def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Conn
 
 
 def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
-    push, pull = connect(0, BatchBackendMsg)
+    push, pull = connect(0, FromLeader)
     inbox = LeaderInbox(Script([[], [AbortBackendMsg(1)], []]), [push])
     for _ in range(3):
         inbox.receive(block=False)
@@ -195,7 +263,7 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
 
 def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:
     push, pull = connect(0, BackendMsg)
-    writer, follower = connect(1, BatchBackendMsg)
+    writer, follower = connect(1, FromLeader)
     inbox = LeaderInbox(ZmqInbox(pull, push), [writer])
     msg = GrammarCompiledMsg(4)
     thread = threading.Thread(target=inbox.post, args=(msg,))

@@ -26,6 +26,16 @@ def refuses(ready: Ready) -> None:
     raise ConfigError("the cause")
 
 
+def fails_when_ready(ready: Ready) -> None:
+    ready(StartupReport())
+    raise RuntimeError("the consequence")
+
+
+def finds_the_cause(ready: Ready) -> None:
+    ready(StartupReport())
+    raise EngineFailed("the cause")
+
+
 def waits(ready: Ready) -> None:
     ready(StartupReport())
     signal.pause()
@@ -138,3 +148,16 @@ def test_a_failure_names_its_process() -> None:
     ):
         supervisor.start("child", f"{__name__}:fails")
         supervisor.wait_ready(60)
+
+
+@pytest.mark.parametrize(
+    "bodies", [["fails_when_ready", "finds_the_cause"], ["finds_the_cause", "fails_when_ready"]]
+)
+def test_of_several_deaths_the_one_with_a_known_cause_is_told(bodies: list[str]) -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        for body in bodies:
+            supervisor.start(body, f"{__name__}:{body}")
+        supervisor.wait_ready(60)
+        assert_all_end()
+        supervisor.end_together()
+        assert supervisor.death() == "finds_the_cause died with exit code 1: the cause"

@@ -42,6 +42,7 @@ from minisgl.engine.kernel_builds import KernelBuilds
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import (
     free_bytes,
+    free_if_out_of_memory,
     largest_step,
     num_pages,
     out_of_memory_is_explained,
@@ -275,7 +276,13 @@ class Engine:
         """Do the host work that is possible before the previous step is sampled.
 
         That is all host work of a captured step, and none of an eager one.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full; the step can be planned again.
         """
+        return free_if_out_of_memory(self._prepare, plan)
+
+    def _prepare(self, plan: BatchPlan) -> PreparedStep:
         key = self._graphs.find_key(plan) if self._graphs else None
         if self._graphs is None or key is None:
             return PreparedStep(plan, plan.writes)
@@ -283,9 +290,17 @@ class Engine:
             return PreparedStep(plan, NO_WRITES, self._graphs.prepare(plan, plan.writes, key))
         return PreparedStep(plan, plan.writes, self._graphs.prepare(plan, NO_WRITES, key))
 
-    @torch.inference_mode()
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Start computing logits. The previous step must have been sampled."""
+        """Start computing logits. The previous step must have been sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full. The table writes of the plan may be done
+                in part. The step can be planned again with the same writes.
+        """
+        return free_if_out_of_memory(self._launch, prepared)
+
+    @torch.inference_mode()
+    def _launch(self, prepared: PreparedStep) -> LaunchedStep:
         plan = prepared.plan
         self._write_tables(prepared.writes)
 

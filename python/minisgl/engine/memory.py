@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ import torch
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import DistributedCommunicator
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, StepOutOfMemory
 from minisgl.utils.arch import available_memory
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 # Weights are packed if a second copy takes at most this fraction of what is free.
 _MAX_PACKED_FRACTION = 0.2
@@ -37,6 +41,23 @@ def out_of_memory_is_explained(doing: str) -> Iterator[None]:
             f"the GPU's memory is full, {doing}: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
             f"are free. {reason}; lower --memory-ratio, {_ADVICE.removeprefix('lower ')}"
         ) from None
+
+
+def free_if_out_of_memory(work: Callable[[A], R], argument: A) -> R:
+    """Do a part of a step; if the device's memory is full, free what the step holds.
+
+    It is no context manager. An error that is raised while another is handled keeps that one alive,
+    with its frames and their tensors.
+
+    Raises:
+        StepOutOfMemory: in place of torch's error.
+    """
+    try:
+        return work(argument)
+    except torch.OutOfMemoryError as error:
+        reason = str(error)
+    return_memory()
+    raise StepOutOfMemory(reason)
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:

@@ -129,6 +129,15 @@ class BasePrefixCache(ABC):
             CapacityError: fewer are unlocked; nothing was evicted.
         """
 
+    @abstractmethod
+    def cut(self, handle: BaseCacheHandle, after: BaseCacheHandle) -> None:
+        """Forget the end of a prefix. Its pages are the caller's then.
+
+        Args:
+            handle: nobody has locked its end, and no longer prefix has been inserted.
+            after: the beginning that is kept.
+        """
+
     @property
     @abstractmethod
     def num_evictable(self) -> int:

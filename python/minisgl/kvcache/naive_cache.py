@@ -54,6 +54,9 @@ class NaivePrefixCache(BasePrefixCache):
             raise CapacityError(num_pages, 0)
         return _NO_PAGES
 
+    def cut(self, handle: BaseCacheHandle, after: BaseCacheHandle) -> None:
+        pass
+
     @property
     def num_evictable(self) -> int:
         return 0

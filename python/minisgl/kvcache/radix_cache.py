@@ -154,6 +154,16 @@ class RadixPrefixCache(BasePrefixCache):
                 num_pages -= len(runs[-1])
         return np.concatenate(runs) if runs else _EMPTY
 
+    def cut(self, handle: BaseCacheHandle, after: BaseCacheHandle) -> None:
+        node = _node_of(handle)
+        while node is not _node_of(after):
+            assert node.is_evictable
+            assert node.parent is not None
+            self._num_pages -= len(node.pages)
+            self._num_evictable -= len(node.pages)
+            node.last_used = 0  # its entry of the heap is stale now
+            node = self._unlink(node)
+
     @property
     def num_evictable(self) -> int:
         return self._num_evictable
@@ -239,10 +249,16 @@ class RadixPrefixCache(BasePrefixCache):
             leaf.pages = leaf.pages[:num_kept]
             self._push_evictable(leaf)
         else:
-            parent, leaf.parent = leaf.parent, None
-            del parent.children[leaf.key]
-            self._push_evictable(parent)
+            self._unlink(leaf)
         return removed
+
+    def _unlink(self, leaf: _Node) -> _Node:
+        """Take a leaf out of the tree; returns what was its parent."""
+        assert leaf.parent is not None
+        parent, leaf.parent = leaf.parent, None
+        del parent.children[leaf.key]
+        self._push_evictable(parent)
+        return parent
 
     def _touch(self, node: _Node) -> None:
         node.last_used = self._clock

@@ -26,7 +26,7 @@ from minisgl.checkpoint import fetch_model
 from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.errors import EngineFailed, InvalidRequest, RequestError
+from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
     AbortBackendMsg,
@@ -303,8 +303,7 @@ class LLM:
                 if reader is not None:
                     msg, text = reader.read(msg)
                 if msg.error is not None:
-                    error = msg.error
-                    raise RequestError(error.message, param=error.param, code=error.code)
+                    raise msg.error.rebuild()
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._unread:  # a stop text, which the scheduler cannot see

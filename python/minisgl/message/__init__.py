@@ -2,6 +2,7 @@
 
     API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
+    scheduler 0 ─ StepDigestMsg ────────────▶  scheduler 1..n-1
     API server  ─ FlushCacheMsg ────────────▶  tokenizer    ─ FlushCacheMsg ───▶  scheduler 0
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, StepCostsMsg ─▶  itself, and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
@@ -24,6 +25,7 @@ from minisgl.message.backend import (
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     StepCostsMsg,
+    StepDigestMsg,
     UserMsg,
 )
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
@@ -107,6 +109,7 @@ __all__ = [
     "ServeMsg",
     "ShutdownMsg",
     "StepCostsMsg",
+    "StepDigestMsg",
     "SuspendMsg",
     "TextLogprobs",
     "TokenIds",

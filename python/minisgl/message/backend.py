@@ -91,3 +91,21 @@ class BatchBackendMsg(BaseBackendMsg, frozen=True):
     """
 
     msgs: list[BackendMsg]
+
+
+class StepDigestMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → every other rank, once a step, after its `BatchBackendMsg`: what it plans.
+
+    Attributes:
+        number: of the step.
+        num_tokens: that it computes.
+        slices: a hash of its requests and their positions, in order.
+        tables: a checksum of all that was written to the device's tables, up to this step.
+    """
+
+    number: int
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_shared_tokens: int = 0
+    slices: int = 0
+    tables: int = 0

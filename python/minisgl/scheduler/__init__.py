@@ -8,6 +8,7 @@
     step_costs.py      how long a step takes
     prefill_watch.py   rank 0's clock: how long prefills take
     step_watch.py      rank 0's clock: what steps cost
+    step_digest.py     whether all ranks plan the same step
     decode.py          running requests
     outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
     grammar.py         grammar masks before a token, acceptance and forced tokens after it

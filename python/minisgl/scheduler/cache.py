@@ -129,22 +129,42 @@ class CacheManager:
         self._append(req, wanted)
         return True
 
-    def publish(self, req: Req, num_tokens: int) -> None:
+    def publish(self, req: Req, num_tokens: int) -> BaseCacheHandle:
         """Put the first tokens of a request into the prefix cache, where other requests find them.
 
         Nothing changes if the cache has other pages for them.
 
         Args:
             num_tokens: they are computed, or will be in the next step.
+
+        Returns:
+            the prefix that the request had before, for `take_back`.
         """
         holding = self._held[req.uid]
+        before = holding.prefix
         key = _key_of(req, num_tokens)
-        if self._prefix_cache.match(key, holding.prefix).num_tokens > holding.prefix.num_tokens:
-            return
+        if self._prefix_cache.match(key, before).num_tokens > before.num_tokens:
+            return before
         prefix = self._insert(holding, key).handle
         self._prefix_cache.lock(prefix, req.uid)
-        del holding.own[: self._num_pages_of(prefix) - self._num_pages_of(holding.prefix)]
+        del holding.own[: self._num_pages_of(prefix) - self._num_pages_of(before)]
         holding.prefix = prefix
+        return before
+
+    def take_back(self, req: Req, before: BaseCacheHandle) -> None:
+        """Undo `publish`. Nobody else has what was published.
+
+        Args:
+            before: what `publish` returned.
+        """
+        holding = self._held[req.uid]
+        published = holding.prefix
+        pages = self._prefix_cache.pages(published)[self._num_pages_of(before) :]
+        self._prefix_cache.unlock(published, req.uid)
+        self._prefix_cache.lock(before, req.uid)
+        self._prefix_cache.cut(published, before)
+        holding.own[:0] = pages.tolist()
+        holding.prefix = before
 
     def _insert(self, holding: _Holding, key: PrefixKey) -> InsertResult:
         """Give a request's own pages to the cache, as far as a key goes and it has no others."""

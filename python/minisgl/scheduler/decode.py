@@ -11,6 +11,7 @@ several tokens that a request has to compute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -41,9 +42,10 @@ class RunningPlan:
         self.longer.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
         self.budget -= end - req.num_computed - 1
 
-    def without(self, req: Req) -> list[ReqSlice]:
-        """All slices but those of one request."""
-        return [req_slice for req_slice in self.slices if req_slice.req is not req]
+    def drop(self, req: Req) -> None:
+        """Remove the slice of a request, if it has one."""
+        self.decodes = [req_slice for req_slice in self.decodes if req_slice.req is not req]
+        self.longer = [req_slice for req_slice in self.longer if req_slice.req is not req]
 
     @property
     def slices(self) -> list[ReqSlice]:
@@ -98,6 +100,12 @@ class DecodeManager:
     def least_urgent(self) -> Req:
         """The request of the largest priority; among those the youngest."""
         return max(reversed(self._running.values()), key=attrgetter("priority"))
+
+    def least_urgent_first(self, slices: Sequence[ReqSlice]) -> list[Req]:
+        """The requests of slices that run, by falling priority; among equals the youngest first."""
+        uids = {req_slice.req.uid for req_slice in slices}
+        youngest_first = [req for req in reversed(self._running.values()) if req.uid in uids]
+        return sorted(youngest_first, key=attrgetter("priority"), reverse=True)
 
     def retract(self) -> Req:
         """Remove and return the least urgent request, whose pages can then go to the others."""

@@ -3,7 +3,8 @@
 `Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
 `LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
 `FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
-no clock of their own in any decision keep the ranks in step.
+no clock of their own in any decision keep the ranks in step. Both are also `Peers`, which prove it:
+before a step is launched, its plan is compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
+    StepDigestMsg,
 )
+from minisgl.scheduler.step_digest import check_digest
 from minisgl.utils.mp import PullQueue, PushQueue
 
 
@@ -30,6 +33,20 @@ class Inbox(Protocol):
 
     def post(self, msg: BackendMsg) -> None:
         """Leave a message for a later `receive`, on rank 0, from any thread."""
+
+
+class Peers(Protocol):
+    """The other ranks of a group."""
+
+    def agree(self, digest: StepDigestMsg) -> None:
+        """Compare what this rank plans with what rank 0 plans; once a step, before its launch.
+
+        Rank 0 never waits. The others wait until it has planned; it launches after that, and no
+        rank can compute a layer before all have launched.
+
+        Raises:
+            EngineFailed: the plans differ; on the other ranks.
+        """
 
 
 class Outbox(Protocol):
@@ -67,7 +84,9 @@ class ZmqInbox:
 class LeaderInbox:
     """Another inbox, whose messages the followers get too."""
 
-    def __init__(self, source: Inbox, followers: list[PushQueue[BatchBackendMsg]]) -> None:
+    def __init__(
+        self, source: Inbox, followers: list[PushQueue[BatchBackendMsg | StepDigestMsg]]
+    ) -> None:
         self._source = source
         self._followers = followers
 
@@ -77,6 +96,10 @@ class LeaderInbox:
         for queue in self._followers:
             queue.put(batch)
         return msgs
+
+    def agree(self, digest: StepDigestMsg) -> None:
+        for queue in self._followers:
+            queue.put(digest)
 
     def post(self, msg: BackendMsg) -> None:
         self._source.post(msg)
@@ -89,11 +112,18 @@ class LeaderInbox:
 class FollowerInbox:
     """The leader's messages, one batch a step; it always waits, because the leader steps first."""
 
-    def __init__(self, queue: PullQueue[BatchBackendMsg]) -> None:
+    def __init__(self, queue: PullQueue[BatchBackendMsg | StepDigestMsg]) -> None:
         self._queue = queue
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:  # noqa: ARG002 - the leader decides
-        return self._queue.get().msgs
+        batch = self._queue.get()
+        assert isinstance(batch, BatchBackendMsg)
+        return batch.msgs
+
+    def agree(self, digest: StepDigestMsg) -> None:
+        leaders = self._queue.get()
+        assert isinstance(leaders, StepDigestMsg)
+        check_digest(digest, leaders)
 
     def post(self, msg: BackendMsg) -> None:
         raise AssertionError(f"{msg} is for the leader to post")

@@ -160,7 +160,7 @@ class OutputProcessor:
     def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
         """Collect the messages of an output."""
         if output.error:
-            self._add(req, [], None, [], ReplyError.of(output.error))
+            self.add_error(req, output.error)
             return
         entries = [] if logprobs is None else [logprobs]
         if output.is_match:  # two messages: the last token of a "stop" is no part of the answer
@@ -168,6 +168,10 @@ class OutputProcessor:
             self._add(req, [], "stop", [])
         else:
             self._add(req, output.tokens, output.finish, entries)
+
+    def add_error(self, req: Req, error: RequestError) -> None:
+        """Collect the message that a request ends without the rest of its answer."""
+        self._add(req, [], None, [], ReplyError.of(error))
 
     def add_abort(self, req: Req) -> None:
         self._add(req, [], "abort", [])

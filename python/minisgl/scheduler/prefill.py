@@ -26,9 +26,10 @@ Owns the queue. Knows nothing of decoding and of time; pages come from the cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minisgl.core import Req, ReqSlice
+from minisgl.kvcache import BaseCacheHandle
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.events import Events, RequestAdmitted
 from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
@@ -39,6 +40,30 @@ from minisgl.scheduler.table import TableManager
 MAX_HALF_COMPUTED = 8
 
 
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """A request was admitted.
+
+    Attributes:
+        num_cached: of the request, before.
+    """
+
+    prefill: Prefill
+    num_cached: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """The prompt of a last chunk was published.
+
+    Attributes:
+        prefix: that the request had before.
+    """
+
+    prefill: Prefill
+    prefix: BaseCacheHandle
+
+
 @dataclass(slots=True)
 class _Chunks:
     """The chunks that one step computes, as they are planned.
@@ -47,11 +72,15 @@ class _Chunks:
         by_uid: one chunk a request.
         num_running: requests that may each need another page soon.
         may_admit: whether requests may still be admitted.
+        prefills: those of the chunks, by uid.
+        changes: what was done for them, in order.
     """
 
     num_running: int
     may_admit: bool
     by_uid: dict[int, ReqSlice] = field(default_factory=dict)
+    prefills: dict[int, Prefill] = field(default_factory=dict)
+    changes: list[_Admission | _Publication] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +115,7 @@ class PrefillManager:
         self._half_computed: dict[int, Prefill] = {}
         # Retracted half computed, until they are released and put back.
         self._retracted: dict[int, Prefill] = {}
+        self._planned = _Chunks(num_running=0, may_admit=False)
         self._num_computed = 0
         self._last_place = 0
         self._first_place = 0
@@ -175,7 +205,46 @@ class PrefillManager:
                 if prefill is None:
                     break
                 num_left -= self._extend(prefill, num_left, chunks)
+        self._planned = chunks
         return list(chunks.by_uid.values())
+
+    def settle(self) -> None:
+        """Note that the last plan was launched: it will not be undone."""
+        self._planned = _Chunks(num_running=0, may_admit=False)
+
+    def undo_plan(self) -> list[Req]:
+        """Undo the last `plan`, whose step failed before it was launched.
+
+        Who was admitted for it waits again, at its old place. Who was half computed before is so
+        still. What was published is taken back, because nobody computes it now.
+
+        Returns:
+            the requests whose prompts were planned, the least urgent first, the newest of equals.
+        """
+        chunks = self._planned
+        self.settle()
+        for uid, prefill in chunks.prefills.items():
+            num_planned = len(chunks.by_uid[uid])
+            prefill.num_left += num_planned
+            prefill.num_computed_since -= num_planned
+            self._num_computed -= num_planned
+            self._half_computed[uid] = prefill
+
+        waiting: list[Prefill] = []
+        for change in reversed(chunks.changes):
+            prefill = change.prefill
+            if isinstance(change, _Publication):
+                self._cache.take_back(prefill.req, change.prefix)
+            else:
+                self._cache.release(prefill.req)
+                prefill.req.num_cached = change.num_cached
+                del self._half_computed[prefill.req.uid]
+                waiting.append(prefill)
+        for prefill in waiting:
+            num_left = self._cache.num_uncached(prefill.req)
+            self._queue.add(replace(prefill, num_left=num_left))
+        newest_first = sorted(chunks.prefills.values(), key=by_age, reverse=True)
+        return [prefill.req for prefill in newest_first]
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
         """How many tokens of a step go by which order. What the first leaves over, the next has."""
@@ -202,11 +271,13 @@ class PrefillManager:
     def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""
         req = prefill.req
+        num_cached = req.num_cached
         num_without_chunk = sum(uid not in chunks.by_uid for uid in self._half_computed)
         num_admitted = chunks.num_running + len(chunks.by_uid) + num_without_chunk
         if not self._cache.try_admit(req, reserve=num_admitted):
             return False
         self._queue.discard(req)
+        chunks.changes.append(_Admission(prefill, num_cached))
         prefill.num_left = req.num_tokens - req.num_computed
         if self._events.request_admitted:
             event = RequestAdmitted(req.uid, req.num_tokens, num_cached=req.num_computed)
@@ -223,13 +294,16 @@ class PrefillManager:
         is_last = prefill.num_left == 0
         end = req.num_tokens - prefill.num_left
         chunks.by_uid[req.uid] = ReqSlice(req, req.num_computed, end, samples=is_last)
+        chunks.prefills[req.uid] = prefill
         if is_last:
-            self._complete(req)
+            self._complete(prefill, chunks)
         else:
             self._half_computed[req.uid] = prefill
         return num_added
 
-    def _complete(self, req: Req) -> None:
+    def _complete(self, prefill: Prefill, chunks: _Chunks) -> None:
         """Publish a prompt whose last chunk is planned; it is no longer half computed."""
-        self._cache.publish(req, req.num_tokens)
+        req = prefill.req
+        prefix = self._cache.publish(req, req.num_tokens)
+        chunks.changes.append(_Publication(prefill, prefix))
         self._half_computed.pop(req.uid, None)

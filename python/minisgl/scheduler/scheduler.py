@@ -8,12 +8,16 @@ modules make the decisions: `prefill.py` and `decode.py` choose what is computed
 pages, `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
 A request ends (`stop`, `length`, `abort`) or is retracted at any moment. Its row and pages are
-released in one place, `_release`, and only when no launched step refers to it. Next to read:
-`prefill.py`, `decode.py`, `cache.py`.
+released in one place, `_release`, and only when no launched step refers to it.
+
+If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`),
+one request of it ends, and the others are planned again. Next to read: `prefill.py`, `decode.py`,
+`cache.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ from typing import Protocol
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
-from minisgl.errors import RequestError
+from minisgl.errors import OutOfMemory, RequestError, StepOutOfMemory
 from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -55,7 +59,7 @@ from minisgl.scheduler.events import (
     log_events,
 )
 from minisgl.scheduler.grammar import MATCHERS_ON_GPU, GrammarMatchers, PendingMasks
-from minisgl.scheduler.io import Inbox, Outbox
+from minisgl.scheduler.io import Inbox, Outbox, Peers
 from minisgl.scheduler.outputs import (
     MIN_FORCED_ON_CPU,
     MIN_FORCED_ON_GPU,
@@ -68,9 +72,12 @@ from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.request_checks import check_request
 from minisgl.scheduler.step_budget import AUTO_MS_ON_CPU, AUTO_MS_ON_GPU, StepPacer
 from minisgl.scheduler.step_costs import StepCosts, StepWork
+from minisgl.scheduler.step_digest import StepDigests
 from minisgl.scheduler.step_watch import Clock, StepWatch
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
+
+logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -87,10 +94,19 @@ class Executor(Protocol):
         """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
-        """Do the host work that can be done before the step before is sampled."""
+        """Do the host work that can be done before the step before is sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full.
+        """
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Start computing logits, after the step before is sampled."""
+        """Start computing logits, after the step before is sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full. Some of the plan's writes may be done, and
+                the KV of some of its slices may be written.
+        """
 
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
         """Start choosing tokens. The steps after this one find them in the token pool."""
@@ -129,6 +145,7 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
+        peers: the other ranks, with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
 
@@ -140,6 +157,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
+        peers: Peers | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
@@ -182,6 +200,8 @@ class Scheduler:
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock) if is_watched else None
+        self._peers = peers
+        self._digests = StepDigests()
         self._overlap = config.overlap
         self._seeds = random.Random(config.seed)
         self._live: dict[int, Req] = {}
@@ -218,12 +238,20 @@ class Scheduler:
             self._watch.resume()
         self._receive(msgs)
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
-        prepared = self._executor.prepare(plan) if plan else None
-
         previous = self._in_flight
-        if previous:
-            self._sample(previous)
-        step = self._launch(plan, prepared) if plan and prepared else None
+        candidates: list[Req] = []
+        try:
+            prepared = self._executor.prepare(plan) if plan else None
+            if previous:
+                self._sample(previous)
+            step = self._launch(plan, prepared) if plan and prepared else None
+        except StepOutOfMemory as error:
+            assert plan
+            candidates = self._undo(plan, error)
+            step = None
+            if previous:
+                self._sample(previous)
+
         if step and self.grammars.restricts_any(step.sampling_slices):
             self._start_masks(step, previous)
         elif step:
@@ -231,6 +259,7 @@ class Scheduler:
 
         if previous:
             self._finish(previous)
+        self._end_newest(candidates)
         if step and not self._overlap:
             self._sample(step)
             self._finish(step)
@@ -321,12 +350,12 @@ class Scheduler:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
         Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched.
+        tables' writes: a plan that is made is launched. All ranks agree on it, or the group ends.
         """
         running = self.decode.plan(self._max_tokens)
-        slices = running.slices
         if running.is_short_of_pages and not self._deferred:  # else pages come back soon
-            slices = running.without(self._retract())
+            running.drop(self._retract())
+        slices = running.slices
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
         budget = self.pacer.budget(slices, self.prefill.oldest)
@@ -337,13 +366,24 @@ class Scheduler:
         )
         slices += chunks
         if not slices:
+            self._agree(None)
             return None
         num_shared_tokens = self.cache.num_shared_tokens(chunks)
         plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
+        self._agree(plan, num_decodes=len(running.decodes))
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
             self.events.step_planned.emit(event)
         return plan
+
+    def _agree(self, plan: BatchPlan | None, num_decodes: int = 0) -> None:
+        """Compare a plan with the other ranks'.
+
+        Args:
+            num_decodes: its leading slices of one token, as far as they are of running requests.
+        """
+        if self._peers:
+            self._peers.agree(self._digests.next(self._num_steps, plan, num_decodes))
 
     def _retract(self) -> Req:
         """Retract the least urgent request; its release waits for steps that refer to it."""
@@ -360,10 +400,43 @@ class Scheduler:
         launched = self._executor.launch(prepared)
         step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched, work)
         self._num_steps += 1
+        self.table.settle()
+        self.prefill.settle()
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
         self._advance(plan.slices)
         return step
+
+    def _undo(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
+        """Undo a plan whose step was not launched.
+
+        Running requests keep the pages that they got for it, whose writes are done with the next
+        plan.
+
+        Returns:
+            the requests of which one has to end, first of all the first.
+
+        Raises:
+            StepOutOfMemory: there are other ranks, whose memory need not be full.
+        """
+        if self._peers:
+            raise error
+        logger.warning(
+            "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
+        )
+        self.table.undo_drain()
+        prompts = self.prefill.undo_plan()
+        if self._in_flight:
+            self._in_flight.work = None  # its time would have that of the failed step in it
+        elif self._watch:
+            self._watch.resume()
+        return prompts or self.decode.least_urgent_first(plan.slices)
+
+    def _end_newest(self, candidates: Sequence[Req]) -> None:
+        """End the first of these requests, unless the step before has ended one of them."""
+        if candidates and all(req.finish is None for req in candidates):
+            self.outputs.add_error(candidates[0], OutOfMemory())
+            self._end(candidates[0], "abort")
 
     def _advance(self, slices: list[ReqSlice]) -> None:
         """Account for launched slices."""
@@ -474,7 +547,8 @@ class Scheduler:
         """Release a request's row and pages; queue it again if it was retracted.
 
         No other function calls `CacheManager.release`, which returns the pages, and calls
-        `TableManager.release` with the row.
+        `TableManager.release` with the row; but for `PrefillManager.undo_plan`, whose requests were
+        never launched.
         """
         if req.row is not None:
             self.cache.release(req)

@@ -31,6 +31,9 @@ class TableManager:
         self._pages: dict[int, list[_Write]] = {}
         self._tokens: dict[int, list[_Write]] = {}
         self._copies: list[RowCopy] = []
+        # What was drained last, without copies, until it is settled.
+        self._drained_pages: dict[int, list[_Write]] = {}
+        self._drained_tokens: dict[int, list[_Write]] = {}
 
     @property
     def has_free(self) -> bool:
@@ -65,10 +68,27 @@ class TableManager:
             *_flatten(self._tokens.values()),
             tuple(self._copies),
         )
-        self._pages = {}
-        self._tokens = {}
+        self._drained_pages, self._pages = self._pages, {}
+        self._drained_tokens, self._tokens = self._tokens, {}
         self._copies = []
         return writes
+
+    def settle(self) -> None:
+        """Note that what was drained last is written by a launched step."""
+        self._drained_pages = {}
+        self._drained_tokens = {}
+
+    def undo_drain(self) -> None:
+        """Have all that was drained last written again, after a step that failed.
+
+        To be called before anything else is written. Copies are not kept: rows with one were
+        admitted for that step, and are released.
+        """
+        assert not self._pages
+        assert not self._tokens
+        self._pages = self._drained_pages
+        self._tokens = self._drained_tokens
+        self.settle()
 
     def check_integrity(self, rows_in_use: list[int]) -> None:
         assert sorted(rows_in_use + self._free) == list(range(self._num_rows))

@@ -8,11 +8,17 @@ from collections.abc import Callable
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import BackendMsg, BatchBackendMsg, ShutdownMsg, decoder, encode
+from minisgl.message import (
+    BackendMsg,
+    BatchBackendMsg,
+    ShutdownMsg,
+    StepDigestMsg,
+    decoder,
+    encode,
+)
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
-    Inbox,
     LeaderInbox,
     Outbox,
     ZmqInbox,
@@ -41,8 +47,9 @@ def scheduler_worker(
     if config.device == "cpu":
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
+    peers = inbox if config.tp > 1 else None
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
-    scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)
+    scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0, peers=peers)
     scheduler.pending_grammars.read_tokenizer()
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
@@ -56,17 +63,18 @@ def scheduler_worker(
 
 def _queues(
     config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
-) -> tuple[Inbox, Outbox]:
+) -> tuple[LeaderInbox | FollowerInbox, Outbox]:
     if rank > 0:
-        return FollowerInbox(
-            PullQueue(addresses.rank(rank), decoder(BatchBackendMsg), beat)
-        ), DiscardOutbox()
+        from_leader: PullQueue[BatchBackendMsg | StepDigestMsg] = PullQueue(
+            addresses.rank(rank), decoder(BatchBackendMsg | StepDigestMsg), beat
+        )
+        return FollowerInbox(from_leader), DiscardOutbox()
     queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
         addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
     )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
     outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))
-    followers: list[PushQueue[BatchBackendMsg]] = [
+    followers: list[PushQueue[BatchBackendMsg | StepDigestMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]
     return LeaderInbox(inbox, followers), outbox

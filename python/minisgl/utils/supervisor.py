@@ -61,12 +61,15 @@ class StartupReport(msgspec.Struct, frozen=True):
     Attributes:
         failure: why it failed; None if it is ready.
         is_config_error: whether options or model are the reason, which the user can change.
+        is_explained: whether the package itself found the reason. Any other failure may be the
+            consequence of another child's.
         max_seq_len: of a scheduler.
         tokenizer: of a tokenizer.
     """
 
     failure: str | None = None
     is_config_error: bool = False
+    is_explained: bool = False
     max_seq_len: int | None = None
     tokenizer: TokenizerInfo | None = None
 
@@ -124,6 +127,7 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, _Child] = {}
         self._starting: set[str] = set()  # those whose report was not read yet
+        self._last_reports: dict[str, StartupReport | None] = {}  # of dead children
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
@@ -232,6 +236,7 @@ class Supervisor:
         for name in [name for name in self._children if name not in keep]:
             child = self._children.pop(name)
             self._starting.discard(name)
+            self._last_reports.pop(name, None)
             child.process.join()
             child.reader.close()
 
@@ -271,9 +276,13 @@ class Supervisor:
         """The name of the child that died first.
 
         Others may have failed since, because they lack the first. It was rather killed than that
-        it failed in the same way.
+        it failed in the same way; and it rather knows why than that it met with another's end.
         """
-        return min(self._dead_children(), key=self._exit_code)
+        return min(self._dead_children(), key=self._order_of_death)
+
+    def _order_of_death(self, name: str) -> tuple[int, bool]:
+        report = self._last_report(name)
+        return self._exit_code(name), not (report and report.is_explained)
 
     def _exit_code(self, name: str) -> int:
         """The exit code of a dead child, negative for a signal.
@@ -287,11 +296,18 @@ class Supervisor:
             process.join(max(0.0, deadline - time.monotonic()))
         return 0 if process.exitcode is None else process.exitcode
 
+    def _last_report(self, name: str) -> StartupReport | None:
+        """What a dead child said at its end, if it did."""
+        if name not in self._last_reports:
+            child = self._children[name]
+            report = child.read_report() if child.reader.poll() else None
+            self._last_reports[name] = report
+        return self._last_reports[name]
+
     def _describe_death(self, name: str) -> str:
         """Exit code of a dead child, and its last report's reason."""
-        child = self._children[name]
         code = self._exit_code(name)
-        report = child.read_report() if child.reader.poll() else None
+        report = self._last_report(name)
         death = f"{name} died with exit code {code}"
         if -code in set(signal.Signals):
             death += f" ({signal.Signals(-code).name})"
@@ -369,6 +385,12 @@ def _run_worker(
         else:
             logger.exception("%s fails", name)
             reason = f"{name}: {type(error).__name__}: {error}"
-        ready(StartupReport(failure=reason, is_config_error=isinstance(error, ConfigError)))
+        ready(
+            StartupReport(
+                failure=reason,
+                is_config_error=isinstance(error, ConfigError),
+                is_explained=isinstance(error, MiniSGLError),
+            )
+        )
         writer.close()
         os._exit(1)

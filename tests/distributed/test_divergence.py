@@ -1,0 +1,72 @@
+"""A rank that plans another step than rank 0 ends with that step's number, before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from minisgl.distributed import DistributedInfo
+from minisgl.engine import Engine
+from minisgl.message import (
+    AbortBackendMsg,
+    BackendMsg,
+    BatchBackendMsg,
+    StepDigestMsg,
+    UserMsg,
+    decoder,
+    encode,
+    pack_ids,
+)
+from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
+from minisgl.utils.mp import PullQueue, PushQueue
+from tests.distributed.harness import in_processes
+from tests.engine.harness import MemoryInbox, MemoryOutbox, config_of, greedy
+
+ABORTED_BEFORE_STEP = 3
+
+
+class AbortingInbox(MemoryInbox):
+    """Two requests at once, and the abort of one of them a few turns later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.msgs = [UserMsg(uid, pack_ids([1, 2, 3]), greedy(10)) for uid in range(2)]
+        self._num_turns = 0
+
+    def receive(self, *, block: bool) -> list[BackendMsg]:
+        if self._num_turns == ABORTED_BEFORE_STEP:
+            self.post(AbortBackendMsg(1))
+        self._num_turns += 1
+        return super().receive(block=block)
+
+
+class DeafInbox(FollowerInbox):
+    """Misses all aborts."""
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        msgs = super().receive(block=block)
+        return [msg for msg in msgs if not isinstance(msg, AbortBackendMsg)]
+
+
+def run_rank(model: Path, folder: Path, info: DistributedInfo) -> None:
+    config = config_of(model, tp=info.size, num_pages=16)
+    address = f"ipc://{folder}/queue"
+    inbox: LeaderInbox | FollowerInbox
+    if info.leads:
+        inbox = LeaderInbox(AbortingInbox(), [PushQueue(address, encode)])
+    else:
+        inbox = DeafInbox(PullQueue(address, decoder(BatchBackendMsg | StepDigestMsg)))
+    engine = Engine(config, info, folder / "rendezvous")
+    Scheduler(config, engine, inbox, MemoryOutbox(), leads=info.leads, peers=inbox).run()
+
+
+def test_a_rank_that_misses_an_abort_names_the_step(checkpoint: Callable[[str], Path]) -> None:
+    words = f"the ranks plan step {ABORTED_BEFORE_STEP} differently: num_requests 2 here, 1 on rank"
+    with TemporaryDirectory() as folder, pytest.raises(RuntimeError) as failure:
+        in_processes(2, partial(run_rank, checkpoint("llama"), Path(folder)))
+    assert "rank 1 failed" in str(failure.value)
+    assert words in str(failure.value)
