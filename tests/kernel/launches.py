@@ -7,7 +7,7 @@ code says which variant a launch is; this needs no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -25,20 +25,22 @@ class Launches:
     """The variants of each kernel, by its name.
 
     Args:
-        runs: whether what is launched is also run.
+        runs: names of the kernels that are also run.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, runs: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runs: Collection[str] = ()) -> None:
         self.variants: dict[str, set[str]] = {}
         for kind in (InterpretedFunction, JITFunction):
-            monkeypatch.setattr(kind, "run", self._recorded(kind.run, runs=runs))
+            monkeypatch.setattr(kind, "run", self._recorded(kind.run, runs))
 
-    def _recorded(self, run: Callable[..., Any], *, runs: bool) -> Callable[..., Any]:
+    def _recorded(self, run: Callable[..., Any], runs: Collection[str]) -> Callable[..., Any]:
         def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             _, specialization, constants = _binder(kernel)(*args, **options)
             variant = f"{specialization} {constants}"
             self.variants.setdefault(kernel.__name__, set()).add(variant)
-            return run(kernel, *args, grid=grid, warmup=warmup, **options) if runs else None
+            if kernel.__name__ in runs:
+                return run(kernel, *args, grid=grid, warmup=warmup, **options)
+            return None
 
         return record
 

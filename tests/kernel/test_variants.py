@@ -23,7 +23,7 @@ bf16 = torch.bfloat16
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return Launches(monkeypatch, runs=False)
+    return Launches(monkeypatch)
 
 
 def ints(count: int, shift: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -15,9 +15,7 @@ _BLOCK = 256
 _LIST_BLOCK = 1024
 
 
-@triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "index", "value"]
-)
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "index", "value"])
 def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
