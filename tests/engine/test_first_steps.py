@@ -30,7 +30,7 @@ from minisgl.engine.memory import most_tokens
 from minisgl.engine.sampler import sampler_room
 from minisgl.kernel import dispatch, gpu
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
-from minisgl.utils.staging import FixedStaging, Staging, StagedCopy, room_for
+from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, room_for
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.test_captured_steps import KINDS
@@ -213,7 +213,8 @@ def test_no_variant_of_a_kernel_is_met_first_while_serving(
 
     host = Host(engine, config)
     source = random.Random(0)
-    kinds = itertools.cycle(KINDS["all"])
+    # A grammar would refuse the tokens, which are of logits that nothing computes.
+    kinds = itertools.cycle(kind for kind in KINDS["all"] if "grammar" not in kind)
     for count in (1, 2, 3, 5, 5, 5):
         lengths = [source.randint(1, 9) for _ in range(count)]
         fields = [{**next(kinds), "max_tokens": 3, "min_tokens": 0} for _ in lengths]

@@ -20,7 +20,7 @@ _MAX_PACKED_FRACTION = 0.2
 _MAX_SLOTS = 2**31 - 2**16  # slots are int32; the padding page comes after them
 _MAX_PINNED_BITS = 16  # the ids of 20 likeliest tokens for 256 requests are 40 kB
 _NUM_PINNED_BLOCKS = 8  # of a size, at a time
-_ADVICE = "lower --max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
+_ADVICE = "--max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def out_of_memory_is_explained(doing: str) -> Iterator[None]:
         reason = str(error).partition(". ")[2].partition(". ")[0]  # "Tried to allocate ..."
         raise ConfigError(
             f"the GPU's memory is full, {doing}: {free / 1e9:.1f} of {total / 1e9:.1f} GB "
-            f"are free. {reason}; lower --memory-ratio or --num-pages, {_ADVICE.removeprefix('lower ')}"
+            f"are free. {reason}; lower --memory-ratio or --num-pages, {_ADVICE}"
         ) from None
 
 
@@ -101,7 +101,7 @@ def num_pages(
     if affordable < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
-            f"steps {step_bytes:,}; {_ADVICE}"
+            f"steps {step_bytes:,}; lower {_ADVICE}"
         )
     addressable = _MAX_SLOTS // config.page_size
     agreed = torch.tensor([min(affordable, addressable)], dtype=torch.int64, device=device)
