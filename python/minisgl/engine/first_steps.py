@@ -16,6 +16,7 @@ each, so they are few, and what needs no model is done without it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,15 +38,15 @@ _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
 _EMBEDDED = SamplingParams(embeds=True, max_tokens=0)
 _RESTRICTED = SamplingParams(grammar=Grammar("regex", "a"))  # every mask allows all tokens yet
-_CHANGED = {
-    "presence_penalty": 1.0,
-    "frequency_penalty": 1.0,
-    "repetition_penalty": 1.5,
-    "logit_bias": {0: 1.0},
-    "min_tokens": 1,
-    "logprobs": 1,
-}
-_FILTERED = {"top_k": 10, "top_p": 0.9, "min_p": 0.01}
+_CHANGED = SamplingParams(
+    presence_penalty=1.0,
+    frequency_penalty=1.0,
+    repetition_penalty=1.5,
+    logit_bias={0: 1.0},
+    min_tokens=1,
+    logprobs=1,
+)
+_CHANGED_AND_FILTERED = replace(_CHANGED, top_k=10, top_p=0.9, min_p=0.01)
 
 
 def first_plans(config: EngineConfig, limits: EngineLimits) -> list[BatchPlan]:
@@ -75,8 +76,7 @@ def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:
     counts = {min(count, limits.num_rows) for count in (*_NUMS_OF_CHOICES, limits.num_rows)}
     choices = []
     for count in sorted(counts):
-        for filters in ({}, _FILTERED):
-            params = SamplingParams(**_CHANGED, **filters)
+        for params in (_CHANGED, _CHANGED_AND_FILTERED):
             choices.append([_slice(limits, row, 0, 1, params) for row in range(count)])
     return choices
 
