@@ -43,7 +43,7 @@ def scheduler_worker(
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0)
-    scheduler.pending_grammars.read_tokenizer()
+    scheduler.pending_grammars.get_ready()
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
