@@ -18,6 +18,7 @@ MAX_COUNT = 2**31 - 1
 MAX_GRAMMAR = 2**17  # characters
 MAX_SALT = 256  # characters
 MAX_STOPS = 32
+MAX_BIASES = 1024
 JSON_OPTIONS = {  # of llguidance: bounded white space, or a model may write nothing else
     "whitespace_pattern": r"[ \t\r\n]{0,16}",
     "coerce_one_of": True,
@@ -183,8 +184,8 @@ class SamplingParams:
         _require(
             "the size of logit_bias",
             len(self.logit_bias),
-            len(self.logit_bias) <= 1024,
-            "at most 1024",
+            len(self.logit_bias) <= MAX_BIASES,
+            f"at most {MAX_BIASES}",
             "logit_bias",
         )
         if self.grammar is not None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from minisgl.core import Grammar, SamplingParams
-from minisgl.grammar import Trial
+from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.grammar import KnownGrammars
 from minisgl.scheduler.pending_grammars import PendingGrammars
+from tests.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.scheduler.fake_matchers import FakeMatchers
 from tests.scheduler.harness import Host, exactly
 from tests.scheduler.script import Script
@@ -223,3 +228,35 @@ def test_known_grammars_are_bounded_by_bytes_and_the_oldest_go() -> None:
     assert first in known
     assert third in known
     assert second not in known
+
+
+def test_a_first_grammar_finds_all_ready(checkpoint: Callable[[str], Path]) -> None:
+    """The trial process runs, the tokenizer is read, and a grammar was tried and compiled."""
+    arguments = (checkpoint("qwen2"), VOCAB_SIZE, [EOS_ID])
+    compiler = GrammarCompiler(*arguments)
+    trials = GrammarTrials(*arguments)
+    messages: list[Any] = []
+    pending = PendingGrammars(KnownGrammars(), compiler, trials, messages.append)
+    try:
+        pending.get_ready()
+        assert trials._process is not None
+        assert trials._process.process.poll() is None
+        assert "tokenizer" in vars(compiler)
+        assert trials._num_trials == 1
+        assert not messages, "no request waits for it"
+    finally:
+        pending.close()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    arguments = (tmp_path, VOCAB_SIZE, [EOS_ID])
+    trials = GrammarTrials(*arguments)
+    pending = PendingGrammars(KnownGrammars(), GrammarCompiler(*arguments), trials, print)
+    try:
+        pending.get_ready()
+    finally:
+        pending.close()
+    assert "grammars cannot be followed" in caplog.text

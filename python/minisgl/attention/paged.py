@@ -20,7 +20,7 @@ from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
-from minisgl.utils.staging import Staging
+from minisgl.utils.staging import Staging, room_for
 
 
 @dataclass(slots=True)
@@ -62,7 +62,9 @@ class PagedAttnBackend(BaseAttnBackend):
         self._page_table_RP = page_table_RP
         self._page_size = kv_pool.page_size
         self._specs = specs
-        self._staging = Staging(page_table_RP.device, capacity=3 * len(page_table_RP) + 1)
+        num_rows = len(page_table_RP)
+        capacity = room_for(num_rows, num_rows, num_rows + 1)
+        self._staging = Staging(page_table_RP.device, capacity)
         self._pages = [
             (
                 kv_pool.k_cache(layer).unflatten(0, (-1, self._page_size)),

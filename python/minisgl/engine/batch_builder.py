@@ -15,10 +15,15 @@ import numpy as np
 from torch import Tensor
 
 from minisgl.core import Batch, BatchPlan, IntArray
-from minisgl.engine.sampling_batch import BatchSamplingArgs, has_filters, sampling_arrays
+from minisgl.engine.sampling_batch import (
+    BatchSamplingArgs,
+    has_filters,
+    sampling_arrays,
+    sampling_room,
+)
 from minisgl.kernel import look_up
 from minisgl.layers import Context
-from minisgl.utils.staging import Staging
+from minisgl.utils.staging import Staging, room_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,11 @@ class BatchBuilder:
             BatchSamplingArgs(has_filters(sampling), is_masked, *args),
             token_index,
         )
+
+
+def batch_room(num_tokens: int, num_slices: int) -> int:
+    """The capacity of a staging that sends a step of so many tokens, of which all may return."""
+    return 3 * room_for(num_tokens) + room_for(num_slices) + sampling_room(num_slices)
 
 
 def _hidden_state_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from minisgl.attention import PromptModules, create_attention_backend
 from minisgl.config import EngineConfig, backend_names
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, TableWrites
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, ReqSlice, TableWrites
 from minisgl.distributed import DistributedInfo, create_communicator
-from minisgl.engine.batch_builder import BatchBuilder, sampled_hidden_states
+from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
+from minisgl.engine.first_steps import first_choices, first_plans
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graph_key import (
@@ -44,13 +45,16 @@ from minisgl.engine.memory import (
     free_bytes,
     free_if_out_of_memory,
     largest_step,
+    most_tokens,
     num_pages,
     out_of_memory_is_explained,
+    reserve_pinned_memory,
     return_memory,
 )
 from minisgl.engine.model_loader import load_model
 from minisgl.engine.prompt_outputs import PromptOutputs
-from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
+from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room
+from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, load_cpu_kernels, scatter
@@ -60,7 +64,7 @@ from minisgl.models import ModelConfig, get_model_class
 from minisgl.moe import create_moe_backend
 from minisgl.utils.arch import keep_freed_memory, use_huge_pages
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
-from minisgl.utils.staging import Staging
+from minisgl.utils.staging import Staging, room_for
 
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
@@ -114,9 +118,13 @@ class Engine:
         self._weight_bytes = loaded.weight_bytes
         kernel_builds.wait()
 
-        self._staging = Staging(self._device)  # for what a step sends in front of the model
-        self._extra_staging = Staging(self._device)  # for what few steps send, at any time
-        self._host_copier = HostCopier(self._device, config.max_running_requests)
+        num_rows = config.max_running_requests
+        # For what a step sends in front of the model, ...
+        self._staging = Staging(self._device, batch_room(most_tokens(config), num_rows))
+        # ... and for what few steps send, at any time.
+        room = sampler_room(num_rows, len(self._model_config.eos_ids))
+        self._extra_staging = Staging(self._device, max(room, 2 * room_for(_MAX_WRITES)))
+        self._host_copier = HostCopier(self._device, num_rows)
         step_bytes = 0
         if self._device.type == "cuda":
             with out_of_memory_is_explained("trying the largest step"):
@@ -125,6 +133,9 @@ class Engine:
             page_bytes = self._page_bytes(config)
             pages = num_pages(config, page_bytes, self._device, self._comm, step_bytes)
             self._make_context(config, min(max_seq_len, pages * config.page_size), pages)
+        if self._device.type == "cuda":
+            with out_of_memory_is_explained("running the first steps"):
+                self.run_first_steps(config)
         logger.info(
             "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",
             self._model_config.architecture,
@@ -175,7 +186,8 @@ class Engine:
     def _try_largest_step(self, config: EngineConfig, max_seq_len: int) -> int:
         """Bytes that steps take beside weights and KV: activations, workspaces, graphs.
 
-        They are measured over a pool of one page, before the KV cache is sized.
+        They are measured over a pool of one page, before the KV cache is sized. Where the option
+        says its size, the first steps show whether it leaves enough.
         """
         if config.num_pages is not None:
             return 0
@@ -256,6 +268,41 @@ class Engine:
             self.context,
             is_trial=is_trial,
         )
+
+    def run_first_steps(self, config: EngineConfig) -> None:
+        """Do what no later step shall do for the first time; see `first_steps.py`.
+
+        What it writes lies in the padding page, and in the token pool where requests will write.
+        """
+        started = time.monotonic()
+        if self._device.type == "cuda":
+            reserve_pinned_memory()
+        num_steps = 0
+        for plan in first_plans(config, self.limits):
+            if self._graphs is None or self._graphs.find_key(plan) is None:
+                _read(self.sample(self.launch(PreparedStep(plan, plan.writes))))
+                num_steps += 1
+        for slices in first_choices(self.limits):
+            _read(self.sample(self._launch_choice(slices)))
+        logger.debug("%d first steps in %.2f s", num_steps, time.monotonic() - started)
+
+    @torch.inference_mode()
+    def _launch_choice(self, slices: list[ReqSlice]) -> LaunchedStep:
+        """A step of slices that sample, without a model: their hidden states are zero."""
+        places = [self._token_place(req_slice) for req_slice in slices]
+        hidden_BD = torch.zeros(
+            len(slices), self._model_config.width, dtype=self._dtype, device=self._device
+        )
+        inputs = SamplingInputs(
+            self._model.logits(hidden_BD),
+            BatchSamplingArgs.of(slices, self._staging),
+            torch.tensor(places, dtype=torch.int32, device=self._device),
+        )
+        return LaunchedStep(slices, inputs)
+
+    def _token_place(self, req_slice: ReqSlice) -> int:
+        """Where in the token pool the token after a slice stands."""
+        return req_slice.row * self.limits.num_row_tokens + req_slice.end
 
     def _zeros(self, *shape: int) -> Tensor:
         if math.prod(shape) >= 2**31:
@@ -387,6 +434,14 @@ class Engine:
         """Leave the tensor-parallel group. NCCL cannot as long as a graph that uses it is alive."""
         self._graphs = None
         self._comm.close()
+
+
+def _read(output: ForwardOutput) -> None:
+    """Wait for all that a step gives."""
+    output.wait()
+    output.logprobs()
+    output.prompt_logprobs()
+    output.embeddings()
 
 
 def _set_up_device(config: EngineConfig, info: DistributedInfo) -> torch.device:

@@ -46,7 +46,8 @@ class CudaGraphCapture(GraphCapture):
 
     They share one pool of memory, since one runs after the other. What a graph leaves there is
     therefore valid until the next one is replayed. Large results are not kept alive: their memory
-    serves the next graph too.
+    serves the next graph too. Each is replayed once: that sends it to the device, which would take
+    longer in the first step that needs it.
     """
 
     takes_sampling = True
@@ -65,6 +66,7 @@ class CudaGraphCapture(GraphCapture):
         # NCCL's threads go on while this one captures.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = call()
+        graph.replay()
         return graph, result
 
 

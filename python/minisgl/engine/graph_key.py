@@ -24,7 +24,7 @@ _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
 # ... and of a step with several slices, decodes included. A GPU multiplies 128 tokens at a time.
 _STEP_SIZES = [*range(128, 1281, 128), 1536, 2048]
 # It has up to so many prompts, beside so many decodes.
-_MAX_PROMPTS = 16
+MAX_PROMPTS = 16
 _DECODES_BESIDE_PROMPTS = [32, 64, 96, 128, 256]
 _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
@@ -162,7 +162,7 @@ def _keys_with_prompts(max_decodes: int, max_prompt_tokens: int) -> list[GraphKe
         for size in _STEP_SIZES:
             num_prompt_tokens = size - num_decodes
             if _MIN_PROMPT_TOKENS <= num_prompt_tokens <= max_prompt_tokens:
-                keys.append(GraphKey(kind, num_decodes, _MAX_PROMPTS, num_prompt_tokens))
+                keys.append(GraphKey(kind, num_decodes, MAX_PROMPTS, num_prompt_tokens))
     return sorted(keys, key=lambda key: (key.num_tokens, key.num_decodes))
 
 

@@ -31,12 +31,12 @@ from torch import Tensor
 from minisgl.core import ReqSlice
 from minisgl.distributed import DistributedCommunicator
 from minisgl.engine.graph_capture import Graph
-from minisgl.engine.logits_processing import process_logits, wants_processing
+from minisgl.engine.logits_processing import process_logits, processing_room, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput
-from minisgl.engine.sampling_batch import BatchSamplingArgs
+from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_room
 from minisgl.kernel import choose_tokens, lowest_kept, mask_logits, scatter
 from minisgl.models import ModelConfig
-from minisgl.utils.staging import Staging
+from minisgl.utils.staging import Staging, room_for
 
 _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
 
@@ -93,6 +93,14 @@ def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
         )
     return choose_tokens(
         logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B
+    )
+
+
+def sampler_room(num_slices: int, num_eos: int) -> int:
+    """The capacity of a staging that sends what a `Sampler` needs for so many slices."""
+    num_processed = min(num_slices, _MAX_PROCESSED_ROWS)
+    return max(
+        room_for(num_slices), sampling_room(num_processed), processing_room(num_processed, num_eos)
     )
 
 

@@ -40,7 +40,10 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
     compiler = GrammarCompiler(Path(setup.folder), setup.vocab_size, setup.eos_ids)
-    _ = compiler.tokenizer
+    try:
+        compiler.read_tokenizer()
+    except (ValueError, OSError, ImportError):  # the scheduler reads it too, and says why
+        return
     with suppress(EOFError, OSError):
         while True:
             request = msgspec.json.decode(link.recv_bytes(), type=TrialRequest)

@@ -1,8 +1,8 @@
 """Grammars are tried in a process of their own before anything else compiles them.
 
 A text of two kilobytes can take llguidance minutes and gigabytes, and nothing can stop it. The
-trial process can be killed. It starts with the first grammar and is kept. A thread here asks it
-about one grammar after the other and waits for its verdicts.
+trial process can be killed. It starts when it is opened, or else with the first grammar, and is
+kept. A thread here asks it about one grammar after the other and waits for its verdicts.
 """
 
 from __future__ import annotations
@@ -115,6 +115,10 @@ class GrammarTrials:
         self._process: _Process | None = None
         self._num_trials = 0
 
+    def open(self) -> None:
+        """Start the trial process, without waiting until it is ready."""
+        self._executor.submit(self._running_process).result()
+
     def start(self, grammar: Grammar, report: Callable[[Verdict], None]) -> Trial:
         """Try a grammar; `report` is called on another thread, unless the trial is cancelled."""
         number = self._num_trials
@@ -139,15 +143,19 @@ class GrammarTrials:
     def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
         """Runs on the thread."""
         try:
-            if self._process is None:
-                self._process = _start(self._setup)
-            link = self._process.link
+            link = self._running_process().link
             link.send_bytes(msgspec.json.encode(request))
             verdict = msgspec.json.decode(link.recv_bytes(), type=Verdict)
         except (EOFError, OSError):  # somebody has killed the process
             self._drop_process()
             verdict = Verdict.refused("its trial was broken off")
         report(verdict)
+
+    def _running_process(self) -> _Process:
+        """Runs on the thread."""
+        if self._process is None:
+            self._process = _start(self._setup)
+        return self._process
 
     def _drop_process(self) -> None:
         process = self._process

@@ -25,6 +25,8 @@ from minisgl.scheduler.grammar import KnownGrammars
 
 logger = logging.getLogger(__name__)
 
+_FIRST_GRAMMAR = Grammar("regex", "(?s:.*)")
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -76,15 +78,24 @@ class PendingGrammars:
         self._uids: set[int] = set()
         self._num_started = 0
 
-    def read_tokenizer(self) -> None:
-        """Read the tokenizer before a grammar comes: half a second in which no thread can go on.
+    def get_ready(self) -> None:
+        """Do all that is done once, before a grammar comes: try one, and compile it.
 
-        What cannot be read is said now, and again to each request with a grammar.
+        The trial process starts, which takes a second. Meanwhile the tokenizer is read, half a
+        second in which no thread can go on. If it cannot be read, that is said now, and again to
+        each request with a grammar.
         """
+        trial: Trial | None = None
+        if self._trials is not None:
+            self._trials.open()
+            trial = self._trials.start(_FIRST_GRAMMAR, lambda _: None)
         try:
             self._compiler.read_tokenizer()
-        except (ValueError, OSError, ImportError) as error:
+            self._executor.submit(self._compiler.compile, _FIRST_GRAMMAR).result()
+        except (InvalidRequest, ValueError, OSError, ImportError) as error:
             logger.warning("grammars cannot be followed: %s", error)
+        if trial is not None:
+            trial.future.result()
 
     def __len__(self) -> int:
         """How many requests wait."""

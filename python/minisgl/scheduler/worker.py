@@ -50,7 +50,7 @@ def scheduler_worker(
     peers = inbox if config.tp > 1 else None
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0, peers=peers)
-    scheduler.pending_grammars.read_tokenizer()
+    scheduler.pending_grammars.get_ready()
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()

@@ -27,6 +27,11 @@ Numbers = NDArray[np.int32] | NDArray[np.float32]
 LayoutKey = tuple[tuple[int, str], ...]  # the length of each array, and the letter of its dtype
 
 
+def room_for(*lengths: int) -> int:
+    """The capacity that arrays of these lengths take together, each rounded up."""
+    return sum(-(-length // _ALIGNED) * _ALIGNED for length in lengths)
+
+
 class StagedCopy:
     """Arrays that are ready to go to the device.
 
@@ -45,11 +50,13 @@ class Staging:
     """Sends arrays of 4-byte numbers.
 
     Args:
-        capacity: numbers that fit without growing, each array rounded up to a multiple of 4.
-            Until it grows, arrays of the same lengths always go to the same addresses.
+        capacity: numbers that fit without growing; see `room_for`. To grow takes milliseconds, in
+            which the device stands still, so the capacity is that of the largest step. Until it
+            grows, arrays of the same lengths always go to the same addresses.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
+        self.capacity = capacity
         self._device = device
         self._turn = 0
         self._pinned: list[_PinnedBuffer] = []
@@ -82,7 +89,7 @@ class Staging:
         end = 0
         for length, _ in key:
             places.append(slice(end, end + length))
-            end += -(-length // _ALIGNED) * _ALIGNED
+            end += room_for(length)
 
         if end > len(self._device_Z):
             self._grow(2 * end)
@@ -97,6 +104,7 @@ class Staging:
         return layout
 
     def _grow(self, capacity: int) -> None:
+        self.capacity = capacity
         torch.cuda.synchronize(self._device)
         self._device_Z = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         self._pinned = [_PinnedBuffer.allocate(capacity) for _ in range(_NUM_PINNED)]
@@ -145,7 +153,7 @@ class FixedStaging(Staging):
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), capacity)
         self._device_Z = torch.zeros(capacity, dtype=torch.int32)
 
     def stage(self, *arrays: Numbers) -> StagedCopy:

@@ -21,6 +21,7 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 
 _PROGRAMS = 528  # about: four for each multiprocessor of a large GPU
 _MAX_SPLITS = 32
+_SPLITS_TO_MERGE = (4, _MAX_SPLITS, 2 * _MAX_SPLITS)  # few, so that few kernels are compiled
 _BLOCK = 32  # positions at a time
 _SHARED_ROWS = 64  # queries at a time, where they share a context
 _SHARED_BLOCK = 64  # positions at a time, there
@@ -63,7 +64,12 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_splits", "num_prefix_splits"],
+    do_not_specialize_on_alignment=[
+        "token", "row", "position", "num_shared_tokens", "split_top", "split_sum",
+    ],
+)  # fmt: skip
 def _attend_suffix(
     q, k_pool, v_pool, page_table, token, row, position, num_shared_tokens,
     split_o, split_top, split_sum, scale, softcap, window,
@@ -106,7 +112,10 @@ def _attend_suffix(
     tl.store(outputs, acc, mask=is_head[:, None] & (h < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_splits", "num_prefix_splits", "batch_size"],
+    do_not_specialize_on_alignment=["row", "num_shared_tokens", "split_top", "split_sum"],
+)
 def _attend_shared_prefix(
     q, k_pool, v_pool, page_table, row, num_shared_tokens, split_o, split_top, split_sum,
     scale, softcap, stride_q, stride_ks, stride_kh, stride_vs, stride_vh, stride_pages, page_size,
@@ -141,7 +150,10 @@ def _attend_shared_prefix(
     tl.store(outputs, acc, mask=is_query[:, None] & (h < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["split_top", "split_sum", "token"],
+)
 def _merge_splits(
     split_o, split_top, split_sum, token, o, stride_o, num_splits, num_heads,
     SPLITS_2: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PDL: tl.constexpr,
@@ -208,10 +220,15 @@ def attend_decode(
     )  # fmt: skip
     _merge_splits[(batch_size, num_heads)](
         split_o, split_top, split_sum, token_B, o_TNH, o_TNH.stride(0), num_splits, num_heads,
-        SPLITS_2=triton.next_power_of_2(num_splits), **sizes_of_heads, **pdl(q_TNH),
+        SPLITS_2=_room_for(num_splits), **sizes_of_heads, **pdl(q_TNH),
     )  # fmt: skip
 
 
 def _num_splits(num_programs: int) -> int:
     """Splits of a context that fill the device, where each takes so many programs."""
     return max(1, min(_MAX_SPLITS, _PROGRAMS // num_programs))
+
+
+def _room_for(num_splits: int) -> int:
+    """For how many splits the kernel is that merges so many."""
+    return next(room for room in _SPLITS_TO_MERGE if room >= num_splits)

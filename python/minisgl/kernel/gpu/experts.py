@@ -57,7 +57,7 @@ _TILES = {
 _LARGEST_TILE = _Tile(128, 256, 128, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight", "expert"])
 def _route(
     logits, weight, expert, stride_logits, num_experts,
     EACH: tl.constexpr, EACH_2: tl.constexpr, EXPERTS_2: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -100,7 +100,7 @@ def route(logits_TE: Tensor, weight_TA: Tensor, expert_TA: Tensor, normalize: bo
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["expert"])
 def _gate_up_rows(
     x, weight, expert, h, width, mlp_width, stride_x, stride_expert, stride_row,
     EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -124,7 +124,7 @@ def _gate_up_rows(
     tl.store(h + j * mlp_width + f, value.to(h.dtype.element_ty), mask=f < mlp_width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale", "expert"])
 def _down_rows(
     h, weight, scale, expert, y, mlp_width, width, stride_expert, stride_row,
     EACH: tl.constexpr, EACH_2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -223,7 +223,7 @@ def _multiply(
         tl.store(y + j[:, None] * outputs + o[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale"])
 def _sum_of_pairs(
     y, scale, total, width, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

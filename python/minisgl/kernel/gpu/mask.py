@@ -17,7 +17,7 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 _WORDS = 256  # of a mask that a program reads
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["mask"])
 def _mask_logits(
     logits, mask, bits, stride_logits, stride_bits, vocab_size,
     WORDS: tl.constexpr, PDL: tl.constexpr,

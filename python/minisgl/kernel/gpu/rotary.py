@@ -14,7 +14,7 @@ from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 _HEADS = 16  # in a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position", "slot"])
 def _rotate_and_store(
     qkv, q_weight, k_weight, eps, cos, sin, position, slot, k_pool, v_pool,
     stride_qkv, stride_ks, stride_kh, stride_vs, stride_vh, num_heads, num_kv_heads,

@@ -32,7 +32,10 @@ def _gumbel(bits):
     return -tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
 
 
-@triton.jit(do_not_specialize=["blocks_of_split", "num_splits"])
+@triton.jit(
+    do_not_specialize=["blocks_of_split", "num_splits"],
+    do_not_specialize_on_alignment=["lowest", "temperature", "seed", "position", "best", "token"],
+)
 def _best_of_split(
     logits, lowest, temperature, seed, position, best, token,
     stride_logits, vocab_size, blocks_of_split, num_splits,
@@ -72,7 +75,10 @@ def _best_of_split(
     tl.store(token + b * num_splits + split, top_id)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["best", "token", "output"],
+)
 def _best_of_all(
     best, token, output, num_splits, vocab_size, SPLITS_2: tl.constexpr, PDL: tl.constexpr
 ):

@@ -15,7 +15,7 @@ _BLOCK = 256
 _LIST_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "index", "value"])
 def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
@@ -32,7 +32,10 @@ def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
         )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["row", "position", "input_ids", "slot"],
+)
 def _look_up(
     row, position, token_pool, page_table, input_ids, slot,
     stride_tokens, stride_pages, page_size, count,
@@ -61,7 +64,7 @@ def look_up(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row", "indptr", "pages"])
 def _list_pages(
     row, indptr, page_table, pages, stride_pages, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -1,0 +1,130 @@
+"""The steps that a GPU engine runs before it serves.
+
+What happens for the first time takes long: a kernel is compiled, or read from a file and sent to
+the device; a library makes its plans; memory is taken from the device. All streams would stand
+still meanwhile. Captured steps are replayed once when they are captured, and this file has what
+runs eagerly:
+
+    first_plans    few whole steps: the largest, and small ones with more prompts than are captured
+    first_choices  tokens chosen from logits alone, by all that requests can ask for
+
+A library may have a kernel for few tokens and another for many. Triton's kernels have the same
+variants whatever the numbers are (`kernel/gpu/`). Whole steps take the host tens of milliseconds
+each, so they are few, and what needs no model is done without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from minisgl.config import EngineConfig
+from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
+from minisgl.engine.graph_key import MAX_PROMPTS
+from minisgl.engine.limits import EngineLimits
+from minisgl.engine.memory import largest_step
+
+# Tokens of each prompt where there are too many prompts for a captured step: kernels of attention
+# are made for up to 16 queries, and up to 64.
+_TOKENS_OF_MANY_PROMPTS = (3, 20)
+# Tokens of prompts alone in their step. Experts have a kernel for each.
+_TOKENS_OF_LONE_PROMPTS = (16, 96, 200, 400, 1024)
+# Requests whose logits are changed. Torch sorts few rows otherwise than many.
+_NUMS_OF_CHOICES = (1, 12)
+
+_PLAIN = SamplingParams()
+_SCORED = SamplingParams(prompt_logprobs=1)
+_EMBEDDED = SamplingParams(embeds=True, max_tokens=0)
+_RESTRICTED = SamplingParams(grammar=Grammar("regex", "a"))  # every mask allows all tokens yet
+_CHANGED = SamplingParams(
+    presence_penalty=1.0,
+    frequency_penalty=1.0,
+    repetition_penalty=1.5,
+    logit_bias={0: 1.0},
+    min_tokens=1,
+    logprobs=1,
+)
+_CHANGED_AND_FILTERED = replace(_CHANGED, top_k=10, top_p=0.9, min_p=0.01)
+
+
+def first_plans(config: EngineConfig, limits: EngineLimits) -> list[BatchPlan]:
+    """Steps to be run once, the largest first: the memory it takes serves the others.
+
+    The engine leaves out those that a captured step takes.
+    """
+    assert config.max_prefill_length
+    num_rows = limits.num_rows
+    budget = config.max_prefill_length
+    many = range(min(MAX_PROMPTS + 1, num_rows, budget))
+    others = range(num_rows)[len(many) :]
+    plans = [largest_step(config, limits.max_seq_len), _largest_continued(config, limits)]
+    for most_tokens in _TOKENS_OF_MANY_PROMPTS:
+        num_tokens = min(most_tokens, budget // len(many))
+        plans.append(_plan(limits, (), many, 0, num_tokens, (_SCORED, _EMBEDDED, _RESTRICTED)))
+        plans.append(_plan(limits, others[:1], many, 1, num_tokens))
+    for num_tokens in _TOKENS_OF_LONE_PROMPTS:
+        plans.append(_plan(limits, (), range(1), 0, min(num_tokens, budget)))
+    for num_decodes in (1, num_rows):
+        plans.append(_plan(limits, range(num_decodes), (), 0, 0))
+    return plans
+
+
+def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:
+    """Slices that sample, with all that changes logits, with filters and without."""
+    counts = {min(count, limits.num_rows) for count in (*_NUMS_OF_CHOICES, limits.num_rows)}
+    choices = []
+    for count in sorted(counts):
+        for params in (_CHANGED, _CHANGED_AND_FILTERED):
+            choices.append([_slice(limits, row, 0, 1, params) for row in range(count)])
+    return choices
+
+
+def _largest_continued(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
+    """As many tokens as a step can have, in prompts whose beginnings are computed already."""
+    assert config.max_prefill_length
+    longest = max(1, limits.max_seq_len - 1)
+    num_prompts = min(limits.num_rows, -(-config.max_prefill_length // longest))
+    num_tokens = min(longest, config.max_prefill_length // num_prompts)
+    rows = range(limits.num_rows)
+    return _plan(limits, rows[num_prompts:], rows[:num_prompts], 1, num_tokens)
+
+
+def _plan(
+    limits: EngineLimits,
+    decode_rows: Iterable[int],
+    prompt_rows: Iterable[int],
+    start: int,
+    num_tokens: int,
+    params: tuple[SamplingParams, ...] = (),
+) -> BatchPlan:
+    """A step of decodes and prompts that writes to the tables what stands there.
+
+    Args:
+        start, num_tokens: of each prompt's slice; less if no request can have so many.
+        params: of the first prompts.
+    """
+    second = min(1, limits.max_seq_len - 1)
+    start = min(start, second)
+    end = min(start + num_tokens, limits.max_seq_len)
+    slices = [_slice(limits, row, second, second + 1, _PLAIN) for row in decode_rows]
+    for i, row in enumerate(prompt_rows):
+        slices.append(_slice(limits, row, start, end, params[i] if i < len(params) else _PLAIN))
+    return BatchPlan(slices, _writes(limits))
+
+
+def _slice(
+    limits: EngineLimits, row: int, start: int, end: int, params: SamplingParams
+) -> ReqSlice:
+    req = Req(row, np.zeros(end, dtype=np.int32), params, limits.max_seq_len, seed=0)
+    req.row = row
+    return ReqSlice(req, start, end, samples=True)
+
+
+def _writes(limits: EngineLimits) -> TableWrites:
+    """Writes of all kinds to the first row, which leave the padding page in it."""
+    first = np.zeros(1, dtype=np.int32)
+    padding_page = np.full(1, limits.num_pages, dtype=np.int32)
+    num_tokens = min(limits.page_size, limits.max_seq_len)
+    return TableWrites(first, padding_page, first, first, (RowCopy(0, 0, num_tokens),))

@@ -1,0 +1,154 @@
+"""However many tokens and requests a step has, the Triton kernels have few variants.
+
+A variant that is first met while serving is compiled then, or read from a file: a fifth of a
+second, or milliseconds, in which all streams stand still.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.kernel import gpu
+from tests.kernel.launches import Launches
+
+SIZES = [1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 77, 100, 128, 129, 255, 256]
+MANY_SIZES = [*SIZES, 257, 500, 511, 512, 513, 1000, 1535, 1536, 1537, 4099]
+VOCAB_SIZE = 5000
+SHIFTS = [0, 1, 3]  # of small arrays from an aligned address, in numbers
+bf16 = torch.bfloat16
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+def ints(count: int, shift: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(count + shift, dtype=dtype)[shift:]
+
+
+def floats(count: int, shift: int = 0) -> Tensor:
+    return torch.zeros(count + shift)[shift:]
+
+
+def check(launches: Launches, **nums_of_variants: int) -> None:
+    counts = {name: len(variants) for name, variants in launches.take().items()}
+    assert counts == nums_of_variants
+
+
+def test_of_sampling(launches: Launches) -> None:
+    """One for logits alone, one for filtered ones; changed logits are in float32."""
+    for dtype in (bf16, torch.float32):
+        for size in SIZES:
+            logits = torch.empty(size, VOCAB_SIZE, dtype=dtype)
+            for shift in SHIFTS:
+                seed = ints(2 * size, shift).view(-1, 2)
+                args = (floats(size, shift), seed, ints(size, shift))
+                for lowest in (None, floats(size, shift)):
+                    gpu.choose_tokens(logits, lowest, *args)
+        check(launches, _best_of_split=2, _best_of_all=1)
+
+
+def test_of_masks(launches: Launches) -> None:
+    masks = ints(40 * 157).view(40, 157)
+    for size in SIZES:
+        for shift in SHIFTS:
+            gpu.mask_logits(torch.empty(size, VOCAB_SIZE, dtype=bf16), ints(size, shift), masks)
+    check(launches, _mask_logits=1)
+
+
+def test_of_tables(launches: Launches) -> None:
+    tokens = ints(7 * 131).view(7, 131)
+    pages = ints(7 * 9).view(7, 9)
+    for size in MANY_SIZES:
+        for shift in SHIFTS:
+            gpu.scatter(tokens, ints(size, shift), ints(size, shift))
+            outputs = ints(size, shift, torch.int64), ints(size, shift + 1, torch.int64)
+            gpu.look_up(ints(size, shift), ints(size, shift), tokens, pages, 16, *outputs)
+            gpu.list_pages(ints(size, shift), ints(size + 1, shift), pages, ints(size, shift))
+    check(launches, _scatter=1, _look_up=1, _list_pages=1)
+
+
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+def test_of_what_happens_to_rows(launches: Launches, position_dtype: torch.dtype) -> None:
+    pools = torch.empty(2, 64, 2, 64, dtype=bf16)
+    norm = torch.empty(64, dtype=bf16)
+    angles = torch.empty(2, 50, 64, dtype=bf16)
+    weight = torch.empty(576, dtype=bf16)
+    for size in MANY_SIZES:
+        x = torch.empty(size, 576, dtype=bf16)
+        gpu.rms_norm(x, weight, 1e-6, torch.empty_like(x))
+        gpu.add_rms_norm(x, torch.empty_like(x), weight, 1e-6, torch.empty_like(x))
+        gate, up = torch.empty(size, 3072, dtype=bf16).split(1536, dim=1)
+        gpu.silu_and_mul(gate, up, torch.empty(size, 1536, dtype=bf16))
+        qkv = torch.empty(size, 10, 64, dtype=bf16)
+        for shift in SHIFTS:
+            tokens = ints(size, shift, position_dtype), ints(size, shift, torch.int64)
+            gpu.rotate_and_store(qkv, norm, norm, 1e-6, *angles, *tokens, *pools)
+    check(launches, _rms_norm=2, _silu_and_mul=1, _rotate_and_store=1)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
+@pytest.mark.parametrize("window", [None, 37])
+def test_of_attention(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, window: int | None
+) -> None:
+    """One for each kind of layer; results are merged for few splits, and for many."""
+    monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)  # what a GPU has
+    pools = torch.empty(2, 64, num_kv_heads, 64, dtype=bf16)
+    pages = ints(300 * 9).view(300, 9)
+    for size in SIZES:
+        q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
+        for shift in SHIFTS:
+            rows = (ints(size, shift), ints(size, shift + 1), ints(size, shift))
+            gpu.attend_decode(q, *pools, pages, 16, *rows, q, scale=0.1, window=window)
+    check(launches, _attend_suffix=1, _merge_splits=2)
+    if window is not None:
+        return
+    for size in SIZES:
+        q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
+        for shift in SHIFTS:
+            rows = (ints(size, shift), ints(size, shift + 1), ints(size, shift))
+            shared = ints(1, shift)
+            gpu.attend_decode(q, *pools, pages, 16, *rows, q, scale=0.1, num_shared_tokens_1=shared)
+    variants = launches.take()
+    assert len(variants.pop("_merge_splits")) <= 3
+    assert {name: len(some) for name, some in variants.items()} == {
+        "_attend_suffix": 1,
+        "_attend_shared_prefix": 1,
+    }
+
+
+def test_of_experts(launches: Launches) -> None:
+    """One for each tile, for each of the two products; nothing else depends on a size."""
+    num_experts, each, width, mlp_width = 16, 4, 256, 192
+    gate_up = torch.empty(num_experts, 2 * mlp_width, width, dtype=bf16)
+    down = torch.empty(num_experts, width, mlp_width, dtype=bf16)
+    for size in MANY_SIZES:
+        x = torch.empty(size, width, dtype=bf16)
+        logits = torch.empty(size, num_experts, dtype=bf16)
+        weight = torch.empty(size, each, dtype=bf16)
+        expert = ints(size * each).view(size, each)
+        gpu.route(logits, weight, expert, True)
+        gpu.moe_by_token(x, gate_up, down, weight, expert, x)
+        gpu.moe_by_expert(x, gate_up, down, weight, expert, x)
+    check(
+        launches,
+        _route=1,
+        _gate_up_rows=1,
+        _down_rows=1,
+        _list_pairs=1,
+        _multiply=2 * (len(gpu.experts._TILES) + 1),
+        _sum_of_pairs=1,
+    )
+
+
+def test_of_one_token(launches: Launches) -> None:
+    weight = torch.empty(70, 576, dtype=bf16)
+    x = torch.empty(9, 576, dtype=bf16)
+    for row in range(9):
+        gpu.one_token_linear(x[row : row + 1], weight, None)
+    check(launches, _one_token_linear=1)
