@@ -23,18 +23,6 @@
 
 namespace {
 
-// exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
-inline float exp_nonpositive(float x) {
-  float t = std::max(x * 1.44269504f, -126.0f), n = std::nearbyint(t), r = t - n;  // 2^n * 2^r
-  float p = 1.33390381e-3f;
-  p = p * r + 9.61817e-3f;
-  p = p * r + 5.55033e-2f;
-  p = p * r + 2.40226511e-1f;
-  p = p * r + 6.93147182e-1f;
-  p = p * r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-}
-
 template <class T>
 float inverse_rms(const T* x, int64_t width, float eps) {
   float sum = 0;
@@ -62,23 +50,6 @@ void softmax(T* x, int64_t length, float scale, float* buffer) {
   float share = 1.0f / total;
 #pragma omp simd
   for (int64_t i = 0; i < length; ++i) put(x[i], buffer[i] * share);
-}
-
-// Call f with the width as a constant if it is a common one, so that loops over it unroll.
-template <class F>
-void for_width(int64_t width, F f) {
-  if (width == 64) return f(std::integral_constant<int64_t, 64>{});
-  if (width == 128) return f(std::integral_constant<int64_t, 128>{});
-  f(width);
-}
-
-// Call f with a value of the tensors' element type.
-template <class F>
-void for_dtype(const TensorView& x, F f) {
-  DLDataType dtype = x.dtype();
-  if (dtype.code == kDLBfloat && dtype.bits == 16) return f(bf16{});
-  if (dtype.code == kDLFloat && dtype.bits == 32) return f(float{});
-  TVM_FFI_THROW(TypeError) << "expected bfloat16 or float32";
 }
 
 }  // namespace
