@@ -127,9 +127,10 @@ def attend_prompts(
         scale, window, softcap: as in `AttentionSpec`.
     """
     kernels = None if q_TNH.is_cuda else kernels_for(q_TNH)
+    is_odd = q_TNH.shape[2] % 2 == 1  # a kernel multiplies pairs of bfloat16
     context = (k_SKH, v_SKH, page_table_RP, page_size)
     slices = (token_B, row_B, start_B, length_B, o_TNH)
-    if kernels is None or softcap is not None:
+    if kernels is None or softcap is not None or is_odd:
         attend_prompts_reference(
             q_TNH, *context, *slices, scale=scale, window=window, softcap=softcap
         )

@@ -56,6 +56,21 @@ struct Vector {
 using Floats = Vector<kFloats>::Floats;
 typedef uint32_t Pairs __attribute__((vector_size(4 * kFloats)));
 
+// The same for each lane, but at least 2^-125.
+inline Floats exp_nonpositive(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the bits below it are an integer's
+  Floats t = x * 1.44269504f;
+  t = t < -125.0f ? Floats{} - 125.0f : t;
+  Floats n = t + kRound, r = t - (n - kRound);
+  Floats p = Floats{} + 1.33390381e-3f;
+  p = p * r + 9.61817e-3f;
+  p = p * r + 5.55033e-2f;
+  p = p * r + 2.40226511e-1f;
+  p = p * r + 6.93147182e-1f;
+  p = p * r + 1.0f;
+  return (Floats)((Pairs)p + ((Pairs)n << 23));
+}
+
 // Adds the products of both halves of each pair, so it does not matter which is the upper one.
 inline Floats multiply_add(Pairs w, Pairs x, Floats sum) {
 #ifdef __AVX512BF16__

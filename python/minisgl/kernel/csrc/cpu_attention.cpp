@@ -1,11 +1,15 @@
-// Causal attention of slices of several tokens over a paged context, in tiles that stay in a core's
-// cache (Dao et al. 2022, arXiv:2205.14135).
+// Causal attention of slices of several tokens over a paged context, in blocks of keys that stay in
+// a core's cache (Dao et al. 2022, arXiv:2205.14135).
 //
-// A task has some tokens of a slice, and of each the query heads that share a kv head: its rows. It
-// copies a block of keys and values out of their pages into tiles, attends with all rows, and goes
-// on to the next block. So keys and values are read once for many rows, and never gathered.
+// A task has some tokens of a slice, and of each the query heads that share a kv head: its rows. A
+// row is a lane of vectors, so nothing is added up across lanes. Keys are read where they lie in
+// their pages; values are copied, neighbours side by side. While a block is attended to, the next
+// one is on its way from memory: pages lie anywhere, and no processor guesses where.
 //
-// A tile's lanes have 32 bits: a float, or a pair of bfloat16 where the processor multiplies those.
+// If there are few rows, the context is divided among tasks, and their sums are merged (Dao et al.
+// 2023, "Flash-Decoding").
+//
+// A lane has 32 bits: a float, or a pair of bfloat16.
 //
 // Dimensions: B slices of a step, H head width, K kv heads, N query heads, P pages, R rows of the
 // tables, S kv slots, T tokens of a step.
@@ -16,10 +20,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -27,28 +29,34 @@
 
 namespace {
 
-constexpr int64_t kKeys = 64;          // of a block
-constexpr int kColumns = 2 * kFloats;  // that are summed side by side
-constexpr int kRowsAtOnce = 6;         // with these columns, as many sums as registers hold
-constexpr int64_t kMaxRows = 96;       // of a task
-constexpr int64_t kMinRows = 24;       // fewer are not worth the copies of keys and values
-constexpr int64_t kTasksPerThread = 3;
+constexpr int64_t kKeys = 64;      // of a block
+constexpr int64_t kMaxRows = 96;   // of a task
+constexpr int64_t kMinKeys = 256;  // of a task: fewer are not worth its sums
+constexpr int64_t kTasksPerThread = 4;
+constexpr float kHidden = -1e30f;  // a score whose weight vanishes beside any other
 
-// What a tile has of tensors of T, and how many of them a lane has.
+// As many sums side by side as registers hold.
+constexpr int kScalarsAtOnce = kFloats == 16 ? 8 : 4;
+constexpr int kVectorsAtOnce = kFloats == 16 ? 3 : 2;
+
+// What a lane has of a tensor of T.
 template <class T>
-struct Tile {
-  using Part = float;
-  using Lanes = Floats;
+struct Lane {
+  using Scalar = float;
+  using Vector = Floats;
   static constexpr int64_t kParts = 1;
 };
-#ifdef __AVX512BF16__
 template <>
-struct Tile<bf16> {
-  using Part = bf16;
-  using Lanes = Pairs;
+struct Lane<bf16> {
+  using Scalar = uint32_t;
+  using Vector = Pairs;
   static constexpr int64_t kParts = 2;
 };
-#endif
+
+inline Floats multiply_add(Floats b, float a, Floats sum) { return sum + a * b; }
+inline Floats multiply_add(Pairs b, uint32_t a, Floats sum) {
+  return multiply_add(b, Pairs{} + a, sum);
+}
 
 template <class V>
 V load(const void* x) {
@@ -57,223 +65,328 @@ V load(const void* x) {
   return value;
 }
 
-inline Floats multiply_add(Floats b, float a, Floats sum) { return sum + a * b; }
-inline Floats multiply_add(Pairs b, uint32_t a, Floats sum) {
-  return multiply_add(b, Pairs{} + a, sum);
+inline int64_t round_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
 }
 
-// c += a @ b for kRows rows and kColumns columns. Strides count floats, or lanes of 32 bits.
-template <class Lanes, int kRows>
-void multiply_rows(const char* a, int64_t a_stride, const char* b, int64_t b_stride, int64_t depth,
-                   float* c, int64_t c_stride) {
-  using Lane = std::remove_cvref_t<decltype(Lanes{}[0])>;
-  Floats sum[kRows][2];
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < 2; ++i) sum[r][i] = load<Floats>(c + r * c_stride + i * kFloats);
+// c[i][r] += a(i, k) * b[k][r], summed over k, for kScalarsAtOnce i and kVectors vectors of r.
+template <int kVectors, class Lanes, class Scalar>
+inline void multiply_tile(const Scalar& a, const Lanes* b, int64_t depth, Floats* c,
+                          int64_t stride) {
+  Floats sum[kScalarsAtOnce][kVectors];
+  for (int i = 0; i < kScalarsAtOnce; ++i)
+    for (int r = 0; r < kVectors; ++r) sum[i][r] = c[i * stride + r];
   for (int64_t k = 0; k < depth; ++k) {
-    Lanes columns[2];
-    for (int i = 0; i < 2; ++i) columns[i] = load<Lanes>(b + 4 * (k * b_stride + i * kFloats));
-    for (int r = 0; r < kRows; ++r) {
-      Lane lane = load<Lane>(a + 4 * (r * a_stride + k));
-      for (int i = 0; i < 2; ++i) sum[r][i] = multiply_add(columns[i], lane, sum[r][i]);
+    Lanes lanes[kVectors];
+    for (int r = 0; r < kVectors; ++r) lanes[r] = b[k * stride + r];
+    for (int i = 0; i < kScalarsAtOnce; ++i) {
+      auto scalar = a(i, k);
+      for (int r = 0; r < kVectors; ++r) sum[i][r] = multiply_add(lanes[r], scalar, sum[i][r]);
     }
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < 2; ++i)
-      std::memcpy(c + r * c_stride + i * kFloats, &sum[r][i], sizeof(Floats));
+  for (int i = 0; i < kScalarsAtOnce; ++i)
+    for (int r = 0; r < kVectors; ++r) c[i * stride + r] = sum[i][r];
 }
 
-// Functions for 1, 2, ... rows.
-template <class Lanes, int... kIndex>
-constexpr auto functions(std::integer_sequence<int, kIndex...>) {
-  return std::array{&multiply_rows<Lanes, kIndex + 1>...};
-}
-
-// c += a @ b. The number of columns is rounded up to a multiple of kColumns.
-template <class Lanes>
-void multiply(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t rows,
-              int64_t columns, int64_t depth, float* c, int64_t c_stride) {
-  static constexpr auto kMultiply = functions<Lanes>(std::make_integer_sequence<int, kRowsAtOnce>());
-  for (int64_t column = 0; column < columns; column += kColumns)
-    for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
-      int64_t num_rows = std::min<int64_t>(kRowsAtOnce, rows - r);
-      kMultiply[num_rows - 1](static_cast<const char*>(a) + 4 * r * a_stride, a_stride,
-                              static_cast<const char*>(b) + 4 * column, b_stride, depth,
-                              c + r * c_stride + column, c_stride);
+// The same for `stride` vectors of r, which is how far rows of b and c lie apart.
+template <class Lanes, class Scalar>
+inline void multiply(const Scalar& a, const Lanes* b, int64_t depth, Floats* c, int64_t stride) {
+  int64_t r = 0;
+  for (; r + kVectorsAtOnce <= stride; r += kVectorsAtOnce)
+    multiply_tile<kVectorsAtOnce>(a, b + r, depth, c + r, stride);
+  if constexpr (kVectorsAtOnce > 2)
+    if (r + 2 <= stride) {
+      multiply_tile<2>(a, b + r, depth, c + r, stride);
+      r += 2;
     }
+  if (r < stride) multiply_tile<1>(a, b + r, depth, c + r, stride);
 }
 
-int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-
-// One thread's tiles, and the sums of a task's rows.
-template <class T, class Width>
-class Task {
-  using Part = typename Tile<T>::Part;
-  using Lanes = typename Tile<T>::Lanes;
-  static constexpr int64_t kParts = Tile<T>::kParts;
-
+// What rows have added up so far, with weights relative to exp(top).
+class Sums {
  public:
-  Task(int64_t max_rows, int64_t group, Width width)
-      : group_(group),
-        width_(width),
-        depth_(round_up(width, kParts) / kParts),
-        columns_(round_up(width, kColumns)),
-        q_(max_rows * depth_ * kParts),
-        k_(depth_ * kParts * kKeys),
-        v_(kKeys * columns_),
-        weight_(max_rows * kKeys),
-        score_(max_rows * kKeys),
-        o_(max_rows * columns_),
-        top_(max_rows),
-        total_(max_rows) {}
+  void begin(int64_t width, int64_t num_vectors) {
+    num_vectors_ = num_vectors;
+    o_.assign(round_up(width, kScalarsAtOnce) * num_vectors, Floats{});
+    top_.assign(num_vectors, Floats{} + kHidden);
+    total_.assign(num_vectors, Floats{});
+  }
 
-  // Row r of the task is head r % group of the token r / group, which lies `stride` behind the one
-  // before.
-  void begin(const T* q, int64_t stride, int64_t num_tokens) {
-    rows_ = num_tokens * group_;
-    for (int64_t r = 0; r < rows_; ++r) {
-      const T* query = q + r / group_ * stride + r % group_ * width_;
-      Part* line = &q_[r * depth_ * kParts];
-      for (int64_t h = 0; h < width_; ++h) put(line[h], get(query[h]));
+  // Scale the sums of a vector of rows to a top that is not lower; returns it.
+  Floats raise(int64_t r, Floats top) {
+    top = top > top_[r] ? top : top_[r];
+    if (std::memcmp(&top, &top_[r], sizeof(top)) == 0) return top;
+    Floats factor = exp_nonpositive(top_[r] - top);
+    top_[r] = top;
+    total_[r] *= factor;
+    for (size_t i = r; i < o_.size(); i += num_vectors_) o_[i] *= factor;
+    return top;
+  }
+
+  void add_total(int64_t r, Floats total) { total_[r] += total; }
+
+  Floats* o(int64_t h) { return &o_[h * num_vectors_]; }
+
+  void merge(const Sums& other) {
+    for (int64_t r = 0; r < num_vectors_; ++r) {
+      Floats factor = exp_nonpositive(other.top_[r] - raise(r, other.top_[r]));
+      total_[r] += other.total_[r] * factor;
+      for (size_t i = r; i < o_.size(); i += num_vectors_) o_[i] += other.o_[i] * factor;
     }
-    std::fill_n(o_.begin(), rows_ * columns_, 0.0f);
-    std::fill_n(top_.begin(), rows_, -INFINITY);
-    std::fill_n(total_.begin(), rows_, 0.0f);
   }
 
-  // Copy key and value number l of a block into the tiles.
-  void copy(int64_t l, const T* k, const T* v) {
-    Part* column = &k_[l * kParts];
-    for (int64_t h = 0; h < width_; ++h)
-      put(column[h / kParts * kKeys * kParts + h % kParts], get(k[h]));
-    Part* line = &v_[l / kParts * columns_ * kParts + l % kParts];
-    for (int64_t h = 0; h < width_; ++h) put(line[h * kParts], get(v[h]));
-  }
-
-  // Attend to the block, whose first key stands at `key`; the first token's query at `position`.
-  void attend(int64_t key, int64_t num_keys, int64_t position, int64_t window, float scale) {
-    std::fill_n(score_.begin(), rows_ * kKeys, 0.0f);
-    multiply<Lanes>(q_.data(), depth_, k_.data(), kKeys, rows_, num_keys, depth_, score_.data(),
-                    kKeys);
-    for (int64_t r = 0; r < rows_; ++r) {
-      int64_t end = position + r / group_ + 1;
-      int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
-      add_weights(r, std::clamp<int64_t>(begin - key, 0, num_keys),
-                  std::clamp<int64_t>(end - key, 0, num_keys), scale);
-    }
-    int64_t depth = round_up(num_keys, kParts) / kParts;
-    multiply<Lanes>(weight_.data(), kKeys / kParts, v_.data(), columns_, rows_, width_, depth,
-                    o_.data(), columns_);
-  }
-
-  void finish(T* o, int64_t stride) const {
-    for (int64_t r = 0; r < rows_; ++r) {
-      T* output = o + r / group_ * stride + r % group_ * width_;
-      float share = 1.0f / total_[r];
-      for (int64_t h = 0; h < width_; ++h) put(output[h], o_[r * columns_ + h] * share);
+  // Write the output of row r, which is head r % group of the token r / group.
+  template <class T>
+  void write(T* o, int64_t stride, int64_t num_rows, int64_t group, int64_t width) const {
+    for (int64_t r = 0; r < num_rows; ++r) {
+      T* output = o + r / group * stride + r % group * width;
+      int64_t vector = r / kFloats, lane = r % kFloats;
+      float share = 1.0f / total_[vector][lane];
+      for (int64_t h = 0; h < width; ++h)
+        put(output[h], o_[h * num_vectors_ + vector][lane] * share);
     }
   }
 
  private:
-  // Weights of the block's keys [begin, end) for a row; the sums so far are scaled to the new top.
-  void add_weights(int64_t r, int64_t begin, int64_t end, float scale) {
-    float *score = &score_[r * kKeys], *o = &o_[r * columns_];
-    Part* weight = &weight_[r * kKeys];
-    std::fill_n(weight, kKeys, Part(0));
-    if (begin >= end) return;
-    float top = score[begin], total = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t l = begin; l < end; ++l) top = std::max(top, score[l]);
-    top *= scale;
-    if (top > top_[r]) {
-      float factor = exp_nonpositive(top_[r] - top);
-      top_[r] = top;
-      total_[r] *= factor;
-#pragma omp simd
-      for (int64_t h = 0; h < columns_; ++h) o[h] *= factor;
+  int64_t num_vectors_ = 0;
+  std::vector<Floats> o_, top_, total_;
+};
+
+// A block of keys and values in their pages. Those after the last one repeat it.
+template <class T>
+struct Block {
+  int64_t key = 0, num_keys = 0;
+  std::array<const char*, kKeys> k, v;
+};
+
+// One thread's rows, and what it computes of them before it is added up.
+template <class T>
+class Rows {
+  using Scalar = typename Lane<T>::Scalar;
+  using Lanes = typename Lane<T>::Vector;
+  static constexpr int64_t kParts = Lane<T>::kParts;
+
+ public:
+  Rows(int64_t group, int64_t width) : group_(group), width_(width) {}
+
+  // Row r is head r % group of the token r / group, which lies `stride` behind the one before. The
+  // first one stands at `position`.
+  void begin(const T* q, int64_t stride, int64_t num_tokens, int64_t position) {
+    position_ = position;
+    num_rows_ = num_tokens * group_;
+    num_vectors_ = round_up(num_rows_, kFloats) / kFloats;
+    depth_ = width_ / kParts;
+    columns_ = round_up(width_, kScalarsAtOnce);
+    q_.assign(depth_ * num_vectors_, Lanes{});
+    score_.resize(kKeys * num_vectors_);
+    weight_.resize(kKeys * num_vectors_);
+    v_.assign(kKeys * columns_, Scalar{});
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      const T* query = q + r / group_ * stride + r % group_ * width_;
+      for (int64_t h = 0; h < depth_; ++h)
+        q_[h * num_vectors_ + r / kFloats][r % kFloats] = load<Scalar>(query + h * kParts);
     }
-    top = top_[r];
-#pragma omp simd reduction(+ : total)
-    for (int64_t l = begin; l < end; ++l) {
-      float x = exp_nonpositive(score[l] * scale - top);
-      total += x;
-      put(weight[l], x);
-    }
-    total_[r] += total;
   }
 
-  int64_t group_;
-  Width width_;
-  int64_t depth_, columns_, rows_ = 0;
-  std::vector<Part> q_, k_, v_, weight_;
-  std::vector<float> score_, o_, top_, total_;
+  int64_t num_vectors() const { return num_vectors_; }
+
+  // Add a block to the sums, and fetch the next one meanwhile.
+  void attend(const Block<T>& block, const Block<T>& next, int64_t window, float scale,
+              Sums& sums) {
+    std::fill_n(score_.begin(), kKeys * num_vectors_, Floats{});
+    for (int64_t l = 0; l < block.num_keys; l += kScalarsAtOnce) {
+      for (int64_t i = l; i < l + kScalarsAtOnce; ++i) prefetch(next, i);
+      const char* const* k = &block.k[l];
+      multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + 4 * h); }, q_.data(), depth_,
+               &score_[l * num_vectors_], num_vectors_);
+    }
+    hide(block, window);
+    for (int64_t r = 0; r < num_vectors_; ++r) add_weights(block, r, scale, sums);
+    for (int64_t l = 0; l < block.num_keys; l += kParts) copy_values(block, l);
+    int64_t num_lines = round_up(block.num_keys, kParts) / kParts;
+    for (int64_t h = 0; h < width_; h += kScalarsAtOnce) {
+      const Scalar* v = &v_[h];
+      multiply([=, this](int i, int64_t l) { return v[l * columns_ + i]; }, weight_.data(),
+               num_lines, sums.o(h), num_vectors_);
+    }
+  }
+
+ private:
+  void prefetch(const Block<T>& block, int64_t l) const {
+    if (l >= block.num_keys) return;
+    for (int64_t i = 0; i < width_ * int64_t(sizeof(T)); i += 64) {
+      __builtin_prefetch(block.k[l] + i);
+      __builtin_prefetch(block.v[l] + i);
+    }
+  }
+
+  // Hide the keys that a row does not see, and those that repeat the last one.
+  void hide(const Block<T>& block, int64_t window) {
+    int64_t last = position_ + (num_rows_ - 1) / group_;
+    int64_t num_padded = round_up(block.num_keys, kParts);
+    bool is_seen = num_padded == block.num_keys && block.key + block.num_keys <= position_ + 1 &&
+                   (!window || block.key + window > last);
+    if (is_seen) return;
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      int64_t end = position_ + r / group_ + 1;
+      int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
+      for (int64_t l = 0; l < num_padded; ++l) {
+        int64_t key = block.key + l;
+        if (key < begin || key >= end || l >= block.num_keys)
+          score_[l * num_vectors_ + r / kFloats][r % kFloats] = kHidden;
+      }
+    }
+  }
+
+  // Turn a vector of rows' scores into weights.
+  void add_weights(const Block<T>& block, int64_t r, float scale, Sums& sums) {
+    Floats* score = &score_[r];
+    int64_t num_keys = round_up(block.num_keys, kParts);
+    Floats top = score[0], total{};
+    for (int64_t l = 1; l < num_keys; ++l) {
+      Floats x = score[l * num_vectors_];
+      top = x > top ? x : top;
+    }
+    top = sums.raise(r, top * scale);
+    for (int64_t l = 0; l < num_keys; l += kParts) {
+      Floats x[kParts];
+      for (int64_t i = 0; i < kParts; ++i) {
+        x[i] = exp_nonpositive(score[(l + i) * num_vectors_] * scale - top);
+        total += x[i];
+      }
+      weight_[l / kParts * num_vectors_ + r] = pack(x);
+    }
+    sums.add_total(r, total);
+  }
+
+  static Floats pack(const Floats (&x)[1]) { return x[0]; }
+  static Pairs pack(const Floats (&x)[2]) {
+    Pairs low = (Pairs)x[0] + 0x8000, high = (Pairs)x[1] + 0x8000;
+    return (low >> 16) | (high & 0xffff0000);
+  }
+
+  // Copy kParts values side by side.
+  void copy_values(const Block<T>& block, int64_t l) {
+    Scalar* line = &v_[l / kParts * columns_];
+    if constexpr (kParts == 1) {
+      std::memcpy(line, block.v[l], width_ * sizeof(T));
+    } else {
+      const char *low = block.v[l], *high = block.v[l + 1];
+      typedef bf16 Half __attribute__((vector_size(2 * kFloats)));
+      int64_t h = 0;
+      for (; h + kFloats <= width_; h += kFloats) {
+        Pairs pairs = __builtin_convertvector(load<Half>(low + 2 * h), Pairs) |
+                      __builtin_convertvector(load<Half>(high + 2 * h), Pairs) << 16;
+        std::memcpy(line + h, &pairs, sizeof(pairs));
+      }
+      for (; h < width_; ++h)
+        line[h] = load<bf16>(low + 2 * h) | uint32_t(load<bf16>(high + 2 * h)) << 16;
+    }
+  }
+
+  int64_t group_, width_, depth_ = 0, columns_ = 0;
+  int64_t position_ = 0, num_rows_ = 0, num_vectors_ = 0;
+  std::vector<Lanes> q_, weight_;
+  std::vector<Floats> score_;
+  std::vector<Scalar> v_;
 };
 
-// Tokens of a task: many, so that keys and values are copied seldom, if all threads have some.
-int64_t tokens_per_task(const Integers& lengths, int64_t num_slices, int64_t num_kv_heads,
-                        int64_t group) {
-  int64_t num_tokens = std::max<int64_t>(1, kMaxRows / group);
-  auto has_enough = [&] {
-    int64_t num_tasks = 0;
-    for (int64_t b = 0; b < num_slices; ++b)
-      num_tasks += (lengths[b] + num_tokens - 1) / num_tokens * num_kv_heads;
-    return num_tasks >= kTasksPerThread * omp_get_max_threads();
-  };
-  while (num_tokens * group >= 2 * kMinRows && !has_enough()) num_tokens /= 2;
-  return num_tokens;
+// Some tokens of a slice, and some of the keys that they see.
+struct Part {
+  int64_t slice, first, length, begin, end;
+  int64_t index, num_parts;  // among those of these tokens
+};
+
+// Divide slices into parts: tokens first, then keys, until all threads have work.
+std::vector<Part> divide(const Integers& starts, const Integers& lengths, int64_t num_slices,
+                         int64_t num_kv_heads, int64_t group, int64_t window) {
+  int64_t num_tokens = std::max<int64_t>(1, kMaxRows / group), num_keys = 0;
+  std::vector<Part> blocks, parts;
+  for (int64_t b = 0; b < num_slices; ++b)
+    for (int64_t first = 0; first < lengths[b]; first += num_tokens) {
+      int64_t length = std::min(num_tokens, lengths[b] - first), position = starts[b] + first;
+      int64_t begin = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+      blocks.push_back({b, first, length, begin, position + length, 0, 1});
+      num_keys += position + length - begin;
+    }
+  int64_t share = num_keys * num_kv_heads / (kTasksPerThread * omp_get_max_threads());
+  share = round_up(std::max(share, kMinKeys), kKeys);
+  for (Part part : blocks) {
+    int64_t end = part.end;
+    part.num_parts = (end - part.begin + share - 1) / share;
+    for (; part.index < part.num_parts; ++part.index, part.begin = part.end) {
+      part.end = std::min(part.begin + share, end);
+      parts.push_back(part);
+    }
+  }
+  return parts;
 }
-
-// Some tokens of a slice.
-struct Tokens {
-  int64_t slice, first, length;
-};
 
 }  // namespace
 
 // The tokens [token, token + length) of each slice against the paged context of its row. They stand
 // at positions [start, start + length), and see those up to their own, or the last `window` of them
-// if that is not zero.
+// if that is not zero. H is even, and the scale positive.
 void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
                     int64_t page_size, TensorView token_B, TensorView row_B, TensorView start_B,
                     TensorView length_B, TensorView o_TNH, double scale, int64_t window) {
   Integers tokens(token_B), rows(row_B), starts(start_B), lengths(length_B);
-  int64_t num_slices = token_B.size(0), num_kv_heads = k_SKH.size(1);
+  int64_t num_kv_heads = k_SKH.size(1), width = q_TNH.size(2);
   int64_t group = q_TNH.size(1) / num_kv_heads;
-  int64_t block = tokens_per_task(lengths, num_slices, num_kv_heads, group);
-  std::vector<Tokens> blocks;
-  for (int64_t b = 0; b < num_slices; ++b)
-    for (int64_t first = 0; first < lengths[b]; first += block)
-      blocks.push_back({b, first, std::min(block, lengths[b] - first)});
-  int64_t num_tasks = static_cast<int64_t>(blocks.size()) * num_kv_heads;
+  std::vector<Part> parts =
+      divide(starts, lengths, token_B.size(0), num_kv_heads, group, window);
+  int64_t num_parts = static_cast<int64_t>(parts.size());
+  int64_t num_tasks = num_parts * num_kv_heads;
+  std::vector<Sums> sums(num_tasks);  // of tokens that have several parts
 
-  auto attend = [&](auto zero, auto width) {
+  for_dtype(q_TNH, [&](auto zero) {
     using T = decltype(zero);
+    auto heads = [&](const TensorView& x, const Part& part, int64_t kv_head) {
+      return row<T>(x, tokens[part.slice] + part.first) + kv_head * group * width;
+    };
+    auto write = [&](const Sums& sum, const Part& part, int64_t kv_head) {
+      sum.write(heads(o_TNH, part, kv_head), o_TNH.stride(0), part.length * group, group, width);
+    };
+    auto find = [&](const Part& part, int64_t kv_head, int64_t key, Block<T>& block) {
+      const int32_t* pages = row<int32_t>(page_table_RP, rows[part.slice]);
+      block.key = key;
+      block.num_keys = std::clamp<int64_t>(part.end - key, 0, kKeys);
+      for (int64_t l = 0; l < (block.num_keys ? kKeys : 0); ++l) {
+        int64_t position = key + std::min(l, block.num_keys - 1);
+        int64_t slot = pages[position / page_size] * page_size + position % page_size;
+        block.k[l] = row<char>(k_SKH, slot * sizeof(T)) + kv_head * k_SKH.stride(1) * sizeof(T);
+        block.v[l] = row<char>(v_SKH, slot * sizeof(T)) + kv_head * v_SKH.stride(1) * sizeof(T);
+      }
+    };
 #pragma omp parallel
     {
-      Task<T, decltype(width)> task(block * group, group, width);
+      Rows<T> rows_of_task(group, width);
+      Sums own;
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < num_tasks; ++i) {
-        auto [b, first, length] = blocks[blocks.size() - 1 - i / num_kv_heads];  // longest first
-        int64_t kv_head = i % num_kv_heads, head = kv_head * group * width;
-        int64_t position = starts[b] + first, end = position + length;
-        int64_t begin = window ? std::max<int64_t>(0, position + 1 - window) : 0;
-        const int32_t* pages = row<int32_t>(page_table_RP, rows[b]);
-        task.begin(row<T>(q_TNH, tokens[b] + first) + head, q_TNH.stride(0), length);
-        for (int64_t key = begin; key < end; key += kKeys) {
-          int64_t num_keys = std::min(kKeys, end - key);
-          for (int64_t l = 0; l < num_keys; ++l) {
-            int64_t slot = pages[(key + l) / page_size] * page_size + (key + l) % page_size;
-            task.copy(l, row<T>(k_SKH, slot) + kv_head * k_SKH.stride(1),
-                      row<T>(v_SKH, slot) + kv_head * v_SKH.stride(1));
-          }
-          task.attend(key, num_keys, position, window, float(scale));
+        const Part& part = parts[num_parts - 1 - i / num_kv_heads];  // longest first
+        int64_t kv_head = i % num_kv_heads;
+        Sums& sum = part.num_parts == 1 ? own : sums[i];
+        rows_of_task.begin(heads(q_TNH, part, kv_head), q_TNH.stride(0), part.length,
+                           starts[part.slice] + part.first);
+        sum.begin(width, rows_of_task.num_vectors());
+        Block<T> block, next;
+        find(part, kv_head, part.begin, next);
+        while (next.num_keys) {
+          block = next;
+          find(part, kv_head, block.key + kKeys, next);
+          rows_of_task.attend(block, next, window, float(scale), sum);
         }
-        task.finish(row<T>(o_TNH, tokens[b] + first) + head, o_TNH.stride(0));
+        if (part.num_parts == 1) write(sum, part, kv_head);
+      }
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < num_tasks; ++i) {
+        const Part& part = parts[num_parts - 1 - i / num_kv_heads];
+        if (part.num_parts == 1 || part.index) continue;
+        for (int64_t p = 1; p < part.num_parts; ++p) sums[i].merge(sums[i - p * num_kv_heads]);
+        write(sums[i], part, i % num_kv_heads);
       }
     }
-  };
-  for_dtype(q_TNH, [&](auto zero) {
-    for_width(q_TNH.size(2), [&](auto width) { attend(zero, width); });
   });
 }
 
