@@ -19,17 +19,15 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "cpu.h"
+#include "cpu_pages.h"
 
 namespace {
 
-constexpr int64_t kKeys = 64;      // of a block
 constexpr int64_t kMaxRows = 96;   // of a task
 constexpr int64_t kMinKeys = 256;  // of a task: fewer are not worth its sums
 constexpr int64_t kTasksPerThread = 4;
@@ -38,36 +36,6 @@ constexpr float kHidden = -1e30f;  // a score whose weight vanishes beside any o
 // As many sums side by side as registers hold.
 constexpr int kScalarsAtOnce = kFloats == 16 ? 8 : 4;
 constexpr int kVectorsAtOnce = kFloats == 16 ? 3 : 2;
-
-// What a lane has of a tensor of T.
-template <class T>
-struct Lane {
-  using Scalar = float;
-  using Vector = Floats;
-  static constexpr int64_t kParts = 1;
-};
-template <>
-struct Lane<bf16> {
-  using Scalar = uint32_t;
-  using Vector = Pairs;
-  static constexpr int64_t kParts = 2;
-};
-
-inline Floats multiply_add(Floats b, float a, Floats sum) { return sum + a * b; }
-inline Floats multiply_add(Pairs b, uint32_t a, Floats sum) {
-  return multiply_add(b, Pairs{} + a, sum);
-}
-
-template <class V>
-V load(const void* x) {
-  V value;
-  std::memcpy(&value, x, sizeof(value));
-  return value;
-}
-
-inline int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
 
 // c[i][r] += a(i, k) * b[k][r], summed over k, for kScalarsAtOnce i and kVectors vectors of r.
 template <int kVectors, class Lanes, class Scalar>
@@ -152,13 +120,6 @@ class Sums {
   std::vector<Floats> o_, top_, total_;
 };
 
-// A block of keys and values in their pages. Those after the last one repeat it.
-template <class T>
-struct Block {
-  int64_t key = 0, num_keys = 0;
-  std::array<const char*, kKeys> k, v;
-};
-
 // One thread's rows, and what it computes of them before it is added up.
 template <class T>
 class Rows {
@@ -195,15 +156,14 @@ class Rows {
               Sums& sums) {
     std::fill_n(score_.begin(), kKeys * num_vectors_, Floats{});
     for (int64_t l = 0; l < block.num_keys; l += kScalarsAtOnce) {
-      for (int64_t i = l; i < l + kScalarsAtOnce; ++i) prefetch(next, i);
-      const char* const* k = &block.k[l];
-      multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + 4 * h); }, q_.data(), depth_,
+      for (int64_t i = l; i < l + kScalarsAtOnce; ++i) next.prefetch(i, width_);
+      const T* const* k = &block.k[l];
+      multiply([=](int i, int64_t h) { return load<Scalar>(k[i] + kParts * h); }, q_.data(), depth_,
                &score_[l * num_vectors_], num_vectors_);
     }
     hide(block, window);
     for (int64_t r = 0; r < num_vectors_; ++r) add_weights(block, r, scale, sums);
-    for (int64_t l = 0; l < block.num_keys; l += kParts) copy_values(block, l);
-    int64_t num_lines = round_up(block.num_keys, kParts) / kParts;
+    int64_t num_lines = block.copy_values(width_, v_.data(), columns_);
     for (int64_t h = 0; h < width_; h += kScalarsAtOnce) {
       const Scalar* v = &v_[h];
       multiply([=, this](int i, int64_t l) { return v[l * columns_ + i]; }, weight_.data(),
@@ -212,14 +172,6 @@ class Rows {
   }
 
  private:
-  void prefetch(const Block<T>& block, int64_t l) const {
-    if (l >= block.num_keys) return;
-    for (int64_t i = 0; i < width_ * int64_t(sizeof(T)); i += 64) {
-      __builtin_prefetch(block.k[l] + i);
-      __builtin_prefetch(block.v[l] + i);
-    }
-  }
-
   // Hide the keys that a row does not see, and those that repeat the last one.
   void hide(const Block<T>& block, int64_t window) {
     int64_t last = position_ + (num_rows_ - 1) / group_;
@@ -263,25 +215,6 @@ class Rows {
   static Pairs pack(const Floats (&x)[2]) {
     Pairs low = (Pairs)x[0] + 0x8000, high = (Pairs)x[1] + 0x8000;
     return (low >> 16) | (high & 0xffff0000);
-  }
-
-  // Copy kParts values side by side.
-  void copy_values(const Block<T>& block, int64_t l) {
-    Scalar* line = &v_[l / kParts * columns_];
-    if constexpr (kParts == 1) {
-      std::memcpy(line, block.v[l], width_ * sizeof(T));
-    } else {
-      const char *low = block.v[l], *high = block.v[l + 1];
-      typedef bf16 Half __attribute__((vector_size(2 * kFloats)));
-      int64_t h = 0;
-      for (; h + kFloats <= width_; h += kFloats) {
-        Pairs pairs = __builtin_convertvector(load<Half>(low + 2 * h), Pairs) |
-                      __builtin_convertvector(load<Half>(high + 2 * h), Pairs) << 16;
-        std::memcpy(line + h, &pairs, sizeof(pairs));
-      }
-      for (; h < width_; ++h)
-        line[h] = load<bf16>(low + 2 * h) | uint32_t(load<bf16>(high + 2 * h)) << 16;
-    }
   }
 
   int64_t group_, width_, depth_ = 0, columns_ = 0;
@@ -336,6 +269,7 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
   std::vector<Part> parts =
       divide(starts, lengths, token_B.size(0), num_kv_heads, group, window);
   int64_t num_parts = static_cast<int64_t>(parts.size());
+  Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
   int64_t num_tasks = num_parts * num_kv_heads;
   std::vector<Sums> sums(num_tasks);  // of tokens that have several parts
 
@@ -346,17 +280,6 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
     };
     auto write = [&](const Sums& sum, const Part& part, int64_t kv_head) {
       sum.write(heads(o_TNH, part, kv_head), o_TNH.stride(0), part.length * group, group, width);
-    };
-    auto find = [&](const Part& part, int64_t kv_head, int64_t key, Block<T>& block) {
-      const int32_t* pages = row<int32_t>(page_table_RP, rows[part.slice]);
-      block.key = key;
-      block.num_keys = std::clamp<int64_t>(part.end - key, 0, kKeys);
-      for (int64_t l = 0; l < (block.num_keys ? kKeys : 0); ++l) {
-        int64_t position = key + std::min(l, block.num_keys - 1);
-        int64_t slot = pages[position / page_size] * page_size + position % page_size;
-        block.k[l] = row<char>(k_SKH, slot * sizeof(T)) + kv_head * k_SKH.stride(1) * sizeof(T);
-        block.v[l] = row<char>(v_SKH, slot * sizeof(T)) + kv_head * v_SKH.stride(1) * sizeof(T);
-      }
     };
 #pragma omp parallel
     {
@@ -370,13 +293,10 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
         rows_of_task.begin(heads(q_TNH, part, kv_head), q_TNH.stride(0), part.length,
                            starts[part.slice] + part.first);
         sum.begin(width, rows_of_task.num_vectors());
-        Block<T> block, next;
-        find(part, kv_head, part.begin, next);
-        while (next.num_keys) {
-          block = next;
-          find(part, kv_head, block.key + kKeys, next);
-          rows_of_task.attend(block, next, window, float(scale), sum);
-        }
+        for_blocks<T>(pool, rows[part.slice], kv_head, part.begin, part.end,
+                      [&](const Block<T>& block, const Block<T>& next) {
+                        rows_of_task.attend(block, next, window, float(scale), sum);
+                      });
         if (part.num_parts == 1) write(sum, part, kv_head);
       }
 #pragma omp for schedule(dynamic)
