@@ -59,7 +59,7 @@ def test_a_layer_is_seen_as_slots_by_heads_by_dim() -> None:
 
 
 def test_the_first_write_to_a_part_of_a_large_pool_takes_little_memory() -> None:
-    """A step that writes the first page of new memory in all layers does not wait for much of it."""
+    """A step that writes a page of new memory in all layers does not wait for much of it."""
     pool = create_kvcache_pool(32, 4, 64, 4096, 16, torch.bfloat16, torch.device("cpu"))
     before = resident_bytes()
     for layer in range(32):
