@@ -55,6 +55,7 @@ struct Vector {
 };
 using Floats = Vector<kFloats>::Floats;
 typedef uint32_t Pairs __attribute__((vector_size(4 * kFloats)));
+typedef int32_t Ints __attribute__((vector_size(4 * kFloats)));
 
 // The same for each lane, but at least 2^-125.
 inline Floats exp_nonpositive(Floats x) {

@@ -31,6 +31,7 @@ namespace {
 constexpr int64_t kMaxRows = 96;   // of a task
 constexpr int64_t kMinKeys = 256;  // of a task: fewer are not worth its sums
 constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kNoWindow = 1 << 30;  // beyond all positions
 constexpr float kHidden = -1e30f;  // a score whose weight vanishes beside any other
 
 // As many sums side by side as registers hold.
@@ -142,7 +143,9 @@ class Rows {
     score_.resize(kKeys * num_vectors_);
     weight_.resize(kKeys * num_vectors_);
     v_.assign(kKeys * columns_, Scalar{});
+    last_.assign(num_vectors_, Ints{} + static_cast<int32_t>(position + num_tokens - 1));
     for (int64_t r = 0; r < num_rows_; ++r) {
+      last_[r / kFloats][r % kFloats] = static_cast<int32_t>(position + r / group_);
       const T* query = q + r / group_ * stride + r % group_ * width_;
       for (int64_t h = 0; h < depth_; ++h)
         q_[h * num_vectors_ + r / kFloats][r % kFloats] = load<Scalar>(query + h * kParts);
@@ -172,20 +175,16 @@ class Rows {
   }
 
  private:
-  // Hide the keys that a row does not see, and those that repeat the last one.
+  // Hide the keys that a row does not see. One that repeats the last key is behind all rows.
   void hide(const Block<T>& block, int64_t window) {
-    int64_t last = position_ + (num_rows_ - 1) / group_;
-    int64_t num_padded = round_up(block.num_keys, kParts);
-    bool is_seen = num_padded == block.num_keys && block.key + block.num_keys <= position_ + 1 &&
-                   (!window || block.key + window > last);
-    if (is_seen) return;
-    for (int64_t r = 0; r < num_rows_; ++r) {
-      int64_t end = position_ + r / group_ + 1;
-      int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
-      for (int64_t l = 0; l < num_padded; ++l) {
-        int64_t key = block.key + l;
-        if (key < begin || key >= end || l >= block.num_keys)
-          score_[l * num_vectors_ + r / kFloats][r % kFloats] = kHidden;
+    int64_t num_keys = round_up(block.num_keys, kParts), last = last_.back()[kFloats - 1];
+    if (block.key + num_keys <= position_ + 1 && block.key + window > last) return;
+    for (int64_t l = 0; l < num_keys; ++l) {
+      Ints key = Ints{} + static_cast<int32_t>(block.key + l);
+      for (int64_t r = 0; r < num_vectors_; ++r) {
+        Floats& score = score_[l * num_vectors_ + r];
+        Ints is_seen = (key <= last_[r]) & (key + static_cast<int32_t>(window) > last_[r]);
+        score = is_seen ? score : Floats{} + kHidden;
       }
     }
   }
@@ -222,6 +221,7 @@ class Rows {
   std::vector<Lanes> q_, weight_;
   std::vector<Floats> score_;
   std::vector<Scalar> v_;
+  std::vector<Ints> last_;  // position that a row sees
 };
 
 // Some tokens of a slice, and some of the keys that they see.
@@ -238,7 +238,7 @@ std::vector<Part> divide(const Integers& starts, const Integers& lengths, int64_
   for (int64_t b = 0; b < num_slices; ++b)
     for (int64_t first = 0; first < lengths[b]; first += num_tokens) {
       int64_t length = std::min(num_tokens, lengths[b] - first), position = starts[b] + first;
-      int64_t begin = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+      int64_t begin = std::max<int64_t>(0, position + 1 - window);
       blocks.push_back({b, first, length, begin, position + length, 0, 1});
       num_keys += position + length - begin;
     }
@@ -266,6 +266,7 @@ void attend_prompts(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, Tensor
   Integers tokens(token_B), rows(row_B), starts(start_B), lengths(length_B);
   int64_t num_kv_heads = k_SKH.size(1), width = q_TNH.size(2);
   int64_t group = q_TNH.size(1) / num_kv_heads;
+  window = window ? std::min(window, kNoWindow) : kNoWindow;
   std::vector<Part> parts =
       divide(starts, lengths, token_B.size(0), num_kv_heads, group, window);
   int64_t num_parts = static_cast<int64_t>(parts.size());

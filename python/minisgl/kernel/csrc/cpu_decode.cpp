@@ -20,10 +20,8 @@
 
 namespace {
 
-typedef int32_t Order __attribute__((vector_size(4 * kFloats)));
-
-constexpr Order every_second(int first) {
-  Order order{};
+constexpr Ints every_second(int first) {
+  Ints order{};
   for (int i = 0; i < kFloats; ++i) order[i] = 2 * i + first;
   return order;
 }
