@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import torch
 
 from minisgl.kernel import store_kv
@@ -53,3 +56,18 @@ def test_a_layer_is_seen_as_slots_by_heads_by_dim() -> None:
         == make_pool().v_cache(2).shape
         == (PAGES * PAGE_SIZE, HEADS, HEAD_DIM)
     )
+
+
+def test_the_first_write_to_a_part_of_a_large_pool_takes_little_memory() -> None:
+    """A step that writes a page of new memory in all layers does not wait for much of it."""
+    pool = create_kvcache_pool(32, 4, 64, 4096, 16, torch.bfloat16, torch.device("cpu"))
+    before = resident_bytes()
+    for layer in range(32):
+        pool.kv_cache(layer)[:, 40_000:40_016] = 1
+
+    assert resident_bytes() - before < 8 << 20
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

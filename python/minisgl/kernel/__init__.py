@@ -18,7 +18,13 @@ from minisgl.kernel.all_reduce import (
     peer_sum_kernels,
     sum_reference,
 )
-from minisgl.kernel.attention import attend_decode, attend_decode_reference, causal_softmax
+from minisgl.kernel.attention import (
+    attend_decode,
+    attend_decode_reference,
+    attend_prompts,
+    attend_prompts_reference,
+    causal_softmax,
+)
 from minisgl.kernel.cpu_graph import CannotBeCaptured, CpuGraph, CpuKernels
 from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
@@ -48,6 +54,8 @@ __all__ = [
     "add_rms_norm",
     "attend_decode",
     "attend_decode_reference",
+    "attend_prompts",
+    "attend_prompts_reference",
     "causal_softmax",
     "choose_tokens",
     "common_prefix_length",

@@ -1,8 +1,8 @@
-"""The steps of attention over a paged context."""
+"""Attention over a paged context, and the steps of it."""
 
 # Dimensions: B requests of a step, G query heads that share a kv head, H head width, K kv heads,
-# L positions of a sequence, N query heads, P pages, R rows of the tables, S kv slots,
-# T tokens of a step, Z entries of a flat list.
+# L positions of a sequence, N query heads, P pages, Q positions of a page, R rows of the tables,
+# S kv slots, T tokens of a step, X a selection out of another dimension, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.dispatch import kernels_for
+
+_QUERY_BLOCK = 128
 
 
 def attend_decode(
@@ -96,6 +98,102 @@ def attend_decode_reference(
             score_KGL = softcap * torch.tanh(score_KGL / softcap)
         weight_KGL = torch.softmax(score_KGL, dim=-1)
         o_TNH[token] = (weight_KGL @ v_KLH).flatten(0, 1).to(o_TNH.dtype)
+
+
+def attend_prompts(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    token_B: Tensor,
+    row_B: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    o_TNH: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Write rows [token_B[b], token_B[b] + length_B[b]) of the output: causal attention of a slice.
+
+    Its tokens stand at positions [start_B[b], start_B[b] + length_B[b]) of row row_B[b] of the page
+    table. Each sees the positions up to its own, or the last `window` of them.
+
+    Args:
+        q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
+        token_B, row_B, start_B, length_B: integers of 32 or 64 bits, on the host.
+        scale, window, softcap: as in `AttentionSpec`.
+    """
+    kernels = None if q_TNH.is_cuda else kernels_for(q_TNH)
+    is_odd = q_TNH.shape[2] % 2 == 1  # a kernel multiplies pairs of bfloat16
+    context = (k_SKH, v_SKH, page_table_RP, page_size)
+    slices = (token_B, row_B, start_B, length_B, o_TNH)
+    if kernels is None or softcap is not None or is_odd:
+        attend_prompts_reference(
+            q_TNH, *context, *slices, scale=scale, window=window, softcap=softcap
+        )
+    else:
+        kernels.attend_prompts(q_TNH, *context, *slices, scale, window or 0)
+
+
+def attend_prompts_reference(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    token_B: Tensor,
+    row_B: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    o_TNH: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """`attend_prompts` in plain torch.
+
+    The pages of each slice are gathered, and each block of queries is multiplied with the keys that
+    it may see.
+    """
+    heads = (k_SKH.shape[1], q_TNH.shape[1] // k_SKH.shape[1])
+    k_KPQH, v_KPQH = (x.transpose(0, 1).unflatten(1, (-1, page_size)) for x in (k_SKH, v_SKH))
+    slices = (token_B, row_B, start_B, length_B)
+    for token, row, start, length in zip(*(x.tolist() for x in slices), strict=True):
+        first_page = _first_seen(start, window) // page_size
+        num_pages = -(-(start + length) // page_size)
+        page_P = page_table_RP[row, first_page:num_pages].long()
+        k_KLH, v_KLH = (x.index_select(1, page_P).flatten(1, 2) for x in (k_KPQH, v_KPQH))
+        tokens = slice(token, token + length)
+        q_KGTH, o_KGTH = (x[tokens].unflatten(1, heads).permute(1, 2, 0, 3) for x in (q_TNH, o_TNH))
+        num_hidden = first_page * page_size
+        for begin in range(0, length, _QUERY_BLOCK):
+            end = min(begin + _QUERY_BLOCK, length)
+            first_seen = _first_seen(start + begin, window) - num_hidden
+            seen = slice(first_seen, start + end - num_hidden)
+            q_KXH = q_KGTH[:, :, begin:end].flatten(1, 2)
+            score_KXL = torch.bmm(q_KXH, k_KLH[:, seen].transpose(1, 2))
+            _weights(score_KXL, end - begin, scale, window, softcap)
+            o_KXH = torch.bmm(score_KXL, v_KLH[:, seen])
+            o_KGTH[:, :, begin:end] = o_KXH.unflatten(1, (-1, end - begin))
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first position that a query sees."""
+    return 0 if window is None else max(0, position + 1 - window)
+
+
+def _weights(
+    score_KXL: Tensor, length: int, scale: float, window: int | None, softcap: float | None
+) -> None:
+    """Weights of a block of queries, in place; the last key is that of the last query."""
+    if softcap is not None:
+        score_KXL.mul_(scale / softcap).tanh_()
+        scale = softcap
+    causal_softmax(score_KXL, score_KXL.shape[2] - length, length, scale, window)
 
 
 def causal_softmax(

@@ -23,6 +23,11 @@ _AUTO_FACTOR = 2.0
 # one of a thousand; 20 tokens a second are more than anybody reads.
 AUTO_MS_ON_GPU = 57.0
 AUTO_MS_ON_CPU = 20.0
+# Any step computes at least so many tokens of prompts, so that these advance. On a GPU fewer are no
+# faster. On a CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
+# would count as a decode, and the costs of steps with prompts would not be measured any more.
+MIN_TOKENS_ON_GPU = 64
+MIN_TOKENS_ON_CPU = 4
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
 _DOUBLING = 0.5
 # ... so many times at most.

@@ -23,18 +23,6 @@
 
 namespace {
 
-// exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
-inline float exp_nonpositive(float x) {
-  float t = std::max(x * 1.44269504f, -126.0f), n = std::nearbyint(t), r = t - n;  // 2^n * 2^r
-  float p = 1.33390381e-3f;
-  p = p * r + 9.61817e-3f;
-  p = p * r + 5.55033e-2f;
-  p = p * r + 2.40226511e-1f;
-  p = p * r + 6.93147182e-1f;
-  p = p * r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-}
-
 template <class T>
 float inverse_rms(const T* x, int64_t width, float eps) {
   float sum = 0;
@@ -62,23 +50,6 @@ void softmax(T* x, int64_t length, float scale, float* buffer) {
   float share = 1.0f / total;
 #pragma omp simd
   for (int64_t i = 0; i < length; ++i) put(x[i], buffer[i] * share);
-}
-
-// Call f with the width as a constant if it is a common one, so that loops over it unroll.
-template <class F>
-void for_width(int64_t width, F f) {
-  if (width == 64) return f(std::integral_constant<int64_t, 64>{});
-  if (width == 128) return f(std::integral_constant<int64_t, 128>{});
-  f(width);
-}
-
-// Call f with a value of the tensors' element type.
-template <class F>
-void for_dtype(const TensorView& x, F f) {
-  DLDataType dtype = x.dtype();
-  if (dtype.code == kDLBfloat && dtype.bits == 16) return f(bf16{});
-  if (dtype.code == kDLFloat && dtype.bits == 32) return f(float{});
-  TVM_FFI_THROW(TypeError) << "expected bfloat16 or float32";
 }
 
 }  // namespace
@@ -155,66 +126,6 @@ void rotate_and_store(TensorView qkv_TMH, TensorView q_norm_H, TensorView k_norm
         std::copy_n(k + num_kv_heads * width, width, row<T>(v_SKH, slots[t]) + h * v_SKH.stride(1));
       }
     }
-  });
-}
-
-// One query of each request against its paged context, or against the last `window` tokens of it if
-// that is not zero. A task is the queries that share a kv head.
-void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
-                   int64_t page_size, TensorView token_B, TensorView row_B, TensorView position_B,
-                   TensorView o_TNH, double scale, int64_t window) {
-  Integers tokens(token_B), rows(row_B), positions(position_B);
-  int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1);
-  int64_t group = q_TNH.size(1) / num_kv_heads;
-  int64_t num_positions = batch;
-  for (int64_t b = 0; b < batch; ++b) num_positions += positions[b];
-  int64_t work = num_positions * q_TNH.size(1) * q_TNH.size(2);
-  auto attend = [&](auto zero, auto width) {
-    using T = decltype(zero);
-#pragma omp parallel for schedule(dynamic) if (work > 2 * kParallelWork)
-    for (int64_t task = 0; task < batch * num_kv_heads; ++task) {
-      int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads;
-      int64_t end = positions[b] + 1;
-      int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
-      int64_t length = end - begin;
-      const int32_t* pages = row<int32_t>(page_table_RP, rows[b]);
-      auto at = [&](const TensorView& pool, int64_t l) {
-        int64_t position = begin + l;
-        int64_t slot = pages[position / page_size] * page_size + position % page_size;
-        return row<T>(pool, slot) + kv_head * pool.stride(1);
-      };
-      std::vector<float> score(group * length), q(group * width), o(group * width), line(width);
-      auto unpack = [&](const T* x) {
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) line[i] = get(x[i]);
-      };
-      const T* queries = row<T>(q_TNH, tokens[b]) + kv_head * group * width;
-      for (int64_t i = 0; i < group * width; ++i) q[i] = get(queries[i]) * float(scale);
-      for (int64_t l = 0; l < length; ++l) {
-        unpack(at(k_SKH, l));
-        for (int64_t g = 0; g < group; ++g) {
-          float sum = 0;
-#pragma omp simd reduction(+ : sum)
-          for (int64_t i = 0; i < width; ++i) sum += q[g * width + i] * line[i];
-          score[g * length + l] = sum;
-        }
-      }
-      for (int64_t g = 0; g < group; ++g)
-        softmax(&score[g * length], length, 1.0f, &score[g * length]);
-      for (int64_t l = 0; l < length; ++l) {
-        unpack(at(v_SKH, l));
-        for (int64_t g = 0; g < group; ++g) {
-          float weight = score[g * length + l];
-#pragma omp simd
-          for (int64_t i = 0; i < width; ++i) o[g * width + i] += weight * line[i];
-        }
-      }
-      T* outputs = row<T>(o_TNH, tokens[b]) + kv_head * group * width;
-      for (int64_t i = 0; i < group * width; ++i) put(outputs[i], o[i]);
-    }
-  };
-  for_dtype(q_TNH, [&](auto zero) {
-    for_width(q_TNH.size(2), [&](auto width) { attend(zero, width); });
   });
 }
 
@@ -323,7 +234,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rms_norm, add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, rotate_and_store);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_decode, attend_decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(causal_softmax, causal_softmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mask_logits, mask_logits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(argmax, argmax);

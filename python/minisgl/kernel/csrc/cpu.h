@@ -1,11 +1,19 @@
-// What the kernels of a CPU share: bfloat16, rows of tensors, and when threads are worth their cost.
+// What the kernels of a CPU share: bfloat16, vectors, rows of tensors, and when threads are worth
+// their cost.
 
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -19,6 +27,59 @@ inline void put(float& y, float x) { y = x; }
 inline void put(bf16& y, float x) {  // to nearest, ties to even
   uint32_t u = std::bit_cast<uint32_t>(x);
   y = static_cast<bf16>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// exp for x <= 0, relative error below 1e-5, in operations that a compiler turns into vectors.
+inline float exp_nonpositive(float x) {
+  float t = std::max(x * 1.44269504f, -126.0f), n = std::nearbyint(t), r = t - n;  // 2^n * 2^r
+  float p = 1.33390381e-3f;
+  p = p * r + 9.61817e-3f;
+  p = p * r + 5.55033e-2f;
+  p = p * r + 2.40226511e-1f;
+  p = p * r + 6.93147182e-1f;
+  p = p * r + 1.0f;
+  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+}
+
+#if defined(__AVX512F__)
+constexpr int kFloats = 16;  // of a vector
+#elif defined(__AVX__)
+constexpr int kFloats = 8;
+#else
+constexpr int kFloats = 4;
+#endif
+
+template <int N>
+struct Vector {
+  typedef float Floats __attribute__((vector_size(4 * N)));
+};
+using Floats = Vector<kFloats>::Floats;
+typedef uint32_t Pairs __attribute__((vector_size(4 * kFloats)));
+typedef int32_t Ints __attribute__((vector_size(4 * kFloats)));
+
+// The same for each lane, but at least 2^-125.
+inline Floats exp_nonpositive(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the bits below it are an integer's
+  Floats t = x * 1.44269504f;
+  t = t < -125.0f ? Floats{} - 125.0f : t;
+  Floats n = t + kRound, r = t - (n - kRound);
+  Floats p = Floats{} + 1.33390381e-3f;
+  p = p * r + 9.61817e-3f;
+  p = p * r + 5.55033e-2f;
+  p = p * r + 2.40226511e-1f;
+  p = p * r + 6.93147182e-1f;
+  p = p * r + 1.0f;
+  return (Floats)((Pairs)p + ((Pairs)n << 23));
+}
+
+// Adds the products of both halves of each pair, so it does not matter which is the upper one.
+inline Floats multiply_add(Pairs w, Pairs x, Floats sum) {
+#ifdef __AVX512BF16__
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+#else
+  sum += (Floats)(w << 16) * (Floats)(x << 16);
+  return sum + (Floats)(w & 0xffff0000) * (Floats)(x & 0xffff0000);
+#endif
 }
 
 // Elements below which waking another thread costs more than it gains.
@@ -43,5 +104,22 @@ class Integers {
   const void* data_;
   bool is_wide_;
 };
+
+// Call f with the width as a constant if it is a common one, so that loops over it unroll.
+template <class F>
+void for_width(int64_t width, F f) {
+  if (width == 64) return f(std::integral_constant<int64_t, 64>{});
+  if (width == 128) return f(std::integral_constant<int64_t, 128>{});
+  f(width);
+}
+
+// Call f with a value of the tensors' element type.
+template <class F>
+void for_dtype(const TensorView& x, F f) {
+  DLDataType dtype = x.dtype();
+  if (dtype.code == kDLBfloat && dtype.bits == 16) return f(bf16{});
+  if (dtype.code == kDLFloat && dtype.bits == 32) return f(float{});
+  TVM_FFI_THROW(TypeError) << "expected bfloat16 or float32";
+}
 
 }  // namespace

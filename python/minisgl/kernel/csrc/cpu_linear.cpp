@@ -1,7 +1,6 @@
 // The product of a few tokens with a bfloat16 weight, bound by reading the weight once.
 //
-// A vector holds pairs of neighbours in a row, as 32-bit integers. The products of both are added to
-// one float32 sum, so it does not matter which of them is the upper half.
+// A vector holds pairs of neighbours in a row.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
@@ -17,42 +16,15 @@
 
 #include "cpu.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kFloats = 16;  // of a vector
-#elif defined(__AVX__)
-constexpr int kFloats = 8;
-#else
-constexpr int kFloats = 4;
-#endif
 constexpr int kInputs = 2 * kFloats;  // of a vector of pairs
-
-template <int N>
-struct Vector {
-  typedef float Floats __attribute__((vector_size(4 * N)));
-};
-using Floats = Vector<kFloats>::Floats;
-typedef uint32_t Pairs __attribute__((vector_size(4 * kFloats)));
 
 // Up to kInputs elements, then zeros.
 inline Pairs load(const bf16* x, int64_t length = kInputs) {
   Pairs pairs{};
   std::memcpy(&pairs, x, length * sizeof(bf16));
   return pairs;
-}
-
-inline Floats multiply_add(Pairs w, Pairs x, Floats sum) {
-#ifdef __AVX512BF16__
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-#else
-  sum += (Floats)(w << 16) * (Floats)(x << 16);
-  return sum + (Floats)(w & 0xffff0000) * (Floats)(x & 0xffff0000);
-#endif
 }
 
 template <int N>

@@ -1,0 +1,132 @@
+// Keys and values of a sequence in their pages, block after block.
+//
+// Pages lie anywhere, and no processor guesses where. So the next block is known, and can be
+// fetched, while one is computed.
+//
+// A lane has 32 bits: a float, or a pair of bfloat16.
+
+#pragma once
+
+#include <array>
+#include <cstring>
+
+#include "cpu.h"
+
+namespace {
+
+constexpr int64_t kKeys = 64;  // of a block
+constexpr int64_t kCacheLine = 64;
+
+// What a lane has of a tensor of T.
+template <class T>
+struct Lane {
+  using Scalar = float;
+  using Vector = Floats;
+  static constexpr int64_t kParts = 1;
+};
+template <>
+struct Lane<bf16> {
+  using Scalar = uint32_t;
+  using Vector = Pairs;
+  static constexpr int64_t kParts = 2;
+};
+
+inline Floats multiply_add(Floats b, float a, Floats sum) { return sum + a * b; }
+inline Floats multiply_add(Floats a, Floats b, Floats sum) { return sum + a * b; }
+inline Floats multiply_add(Pairs b, uint32_t a, Floats sum) {
+  return multiply_add(b, Pairs{} + a, sum);
+}
+
+template <class V>
+V load(const void* x) {
+  V value;
+  std::memcpy(&value, x, sizeof(value));
+  return value;
+}
+
+inline int64_t round_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+// Keys and values from `key` on. Those after the last one repeat it.
+template <class T>
+struct Block {
+  int64_t key = 0, num_keys = 0;
+  std::array<const T*, kKeys> k, v;
+
+  void prefetch(int64_t l, int64_t width) const {
+    if (l >= num_keys) return;
+    for (int64_t h = 0; h < width; h += kCacheLine / int64_t(sizeof(T))) {
+      __builtin_prefetch(k[l] + h);
+      __builtin_prefetch(v[l] + h);
+    }
+  }
+
+  // Copy the values, those of a lane side by side, to lines that lie `stride` lanes apart. Returns
+  // the number of lines.
+  int64_t copy_values(int64_t width, typename Lane<T>::Scalar* line, int64_t stride) const {
+    constexpr int64_t kParts = Lane<T>::kParts;
+    for (int64_t l = 0; l < num_keys; l += kParts, line += stride) {
+      if constexpr (kParts == 1)
+        std::memcpy(line, v[l], width * sizeof(T));
+      else
+        interleave(v[l], v[l + 1], width, line);
+    }
+    return round_up(num_keys, kParts) / kParts;
+  }
+
+ private:
+  static void interleave(const bf16* low, const bf16* high, int64_t width, uint32_t* line) {
+    typedef bf16 Half __attribute__((vector_size(2 * kFloats)));
+    int64_t h = 0;
+    for (; h + kFloats <= width; h += kFloats) {
+      Pairs pairs = __builtin_convertvector(load<Half>(low + h), Pairs) |
+                    __builtin_convertvector(load<Half>(high + h), Pairs) << 16;
+      std::memcpy(line + h, &pairs, sizeof(pairs));
+    }
+    for (; h < width; ++h) line[h] = low[h] | uint32_t(high[h]) << 16;
+  }
+};
+
+// Where all sequences have their keys and values. Dimensions: H head width, K kv heads, P pages, R
+// rows of the table, S kv slots.
+struct Pool {
+  const TensorView &k_SKH, &v_SKH, &page_table_RP;
+  int64_t page_size;
+
+  // The positions [key, end) of a sequence, as far as they fit a block.
+  template <class T>
+  void find(int64_t sequence, int64_t kv_head, int64_t key, int64_t end, Block<T>& block) const {
+    const int32_t* pages = row<int32_t>(page_table_RP, sequence);
+    block.key = key;
+    block.num_keys = std::clamp<int64_t>(end - key, 0, kKeys);
+    for (int64_t l = 0; l < block.num_keys;) {
+      int64_t page = (key + l) / page_size, offset = (key + l) % page_size;
+      int64_t slot = pages[page] * page_size + offset;
+      const T* k = row<T>(k_SKH, slot) + kv_head * k_SKH.stride(1);
+      const T* v = row<T>(v_SKH, slot) + kv_head * v_SKH.stride(1);
+      int64_t next = std::min(l + page_size - offset, block.num_keys);
+      for (; l < next; ++l, k += k_SKH.stride(0), v += v_SKH.stride(0)) {
+        block.k[l] = k;
+        block.v[l] = v;
+      }
+    }
+    if (!block.num_keys) return;
+    std::fill(block.k.begin() + block.num_keys, block.k.end(), block.k[block.num_keys - 1]);
+    std::fill(block.v.begin() + block.num_keys, block.v.end(), block.v[block.num_keys - 1]);
+  }
+};
+
+// Call f with each block of the positions [begin, end), and the one after it.
+template <class T, class F>
+void for_blocks(const Pool& pool, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end,
+                F f) {
+  Block<T> blocks[2];
+  pool.find(sequence, kv_head, begin, end, blocks[0]);
+  for (int i = 0; blocks[i].num_keys; i = 1 - i) {
+    pool.find(sequence, kv_head, blocks[i].key + kKeys, end, blocks[1 - i]);
+    f(blocks[i], blocks[1 - i]);
+  }
+}
+
+}  // namespace
