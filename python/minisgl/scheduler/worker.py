@@ -8,13 +8,12 @@ from collections.abc import Callable
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import BackendMsg, BatchBackendMsg, ShutdownMsg, decoder, encode
+from minisgl.message import BackendMsg, BatchBackendMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
     Inbox,
     LeaderInbox,
-    Outbox,
     ZmqInbox,
     ZmqOutbox,
 )
@@ -48,15 +47,12 @@ def scheduler_worker(
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
     engine.close()
-    if rank == 0:
-        last: PushQueue[ShutdownMsg] = PushQueue(addresses.detokenizer, encode)
-        last.put(ShutdownMsg())
-        last.close()
+    outbox.close()
 
 
 def _queues(
     config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
-) -> tuple[Inbox, Outbox]:
+) -> tuple[Inbox, ZmqOutbox | DiscardOutbox]:
     if rank > 0:
         return FollowerInbox(
             PullQueue(addresses.rank(rank), decoder(BatchBackendMsg), beat)
@@ -65,8 +61,7 @@ def _queues(
         addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
     )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
-    outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))
     followers: list[PushQueue[BatchBackendMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]
-    return LeaderInbox(inbox, followers), outbox
+    return LeaderInbox(inbox, followers), ZmqOutbox(addresses)
