@@ -49,6 +49,7 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.generation import Generation
 from minisgl.server.http.metrics import Metrics, Stopwatch
+from minisgl.server.questions import Questions
 from minisgl.utils.garbage import collect_when_idle
 from minisgl.utils.mp import (
     DETOKENIZER,
@@ -86,23 +87,6 @@ class _OpenRequest:
         return self.unanswered is not None and not self.is_second_try
 
 
-@dataclass(slots=True)
-class _Question:
-    """What a tokenizer or the scheduler was asked and has not answered.
-
-    Attributes:
-        is_second_try: whether it was sent again.
-    """
-
-    msg: TokenizerMsg
-    answer: asyncio.Future[Any]
-    is_second_try: bool = False
-
-    def fail(self, error: Unavailable | EngineFailed) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
 def connect_tokenizers(addresses: Addresses) -> list[PushQueue[TokenizerMsg]]:
     return [PushQueue(address, encode) for address in addresses.tokenizers]
 
@@ -137,7 +121,7 @@ class Frontend:
         self._max_open = max_open_requests
         self._timeout_s = request_timeout_s
         self._open: dict[int, _OpenRequest] = {}
-        self._questions: dict[int, _Question] = {}  # to tokenizers and the scheduler
+        self._questions = Questions()
         self._first_safe_uid = 0  # messages about smaller ones may be lost with a dead worker
         self._strays: set[int] = set()  # uids that are nobody's, and were aborted once more
         self._num_api = num_api
@@ -283,12 +267,12 @@ class Frontend:
         """Send a question with a new uid, and wait for its answer."""
         self._take_places(1)
         uid = next(self._uids)
-        question = _Question(make_msg(uid), asyncio.get_running_loop().create_future())
-        self._tokenizer_of(uid).put(question.msg)
-        self._questions[uid] = question
+        msg = make_msg(uid)
+        self._tokenizer_of(uid).put(msg)
+        answer = self._questions.begin(uid, msg)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await question.answer
+                return await answer
         except asyncio.CancelledError:
             self._send_abort(uid)
             raise
@@ -297,14 +281,8 @@ class Frontend:
             assert self._timeout_s is not None
             raise RequestTimeout(self._timeout_s) from None
         finally:
-            del self._questions[uid]
+            self._questions.end(uid)
             self._give_places_back(1)
-
-    def _answer(self, uid: int, answer: object) -> None:
-        """Answer a question, if it is one of this process and its client has not gone."""
-        question = self._questions.get(uid)
-        if question and not question.answer.done():
-            question.answer.set_result(answer)
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
@@ -346,7 +324,7 @@ class Frontend:
                 case UserReply() as refusal:
                     self._deliver(refusal)
                 case CodecReply(uid) as codec_reply:
-                    self._answer(uid, codec_reply)
+                    self._questions.answer(uid, codec_reply)
             if self.num_open == 0:
                 collect_when_idle()
             # `get` does not wait while messages are there. Who waits for this one goes first.
@@ -363,7 +341,7 @@ class Frontend:
     def _take_stats(self, stats: EngineStats) -> None:
         self.metrics.update(stats)
         for uid, num_tokens in stats.flushes:
-            self._answer(uid, num_tokens)
+            self._questions.answer(uid, num_tokens)
 
     def _deliver(self, reply: UserReply) -> None:
         request = self._open.get(reply.uid)
@@ -404,11 +382,7 @@ class Frontend:
             generation.fail(failure)
         for uid in list(self._open):
             self._close(uid)
-        self._fail_questions(failure)
-
-    def _fail_questions(self, error: Unavailable | EngineFailed) -> None:
-        for question in self._questions.values():
-            question.fail(error)
+        self._questions.fail(failure)
 
     def suspend(self, reason: str, outage_s: int) -> None:
         """Cut the workers off, for about `outage_s` seconds; they are dead or will be killed.
@@ -420,7 +394,7 @@ class Frontend:
             queue.drop()
         self._tokenizers = []
         self._outage = Unavailable(f"the engine starts again: {reason}", outage_s)
-        self._fail_questions(self._outage)
+        self._questions.fail(self._outage)
         failure = EngineFailed(f"the engine failed: {reason}")
         self._end_lost(self._open.values(), failure)
 
@@ -470,28 +444,30 @@ class Frontend:
             queue.put(NewDetokenizerMsg(addresses.life_of(DETOKENIZER)))
         self._first_safe_uid = next(self._uids)
         self._strays.clear()
-        lost = {
-            uid: request
-            for uid, request in self._open.items()
-            if has_detokenizer or (request.unanswered and self._number_of(uid) in numbers)
-        }
-        self._end_lost(lost.values(), EngineFailed(f"a worker failed: {reason}"))
-        for uid, request in lost.items():
-            if self._open.pop(uid, None) is not None:
+        lost = list(self._open) if has_detokenizer else self._waiting_in(numbers)
+        failure = f"a worker failed: {reason}"
+        self._send_lost_again(lost, EngineFailed(failure))
+
+        def is_lost(uid: int, msg: TokenizerMsg) -> bool:
+            is_flush = isinstance(msg, FlushCacheMsg)  # its answer comes through the detokenizer
+            return self._number_of(uid) in numbers or (has_detokenizer and is_flush)
+
+        for uid, msg in self._questions.try_again(is_lost, Unavailable(failure)).items():
+            self._tokenizer_of(uid).put(msg)
+
+    def _waiting_in(self, numbers: set[int]) -> list[int]:
+        """The requests without a reply whose way is through these tokenizers."""
+        waiting = (uid for uid, request in self._open.items() if request.unanswered is not None)
+        return [uid for uid in waiting if self._number_of(uid) in numbers]
+
+    def _send_lost_again(self, uids: list[int], failure: EngineFailed) -> None:
+        """Send requests again that may be lost, or end them if that cannot be."""
+        self._end_lost([self._open[uid] for uid in uids], failure)
+        for uid in uids:
+            request = self._open.pop(uid, None)
+            if request is not None:
                 self._send_abort(uid)
                 self._send_again(uid, request)
-        for uid, question in self._questions.items():
-            is_flush = isinstance(question.msg, FlushCacheMsg)
-            if self._number_of(uid) in numbers or (has_detokenizer and is_flush):
-                self._ask_again(uid, question, reason)
-
-    def _ask_again(self, uid: int, question: _Question, reason: str) -> None:
-        """Send a question again, once; it may be answered twice."""
-        if question.is_second_try:
-            question.fail(Unavailable(f"a worker failed: {reason}"))
-            return
-        question.is_second_try = True
-        self._tokenizer_of(uid).put(question.msg)
 
     def shut_down(self) -> None:
         """Let the workers end, and close the queues."""
