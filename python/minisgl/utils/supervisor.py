@@ -221,7 +221,7 @@ class Supervisor:
         while not self._dead_children():
             await self._wait_for_a_sentinel(_TICK_S)
             for name, child in self._children.items():
-                self._look_for_report(name, child)
+                self._look_for_reports(name, child)
                 child.tick()
                 limit_s = start_timeout_s if child.is_starting else hang_timeout_s
                 if child.num_still_ticks * _TICK_S >= limit_s:
@@ -231,15 +231,17 @@ class Supervisor:
         reason = hang_reasons.get(first) or self._describe_death(first)
         return Failure(first, reason, self._children[first].is_starting)
 
-    def _look_for_report(self, name: str, child: _Child) -> None:
+    def _look_for_reports(self, name: str, child: _Child) -> None:
         """Note that a child is ready, or why it has failed."""
-        report = child.read_report() if child.reader.poll() else None
-        if report is None:
-            return
-        child.failure = report.failure
-        if child.is_starting and report.failure is None:
-            child.is_starting = False
-            logger.info("%s is ready", name)
+        while child.reader.poll():
+            report = child.read_report()
+            if report is None:
+                return
+            child.failure = report.failure
+            if report.failure is None:
+                child.is_starting = False
+                child.num_still_ticks = 0
+                logger.info("%s is ready", name)
 
     async def _wait_for_a_sentinel(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -329,7 +331,7 @@ class Supervisor:
         """Exit code of a dead child, and its last report's reason."""
         child = self._children[name]
         code = self._exit_code(name)
-        self._look_for_report(name, child)
+        self._look_for_reports(name, child)
         death = f"{name} died with exit code {code}"
         if -code in set(signal.Signals):
             death += f" ({signal.Signals(-code).name})"
