@@ -1,7 +1,7 @@
 """Faults of a running server's processes, one after the other, and what its clients get.
 
     python benchmark/stress/faults.py --url http://127.0.0.1:8000 --model NAME --pid PID \\
-        [--rounds 10] [--streams 32] [--every-s 31] [--json FILE]
+        [--rounds 10] [--worker NAME] [--streams 32] [--every-s 31] [--json FILE]
 
 In each round each worker is killed (SIGKILL) once and stopped (SIGSTOP) once, while clients read
 streams, one after the other each. A line has what they got in the round's fault:
@@ -9,8 +9,9 @@ streams, one after the other each. A line has what they got in the round's fault
     ended       streams that ended with [DONE]
     told        streams that ended with an error object, or a 503 with Retry-After
     broken      streams that ended without either, or did not end
-    back s      from the fault until /health was 200 again
-    last s      from the fault until the last stream that it cut was told so
+    back s      from the fault until the worker was replaced and a new request was answered
+    last s      from the fault until the last stream that it cut was told so; 0 if it cut none
+    engine      whether scheduler 0 is the same process as before: kept or new
 
 Two faults are `--every-s` seconds of service apart: the server ends after three within a minute.
 For a stopped worker the server needs its --step-timeout-s; a small one makes this run shorter.
@@ -25,7 +26,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,11 +35,13 @@ import psutil
 from minisgl.benchmark.stress.processes import (
     CHECK_EVERY_S,
     TIMEOUT_S,
-    wait_for_health,
+    wait_for_recovery,
     workers_of,
 )
+from minisgl.benchmark.stress.target import Server
 
 _TOKENS = 2000
+_ENGINE = "scheduler-0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Result:
     broken: int
     back_s: float
     last_s: float
+    engine: str
 
 
 @dataclass(slots=True)
@@ -64,11 +68,20 @@ class Clients:
         told_at: when one was last told of an error, by `time.monotonic`.
     """
 
-    host: str
-    model: str
+    server: Server
     outcomes: Counter[str] = field(default_factory=Counter)
     told_at: float = 0.0
     is_over: bool = False
+
+    def ask(self) -> int:
+        """The status of the answer to a short request; 0 if none comes."""
+        try:
+            status, _ = self.server.post(
+                "/v1/completions", self.server.body(prompt="the", max_tokens=1), TIMEOUT_S
+            )
+        except (OSError, HTTPException):
+            return 0
+        return status
 
     def read_streams(self) -> None:
         while not self.is_over:
@@ -79,12 +92,11 @@ class Clients:
                 time.sleep(CHECK_EVERY_S)
 
     def _read_stream(self) -> str:
-        body = {"model": self.model, "prompt": "the", "stream": True, "max_tokens": _TOKENS}
-        body |= {"ignore_eos": True}
-        headers = {"Content-Type": "application/json"}
+        fields = {"prompt": "the", "stream": True, "max_tokens": _TOKENS, "ignore_eos": True}
+        body = self.server.body(**fields)
         try:
-            with closing(HTTPConnection(self.host, timeout=TIMEOUT_S)) as connection:
-                connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            with closing(self.server.connect(TIMEOUT_S)) as connection:
+                connection.request("POST", "/v1/completions", body, self.server.headers())
                 return self._outcome(connection.getresponse())
         except (OSError, HTTPException):
             return "broken"
@@ -105,17 +117,19 @@ class Clients:
 def inflict(
     number: int, worker: str, fault: str, server: psutil.Process, clients: Clients
 ) -> Result:
-    process = workers_of(server)[worker]
+    before = workers_of(server)
+    process = before[worker]
     clients.outcomes.clear()
+    clients.told_at = 0.0
     began_at = time.monotonic()
     if fault == "kill":
         process.kill()
     else:
         process.suspend()
-    wait_for_health(clients.host, expected=False)
-    wait_for_health(clients.host, expected=True)
+    wait_for_recovery(server, worker, process, clients.ask)
     back_s = round(time.monotonic() - began_at, 2)
     outcomes = clients.outcomes
+    is_kept = workers_of(server)[_ENGINE] == before[_ENGINE]
     return Result(
         number,
         worker,
@@ -124,7 +138,8 @@ def inflict(
         outcomes["told"],
         outcomes["broken"],
         back_s,
-        round(clients.told_at - began_at, 2),
+        round(max(0.0, clients.told_at - began_at), 2),
+        "kept" if is_kept else "new",
     )
 
 
@@ -134,6 +149,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--pid", type=int, required=True, help="of the server's parent process")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--worker", action="append", help="its name; of all without; repeated")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--every-s", type=float, default=31.0)
     parser.add_argument("--json", type=Path, help="where a line for each fault is appended")
@@ -143,16 +159,21 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     server = psutil.Process(args.pid)
-    clients = Clients(urlsplit(args.url).netloc, args.model)
+    url = urlsplit(args.url)
+    assert url.hostname
+    assert url.port
+    clients = Clients(Server(url.hostname, url.port, args.model))
     for _ in range(args.streams):
         threading.Thread(target=clients.read_streams, daemon=True).start()
-    print(f"{'round':>5} {'worker':14} {'fault':5} ended told broken  back s  last s")
+    print(f"{'round':>5} {'worker':14} {'fault':5} ended told broken  back s  last s engine")
     for number in range(args.rounds):
-        for worker in workers_of(server):
+        for worker in args.worker or workers_of(server):
             for fault in ("kill", "stop"):
                 time.sleep(args.every_s)
                 result = inflict(number, worker, fault, server, clients)
-                print("{:5} {:14} {:5} {:5} {:4} {:6} {:7} {:7}".format(*asdict(result).values()))
+                print(
+                    "{:5} {:14} {:5} {:5} {:4} {:6} {:7} {:7} {}".format(*asdict(result).values())
+                )
                 if args.json:
                     with args.json.open("a") as file:
                         file.write(json.dumps(asdict(result)) + "\n")

@@ -30,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,7 +42,7 @@ from minisgl.benchmark.stress.mix import Asker
 from minisgl.benchmark.stress.processes import (
     StartedServer,
     exit_on_sigterm,
-    wait_for_health,
+    wait_for_recovery,
     wait_until,
     what_is_left,
     workers_of,
@@ -65,7 +65,7 @@ class Kill:
 
     Attributes:
         at_s: since the beginning of the load.
-        back_s: until /health was 200 again.
+        back_s: until it was replaced and a new request was answered.
     """
 
     worker: str
@@ -168,8 +168,7 @@ class Soak:
         before = set(self.process.children(recursive=True))
         killed_s = time.perf_counter()
         workers[worker].kill()
-        wait_for_health(self.host, expected=False)
-        wait_for_health(self.host, expected=True)
+        wait_for_recovery(self.process, worker, workers[worker], self._ask)
         ready_s = time.perf_counter()
         self.restarts.append(Span(killed_s, ready_s + self.args.warm_up))
         kill = Kill(worker, round(killed_s - began_s, 1), round(ready_s - killed_s, 2))
@@ -178,6 +177,16 @@ class Soak:
         orphans = before - set(self.process.children(recursive=True))
         left = what_is_left(orphans, END_WITHIN_S)
         self.report.require(not left, f"processes of the killed workers are left: {left}")
+
+    def _ask(self) -> int:
+        """The status of the answer to a short request; 0 if none comes."""
+        server = self.connect()
+        try:
+            body = server.body(prompt="the", max_tokens=1)
+            status, _ = server.post("/v1/completions", body, END_WITHIN_S)
+        except (OSError, HTTPException):
+            return 0
+        return status
 
     def _note_outcomes(self, tally: Tally) -> None:
         by_kind: dict[str, dict[str, int]] = defaultdict(dict)

@@ -72,6 +72,8 @@ class Answer:
 
     def take(self, msg: DetokenizeMsg) -> None:
         assert not self.is_final, f"{msg} came after the last message"
+        if self.tokens:
+            assert msg.goes_on, "it says that no tokens came before"
         self.tokens += msg.tokens
         self.finish = msg.finish
         self.error = msg.error
@@ -91,12 +93,16 @@ class AnswerBook:
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}
         self.stats: list[EngineStats] = []
+        self.lives: list[int] = []  # of the detokenizers that it was redirected to
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         assert len(msgs) + bool(stats) > 0, "it says nothing"
         self.stats += [stats] if stats else []
         for msg in msgs:
             self.answers.setdefault(msg.uid, Answer()).take(msg)
+
+    def redirect(self, life: int) -> None:
+        self.lives.append(life)
 
 
 class Host:
@@ -161,6 +167,11 @@ class Host:
     def stats(self) -> list[EngineStats]:
         """All that was said of how the scheduler stands."""
         return self._book.stats
+
+    @property
+    def lives(self) -> list[int]:
+        """Of the detokenizers that outputs were redirected to."""
+        return self._book.lives
 
     @property
     def open_uids(self) -> list[int]:

@@ -23,6 +23,7 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     GrammarCompiledMsg,
+    ShutdownMsg,
     StepDigestMsg,
     UserMsg,
     decoder,
@@ -37,7 +38,7 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
@@ -273,12 +274,55 @@ def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None
     assert follower.get().msgs == [msg]
 
 
-def test_an_outbox_sends_the_news_of_a_step_as_one_message(connect: Connect) -> None:
-    push, pull = connect(0, BatchTokenizerMsg)
+Detokenizers = Callable[[int], PullQueue[BatchTokenizerMsg | ShutdownMsg]]
+
+
+@pytest.fixture
+def outbox_and_detokenizers() -> Iterator[tuple[ZmqOutbox, Detokenizers]]:
+    """An outbox, and a function that opens the inbox of the detokenizer of a life."""
+    inboxes: list[PullQueue[BatchTokenizerMsg | ShutdownMsg]] = []
+
+    def open_inbox(life: int) -> PullQueue[BatchTokenizerMsg | ShutdownMsg]:
+        address = addresses.in_life(DETOKENIZER, life).detokenizer
+        inboxes.append(PullQueue(address, decoder(BatchTokenizerMsg | ShutdownMsg)))
+        return inboxes[-1]
+
+    with private_folder() as folder:
+        addresses = Addresses(folder)
+        outbox = ZmqOutbox(addresses)
+        yield outbox, open_inbox
+        outbox.close()
+        for inbox in inboxes:
+            inbox.close()
+
+
+def test_an_outbox_sends_the_news_of_a_step_as_one_message(
+    outbox_and_detokenizers: tuple[ZmqOutbox, Detokenizers],
+) -> None:
+    outbox, open_inbox = outbox_and_detokenizers
+    pull = open_inbox(0)
     news = [DetokenizeMsg(1, [5]), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
-    ZmqOutbox(push).send(news, None)
-    ZmqOutbox(push).send([], stats)
+    outbox.send(news, None)
+    outbox.send([], stats)
 
     assert pull.get() == BatchTokenizerMsg(news)
     assert pull.get() == BatchTokenizerMsg([], stats)
+
+
+def test_an_outbox_follows_the_detokenizer_to_its_latest_life(
+    outbox_and_detokenizers: tuple[ZmqOutbox, Detokenizers],
+) -> None:
+    """A message of each life comes from every tokenizer, and so also a late one."""
+    outbox, open_inbox = outbox_and_detokenizers
+    first = [DetokenizeMsg(1, [5])]
+    second = [DetokenizeMsg(2, [6])]
+    outbox.send(first, None)
+    outbox.redirect(2)
+    outbox.send(second, None)
+    outbox.redirect(1)
+    outbox.redirect(2)
+    outbox.send(second, None)
+
+    pull = open_inbox(2)
+    assert [pull.get() for _ in range(2)] == [BatchTokenizerMsg(second)] * 2

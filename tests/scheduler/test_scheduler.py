@@ -12,7 +12,7 @@ import pytest
 from minisgl.core import IntArray, Req, SamplingParams, TableWrites
 from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import radix_cache
-from minisgl.message import ExitMsg, FlushCacheMsg
+from minisgl.message import ExitMsg, FlushCacheMsg, NewDetokenizerMsg
 from minisgl.scheduler import prefill, scheduler
 from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
 from tests.scheduler.fake_executor import endless_answer, reference_answer
@@ -758,6 +758,17 @@ def test_an_abort_that_leaves_nothing_to_say_still_tells_of_the_pages_that_came_
     host.abort(uid)
     host.drain()
     assert (host.stats[-1].num_running, host.stats[-1].num_pages_used) == (0, 0)
+
+
+def test_a_new_detokenizer_gets_all_that_follows_and_how_it_stands() -> None:
+    """What the one before it was told may be lost."""
+    host = Host(overlap=True)
+    host.ask(prompt_of(9), exactly(4))
+    last = host.stats[-1]
+    host.inbox.msgs.append(NewDetokenizerMsg(1))
+    host.step()
+    assert host.lives == [1]
+    assert host.stats[-2:] == [last, last]
 
 
 def test_retractions_are_counted() -> None:

@@ -51,12 +51,17 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class FakeWorker:
-    """Tokenizers, scheduler and detokenizer in one. It sends only what the test says."""
+    """Tokenizers, scheduler and detokenizer in one. It sends only what the test says.
 
-    def __init__(self, addresses: Addresses) -> None:
+    Args:
+        only: the one tokenizer that it is; it is all of them without.
+    """
+
+    def __init__(self, addresses: Addresses, only: str | None = None) -> None:
         decode = decoder(TokenizerMsg)
+        queues = zip(addresses.tokenizer_names, addresses.tokenizers, strict=True)
         self._inboxes: list[AsyncPullQueue[TokenizerMsg]] = [
-            AsyncPullQueue(a, decode) for a in addresses.tokenizers
+            AsyncPullQueue(address, decode) for name, address in queues if only in (None, name)
         ]
         self._frontend = PushQueue[FrontendMsg](addresses.frontends[0], encode)
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,6 +123,42 @@ async def restartable_frontend() -> AsyncIterator[
 
         try:
             yield frontend, workers[0], restart
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            frontend.shut_down()
+            for worker in workers:
+                await worker.stop()
+                worker.close()
+
+
+@asynccontextmanager
+async def replaceable_frontend(
+    num_tokenizer: int = 1,
+) -> AsyncIterator[tuple[Frontend, list[FakeWorker], Callable[[str], Awaitable[FakeWorker]]]]:
+    """A running frontend, its workers, and a function that replaces one of them by its name.
+
+    The first of the workers goes on; the function returns one with the successor's queue.
+    """
+    with private_folder() as folder:
+        addresses = Addresses(folder, num_tokenizer)
+        replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
+            addresses.frontends[0], decoder(FrontendMsg)
+        )
+        frontend = Frontend(connect_tokenizers(addresses), replies, max_open_requests=8)
+        workers = [FakeWorker(addresses)]
+        running = asyncio.create_task(frontend.run())
+
+        async def replace_worker(name: str) -> FakeWorker:
+            nonlocal addresses
+            addresses = addresses.in_life(name, addresses.life_of(name) + 1)
+            workers.append(FakeWorker(addresses, only=name))
+            frontend.replace_worker(name, addresses, f"{name} died")
+            return workers[-1]
+
+        try:
+            yield frontend, workers, replace_worker
         finally:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -27,6 +27,7 @@ from minisgl.message import (
     DecodeMsg,
     EncodeMsg,
     EngineStats,
+    NewDetokenizerMsg,
     ReplyError,
     ShutdownMsg,
     TextLogprobs,
@@ -37,8 +38,10 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
+from minisgl.utils.mp import DETOKENIZER
 from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
+    replaceable_frontend,
     restartable_frontend,
     run,
     running_frontend,
@@ -355,6 +358,149 @@ def test_api_processes_give_uids_of_their_own_and_share_the_limit_of_open_reques
             assert not draining.done()
             others.close()
             await draining
+
+    run(scenario())
+
+
+DETOKENIZER_DIED = NewDetokenizerMsg(1)
+TOKENIZER_DIED = NewDetokenizerMsg(0)
+
+
+def test_over_the_death_of_a_tokenizer_only_what_waited_in_it_is_sent_again() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend(num_tokenizer=2) as (frontend, workers, replace_worker):
+            begun, other, lost = [frontend.submit([prompt], PARAMS) for prompt in "abc"]
+            uids = [(await workers[0].receive(i)).uid for i in (0, 1, 0)]
+            workers[0].send(UserReply(uids[0], "so "))
+            assert await begun.next() == (0, UserReply(uids[0], "so "))
+
+            successor = await replace_worker("tokenizer-0")
+            assert frontend.refusal is None
+            assert [await successor.receive() for _ in range(2)] == [
+                TOKENIZER_DIED,
+                AbortMsg(uids[2]),
+            ]
+            assert await workers[0].receive(1) == TOKENIZER_DIED
+            sent = await successor.receive()
+            assert (sent.prompt, sent.sampling) == ("c", PARAMS)
+            assert sent.uid not in uids
+
+            workers[0].send(
+                UserReply(uids[2], "nobody's", finish="stop"),
+                UserReply(uids[0], "far", finish="stop"),
+                UserReply(uids[1], "b", finish="stop"),
+                UserReply(sent.uid, "c", finish="stop"),
+            )
+            assert await texts(begun) == [(0, "far")]
+            assert await texts(other) == [(0, "b")]
+            assert await texts(lost) == [(0, "c")]
+            assert frontend.num_open == 0
+
+    run(scenario())
+
+
+def test_over_the_death_of_the_detokenizer_requests_without_a_token_go_on_and_others_fail() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend() as (frontend, workers, replace_worker):
+            begun, half, waiting = [frontend.submit(["a"] * n, PARAMS) for n in (1, 2, 1)]
+            uids = [(await workers[0].receive()).uid for _ in range(4)]
+            workers[0].send(UserReply(uids[0], "so far"), UserReply(uids[1], "so far"))
+            await wait_until(lambda: begun.has_unread and half.has_unread)
+
+            await replace_worker(DETOKENIZER)
+            told = [await workers[0].receive() for _ in range(6)]
+            assert told[0] == DETOKENIZER_DIED
+            aborted = {msg.uid for msg in told if isinstance(msg, AbortMsg)}
+            assert aborted == set(uids)
+            assert isinstance(told[-1], TokenizeMsg)
+            for generation in (begun, half):
+                assert (await generation.next())[1].text == "so far"
+                with pytest.raises(EngineFailed, match="detokenizer died"):
+                    await generation.next()
+            workers[0].send(UserReply(told[-1].uid, "all", finish="stop"))
+            assert await texts(waiting) == [(0, "all")]
+            assert frontend.num_open == 0
+
+    run(scenario())
+
+
+def test_without_tokenizers_the_detokenizers_successor_gets_what_waited() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend(num_tokenizer=0) as (frontend, workers, replace_worker):
+            waiting = frontend.submit(["a"], PARAMS)
+            uid = (await workers[0].receive()).uid
+            asking = asyncio.create_task(frontend.decode([1]))
+            question = await workers[0].receive()
+
+            successor = await replace_worker(DETOKENIZER)
+            told = [await successor.receive() for _ in range(4)]
+            assert told[:2] == [DETOKENIZER_DIED, AbortMsg(uid)]
+            assert told[3] == question
+            workers[0].send(UserReply(told[2].uid, "all", finish="stop"))
+            workers[0].send_message(CodecReply(question.uid, text="one"))
+            assert await texts(waiting) == [(0, "all")]
+            assert await asking == "one"
+
+    run(scenario())
+
+
+def test_what_was_lost_twice_with_dead_workers_ends_with_an_error() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend() as (frontend, workers, replace_worker):
+            waiting = frontend.submit(["a"], PARAMS)
+            asking = asyncio.create_task(frontend.decode([1]))
+            await workers[0].receive()
+            await workers[0].receive()
+            await replace_worker("tokenizer-0")
+            await replace_worker("tokenizer-0")
+            with pytest.raises(EngineFailed, match="tokenizer-0 died"):
+                await waiting.next()
+            with pytest.raises(Unavailable, match="tokenizer-0 died"):
+                await asking
+            assert frontend.num_open == 0
+
+    run(scenario())
+
+
+def test_a_flush_whose_answer_may_be_lost_with_the_detokenizer_is_sent_again() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend() as (frontend, workers, replace_worker):
+            flushing = asyncio.create_task(frontend.flush_cache())
+            flush = await workers[0].receive()
+            asking = asyncio.create_task(frontend.decode([1]))
+            question = await workers[0].receive()
+            await replace_worker(DETOKENIZER)
+            assert [await workers[0].receive() for _ in range(2)] == [DETOKENIZER_DIED, flush]
+            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, flushes=[(flush.uid, 4)])
+            workers[0].send_message(BatchFrontendMsg([], stats))
+            workers[0].send_message(CodecReply(question.uid, text="one"))
+            assert [await flushing, await asking] == [4, "one"]
+
+    run(scenario())
+
+
+def test_a_request_whose_abort_was_lost_is_aborted_when_it_answers() -> None:
+    async def scenario() -> None:
+        async with replaceable_frontend() as (frontend, workers, replace_worker):
+            gone, ended = [frontend.submit(["a"], PARAMS) for _ in range(2)]
+            uids = [(await workers[0].receive()).uid for _ in range(2)]
+            gone.close()
+            ended.close()
+            successor = await replace_worker("tokenizer-0")
+            new = frontend.submit(["b"], PARAMS)
+            new.close()
+            assert await successor.receive() == TOKENIZER_DIED
+            sent = await successor.receive()
+            assert await successor.receive() == AbortMsg(sent.uid)
+            workers[0].send(
+                UserReply(sent.uid, "its abort is on its way"),
+                UserReply(uids[0], "a"),
+                UserReply(uids[0], "b"),
+                UserReply(uids[1], "c", finish="stop"),
+            )
+            assert await successor.receive() == AbortMsg(uids[0])
+            frontend.submit(["c"], PARAMS).close()
+            assert (await successor.receive()).prompt == "c", "it is aborted once more, not twice"
 
     run(scenario())
 

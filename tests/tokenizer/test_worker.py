@@ -23,6 +23,8 @@ from minisgl.message import (
     EncodeMsg,
     EngineStats,
     ExitMsg,
+    NewDetokenizerMsg,
+    ReplyError,
     ShutdownMsg,
     TokenIds,
     TokenizeMsg,
@@ -217,6 +219,30 @@ def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(fo
         (CodecReply, 5),
         (UserReply, 8),
     ]
+
+
+def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Path) -> None:
+    """An earlier one has had it. What ends them there is no reply, but an error is."""
+    lost = [
+        DetokenizeMsg(1, [260], goes_on=True),
+        DetokenizeMsg(2, [260], finish="length", goes_on=True),
+        DetokenizeMsg(3, finish="abort", goes_on=True),
+        DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), goes_on=True),
+    ]
+    seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", goes_on=True)]
+    to_backend, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
+    assert to_backend == [AbortBackendMsg(1)]
+    assert [(reply.uid, reply.text, reply.is_final) for reply in batch.replies] == [
+        (4, "", True),
+        (5, "a", False),
+        (5, "a", True),
+    ]
+
+
+def test_a_new_detokenizer_is_announced_before_jobs_that_wait(folder: Path) -> None:
+    msgs: list[TokenizerMsg] = [TokenizeMsg(1, "a", GREEDY), NewDetokenizerMsg(1)]
+    to_backend, _ = run(folder, msgs, ShutdownMsg())
+    assert [type(msg) for msg in to_backend] == [NewDetokenizerMsg, UserMsg]
 
 
 def test_questions_are_answered_without_the_backend(folder: Path) -> None:

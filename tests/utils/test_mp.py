@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.utils.mp import (
+    DETOKENIZER,
     Addresses,
     AsyncPullQueue,
     PullQueue,
@@ -132,6 +133,18 @@ def test_every_queue_has_an_address_of_its_own(tmp_path: Path) -> None:
     names += [*addresses.tokenizers, addresses.rank(1), addresses.rank(2)]
 
     assert len(set(names)) == len(names) == 11
+
+
+def test_a_successor_has_an_address_of_its_own_until_all_start_again(tmp_path: Path) -> None:
+    first = Addresses(tmp_path, num_tokenizer=2)
+    later = first.in_life("tokenizer-1", 1).in_life(DETOKENIZER, 2)
+
+    assert later.tokenizers[0] == first.tokenizers[0]
+    assert later.tokenizers[1] != first.tokenizers[1]
+    assert later.detokenizer != first.in_life(DETOKENIZER, 1).detokenizer
+    assert [later.life_of(name) for name in later.tokenizer_names] == [0, 1]
+    assert (later.backend, later.frontends) == (first.backend, first.frontends)
+    assert later.in_epoch(1) == first.in_epoch(1) != first
 
 
 def test_a_uid_says_which_api_process_and_which_tokenizer_have_its_request() -> None:

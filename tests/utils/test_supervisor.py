@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 
 import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.supervisor import Failure, Ready, StartupReport, Supervisor
+from minisgl.utils.supervisor import _TICK_S, Failure, Ready, StartupReport, Supervisor
 
 
 def fails(ready: Ready) -> None:
@@ -89,7 +90,7 @@ def test_the_exit_code_is_told_though_another_thread_collects_it() -> None:
 
 
 def next_failure(supervisor: Supervisor, hang_timeout_s: float) -> Failure:
-    return asyncio.run(asyncio.wait_for(supervisor.next_failure(hang_timeout_s), 60))
+    return asyncio.run(asyncio.wait_for(supervisor.next_failure(hang_timeout_s, 3600), 60))
 
 
 def test_a_child_that_dies_is_a_failure_and_the_others_live_until_they_are_killed() -> None:
@@ -118,6 +119,48 @@ def test_a_child_that_does_not_beat_is_killed_and_one_that_beats_is_not() -> Non
         end("stopped", signal.SIGSTOP)
         failure = next_failure(supervisor, 2)
         assert failure == Failure("stopped", "stopped did nothing for 2 s")
+        supervisor.kill()
+
+
+def test_a_child_that_fails_before_it_is_ready_is_a_failure_at_its_start() -> None:
+    with two_children() as supervisor:
+        end("one", signal.SIGKILL)
+        assert next_failure(supervisor, 3600).name == "one"
+        supervisor.remove_one("one")
+        supervisor.start("one", f"{__name__}:fails")
+        assert next_failure(supervisor, 3600) == Failure(
+            "one", "one died with exit code 1: one: RuntimeError: the consequence", is_at_start=True
+        )
+        supervisor.kill()
+
+
+def beats_when_told(ready: Ready, start: Event) -> None:
+    start.wait()
+    beats(ready)
+
+
+def test_a_child_may_start_while_others_are_watched_and_is_watched_when_it_is_ready() -> None:
+    """It has more time to start than one that is ready has to beat."""
+    hang_timeout_s = 1.5
+    start = multiprocessing.get_context("spawn").Event()
+
+    async def watch_until_ready() -> None:
+        watching = asyncio.create_task(supervisor.next_failure(hang_timeout_s, 3600))
+        child = supervisor._children["new"]
+        while child.is_starting:
+            if child.num_still_ticks * _TICK_S > hang_timeout_s:
+                start.set()
+            await asyncio.sleep(0.01)
+        assert not watching.done()
+        watching.cancel()
+
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start("other", f"{__name__}:beats")
+        supervisor.wait_ready(60)
+        supervisor.start("new", f"{__name__}:beats_when_told", start)
+        asyncio.run(asyncio.wait_for(watch_until_ready(), 60))
+        end("new", signal.SIGSTOP)
+        assert next_failure(supervisor, 2) == Failure("new", "new did nothing for 2 s")
         supervisor.kill()
 
 

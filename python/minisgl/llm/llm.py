@@ -108,6 +108,9 @@ class LocalQueues:
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002
         self._from_scheduler += msgs
 
+    def redirect(self, life: int) -> None:
+        raise AssertionError(f"there is no detokenizer, and so none of life {life}")
+
 
 class LLM:
     """A model and its engine, for offline use. Not thread-safe.

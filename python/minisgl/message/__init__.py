@@ -3,7 +3,7 @@
     API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
     scheduler 0 ─ StepDigestMsg ────────────▶  scheduler 1..n-1
-    API server  ─ FlushCacheMsg ────────────▶  tokenizer    ─ FlushCacheMsg ───▶  scheduler 0
+    API server  ─ FlushCacheMsg, NewDetokenizerMsg ▶ tokenizer ─ the same ────▶  scheduler 0
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, StepCostsMsg ─▶  itself, and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
@@ -24,6 +24,7 @@ from minisgl.message.backend import (
     FlushCacheMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
+    NewDetokenizerMsg,
     StepCostsMsg,
     StepDigestMsg,
     UserMsg,
@@ -49,6 +50,7 @@ from minisgl.message.peer import (
     MetricsReply,
     PeerMsg,
     RefuseMsg,
+    ReplaceMsg,
     ResumeMsg,
     ServeMsg,
     SuspendMsg,
@@ -101,9 +103,11 @@ __all__ = [
     "MetricSample",
     "MetricsQuery",
     "MetricsReply",
+    "NewDetokenizerMsg",
     "PeerMsg",
     "Prompt",
     "RefuseMsg",
+    "ReplaceMsg",
     "ReplyError",
     "ResumeMsg",
     "ServeMsg",

@@ -42,6 +42,18 @@ class FlushCacheMsg(BaseBackendMsg, frozen=True):
     uid: int
 
 
+class NewDetokenizerMsg(BaseBackendMsg, frozen=True):
+    """API server → tokenizer → scheduler 0 → ranks: outputs go to the detokenizer's successor.
+
+    Each API process sends it through each tokenizer, before it sends any request that relies on it.
+
+    Attributes:
+        life: how often the detokenizer was replaced in this epoch.
+    """
+
+    life: int
+
+
 class GrammarVerdictMsg(BaseBackendMsg, frozen=True):
     """Scheduler 0 → itself → ranks: the trial of a grammar has ended.
 
@@ -76,6 +88,7 @@ BackendMsg: TypeAlias = (
     UserMsg
     | AbortBackendMsg
     | FlushCacheMsg
+    | NewDetokenizerMsg
     | GrammarVerdictMsg
     | GrammarCompiledMsg
     | StepCostsMsg

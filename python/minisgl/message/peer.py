@@ -43,6 +43,20 @@ class ResumeMsg(BasePeerMsg, frozen=True):
     epoch: int
 
 
+class ReplaceMsg(BasePeerMsg, frozen=True):
+    """The first → the others: a tokenizer or the detokenizer has failed and has a successor.
+
+    Attributes:
+        name: of the process.
+        life: how often it was replaced in this epoch.
+        reason: why it failed.
+    """
+
+    name: str
+    life: int
+    reason: str
+
+
 class KeyLimitsMsg(BasePeerMsg, frozen=True):
     """The first → the others: the limits of API keys have changed; the text of their file."""
 
@@ -90,6 +104,7 @@ PeerMsg: TypeAlias = (
     ServeMsg
     | SuspendMsg
     | ResumeMsg
+    | ReplaceMsg
     | KeyLimitsMsg
     | RefuseMsg
     | EndMsg

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
-from minisgl.message.backend import FlushCacheMsg
+from minisgl.message.backend import FlushCacheMsg, NewDetokenizerMsg
 from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import EngineStats, ReplyError
 
@@ -124,6 +124,8 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
             the first token has none. In the first message.
         embedding: of the prompt, if it was asked for; float32, little-endian. In the first message.
         prefill_s: seconds since its admission, by the scheduler's clock; in the first message.
+        goes_on: whether the request had tokens before. Their text may be lost with an earlier
+            detokenizer.
     """
 
     uid: int
@@ -138,6 +140,7 @@ class DetokenizeMsg(BaseTokenizerMsg, frozen=True, gc=False):
     embedding: bytes | None = None
     prompt_tail: list[int] = msgspec.field(default_factory=list)
     prefill_s: float | None = None
+    goes_on: bool = False
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
@@ -148,5 +151,12 @@ class BatchTokenizerMsg(BaseTokenizerMsg, frozen=True):
 
 
 TokenizerMsg: TypeAlias = (
-    TokenizeMsg | EncodeMsg | DecodeMsg | AbortMsg | FlushCacheMsg | ShutdownMsg | BatchTokenizerMsg
+    TokenizeMsg
+    | EncodeMsg
+    | DecodeMsg
+    | AbortMsg
+    | FlushCacheMsg
+    | NewDetokenizerMsg
+    | ShutdownMsg
+    | BatchTokenizerMsg
 )

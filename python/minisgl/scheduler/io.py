@@ -19,10 +19,12 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
+    ShutdownMsg,
     StepDigestMsg,
+    encode,
 )
 from minisgl.scheduler.step_digest import check_digest
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
 
 
 class Inbox(Protocol):
@@ -54,6 +56,9 @@ class Outbox(Protocol):
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         """Send the outputs of one step, and the scheduler's statistics if they have changed."""
+
+    def redirect(self, life: int) -> None:
+        """From now on, send to the detokenizer of this life; nothing changes if that is so."""
 
 
 class ZmqInbox:
@@ -130,17 +135,38 @@ class FollowerInbox:
 
 
 class ZmqOutbox:
-    """The detokenizer's queue."""
+    """The detokenizer's queue, and that of its successor once it is replaced."""
 
-    def __init__(self, queue: PushQueue[BatchTokenizerMsg]) -> None:
-        self._queue = queue
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses = addresses
+        self._queue = self._connect()
+
+    def _connect(self) -> PushQueue[BatchTokenizerMsg | ShutdownMsg]:
+        return PushQueue(self._addresses.detokenizer, encode)
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         self._queue.put(BatchTokenizerMsg(msgs, stats))
+
+    def redirect(self, life: int) -> None:
+        if life > self._addresses.life_of(DETOKENIZER):
+            self._queue.drop()
+            self._addresses = self._addresses.in_life(DETOKENIZER, life)
+            self._queue = self._connect()
+
+    def close(self) -> None:
+        """Let the detokenizer end after what was sent."""
+        self._queue.put(ShutdownMsg())
+        self._queue.close()
 
 
 class DiscardOutbox:
     """For ranks that send no outputs."""
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
+        pass
+
+    def redirect(self, life: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass

@@ -189,6 +189,7 @@ class OutputProcessor:
         logprobs: list[TokenLogprobs],
         error: ReplyError | None = None,
     ) -> None:
+        is_first = req.num_known == req.num_prompt + len(tokens)
         message = DetokenizeMsg(
             req.uid,
             tokens,
@@ -197,8 +198,8 @@ class OutputProcessor:
             error=error,
             num_prompt=req.num_prompt,
             num_cached=req.num_cached or 0,
+            goes_on=not is_first,
         )
-        is_first = req.num_known == req.num_prompt + len(tokens)
         if is_first:
             message = self._as_first(req, message)
         self._messages.append(message)

@@ -39,6 +39,7 @@ from minisgl.message import (
     FlushCacheMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
+    NewDetokenizerMsg,
     StepCostsMsg,
     UserMsg,
     unpack_ids,
@@ -219,7 +220,7 @@ class Scheduler:
         self._flushes: list[tuple[int, int]] = []  # uids and dropped tokens; not reported yet
         self._counts = EventCounts(self.events)
         log_events(self.events)
-        self._reported = self._stats()
+        self._reported: EngineStats | None = self._stats()  # None if nobody has got it
 
     @property
     def is_idle(self) -> bool:
@@ -304,11 +305,12 @@ class Scheduler:
                 case UserMsg():
                     self._accept(msg)
                 case AbortBackendMsg(uid):
-                    if uid in self._live:
-                        self.outputs.add_abort(self._live[uid])
-                        self._end(self._live[uid], "abort")
+                    self._abort(uid)
                 case FlushCacheMsg(uid):
                     self._flushes.append((uid, self.cache.flush()))
+                case NewDetokenizerMsg(life):
+                    self._outbox.redirect(life)
+                    self._reported = None
                 case GrammarVerdictMsg():
                     self._open(self.pending_grammars.take_verdict(msg))
                 case GrammarCompiledMsg():
@@ -318,6 +320,13 @@ class Scheduler:
                 case ExitMsg():
                     self.is_running = False
                     self.pending_grammars.close()
+
+    def _abort(self, uid: int) -> None:
+        """End a request, if it lives."""
+        req = self._live.get(uid)
+        if req is not None:
+            self.outputs.add_abort(req)
+            self._end(req, "abort")
 
     def _accept(self, msg: UserMsg) -> None:
         """Queue a request, or answer at once that it cannot be served."""

@@ -8,19 +8,11 @@ from collections.abc import Callable
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import (
-    BackendMsg,
-    BatchBackendMsg,
-    ShutdownMsg,
-    StepDigestMsg,
-    decoder,
-    encode,
-)
+from minisgl.message import BackendMsg, BatchBackendMsg, StepDigestMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
     LeaderInbox,
-    Outbox,
     ZmqInbox,
     ZmqOutbox,
 )
@@ -55,15 +47,12 @@ def scheduler_worker(
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
     engine.close()
-    if rank == 0:
-        last: PushQueue[ShutdownMsg] = PushQueue(addresses.detokenizer, encode)
-        last.put(ShutdownMsg())
-        last.close()
+    outbox.close()
 
 
 def _queues(
     config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
-) -> tuple[LeaderInbox | FollowerInbox, Outbox]:
+) -> tuple[LeaderInbox | FollowerInbox, ZmqOutbox | DiscardOutbox]:
     if rank > 0:
         from_leader: PullQueue[BatchBackendMsg | StepDigestMsg] = PullQueue(
             addresses.rank(rank), decoder(BatchBackendMsg | StepDigestMsg), beat
@@ -73,8 +62,7 @@ def _queues(
         addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
     )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
-    outbox = ZmqOutbox(PushQueue(addresses.detokenizer, encode))
     followers: list[PushQueue[BatchBackendMsg | StepDigestMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]
-    return LeaderInbox(inbox, followers), outbox
+    return LeaderInbox(inbox, followers), ZmqOutbox(addresses)

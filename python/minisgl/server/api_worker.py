@@ -16,6 +16,7 @@ from minisgl.message import (
     KeyLimitsMsg,
     PeerMsg,
     RefuseMsg,
+    ReplaceMsg,
     ResumeMsg,
     ServeMsg,
     SuspendMsg,
@@ -103,7 +104,11 @@ class _Follower:
             case SuspendMsg(reason, outage_s):
                 frontend.suspend(reason, outage_s)
             case ResumeMsg(epoch):
-                frontend.resume(connect_tokenizers(replace(self._addresses, epoch=epoch)))
+                self._addresses = self._addresses.in_epoch(epoch)
+                frontend.resume(connect_tokenizers(self._addresses))
+            case ReplaceMsg(name, life, reason):
+                self._addresses = self._addresses.in_life(name, life)
+                frontend.replace_worker(name, self._addresses, reason)
             case KeyLimitsMsg(text):
                 assert self._process.key_limits
                 self._process.key_limits.replace(text)

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from minisgl.message import (
     EngineStats,
     FlushCacheMsg,
     FrontendMsg,
+    NewDetokenizerMsg,
     Prompt,
     ShutdownMsg,
     TokenIds,
@@ -48,8 +49,10 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.generation import Generation
 from minisgl.server.http.metrics import Metrics, Stopwatch
+from minisgl.server.questions import Questions
 from minisgl.utils.garbage import collect_when_idle
 from minisgl.utils.mp import (
+    DETOKENIZER,
     Addresses,
     AsyncPullQueue,
     PushQueue,
@@ -91,8 +94,9 @@ def connect_tokenizers(addresses: Addresses) -> list[PushQueue[TokenizerMsg]]:
 class Frontend:
     """Sends prompts to the tokenizers and delivers replies to the generations that wait.
 
-    Between `suspend` and `resume` there are no workers. A uid belongs to one epoch of them: what is
-    sent again has a new one, so that a reply to the old uid is nobody's.
+    Between `suspend` and `resume` there are no workers. A tokenizer or the detokenizer may be
+    replaced while the others go on. What is sent again has a new uid, so that a reply to the old
+    one is nobody's. Aborts may be lost with a tokenizer; such a reply aborts its request again.
 
     Args:
         max_open_requests: in all API processes.
@@ -117,7 +121,9 @@ class Frontend:
         self._max_open = max_open_requests
         self._timeout_s = request_timeout_s
         self._open: dict[int, _OpenRequest] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}  # to tokenizers and the scheduler
+        self._questions = Questions()
+        self._first_safe_uid = 0  # messages about smaller ones may be lost with a dead worker
+        self._strays: set[int] = set()  # uids that are nobody's, and were aborted once more
         self._num_api = num_api
         self._uids = uids_of_api(api, num_api)
         self._shared = shared or SharedNumbers()
@@ -261,11 +267,12 @@ class Frontend:
         """Send a question with a new uid, and wait for its answer."""
         self._take_places(1)
         uid = next(self._uids)
-        self._tokenizer_of(uid).put(make_msg(uid))
-        self._questions[uid] = asyncio.get_running_loop().create_future()
+        msg = make_msg(uid)
+        self._tokenizer_of(uid).put(msg)
+        answer = self._questions.begin(uid, msg)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._questions[uid]
+                return await answer
         except asyncio.CancelledError:
             self._send_abort(uid)
             raise
@@ -274,14 +281,8 @@ class Frontend:
             assert self._timeout_s is not None
             raise RequestTimeout(self._timeout_s) from None
         finally:
-            del self._questions[uid]
+            self._questions.end(uid)
             self._give_places_back(1)
-
-    def _answer(self, uid: int, answer: object) -> None:
-        """Answer a question, if it is one of this process and its client has not gone."""
-        question = self._questions.get(uid)
-        if question and not question.done():
-            question.set_result(answer)
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
@@ -323,7 +324,7 @@ class Frontend:
                 case UserReply() as refusal:
                     self._deliver(refusal)
                 case CodecReply(uid) as codec_reply:
-                    self._answer(uid, codec_reply)
+                    self._questions.answer(uid, codec_reply)
             if self.num_open == 0:
                 collect_when_idle()
             # `get` does not wait while messages are there. Who waits for this one goes first.
@@ -340,17 +341,29 @@ class Frontend:
     def _take_stats(self, stats: EngineStats) -> None:
         self.metrics.update(stats)
         for uid, num_tokens in stats.flushes:
-            self._answer(uid, num_tokens)
+            self._questions.answer(uid, num_tokens)
 
     def _deliver(self, reply: UserReply) -> None:
         request = self._open.get(reply.uid)
-        if request is None or self._outage:  # its generation was closed, or an epoch has ended
+        if self._outage:  # an epoch has ended
+            return
+        if request is None:  # its generation was closed, or it has another uid
+            self._drop_stray(reply)
             return
         request.unanswered = None
         request.stopwatch.observe(reply)
         if reply.is_final:
             self._close(reply.uid)
         request.generation.put(reply)
+
+    def _drop_stray(self, reply: UserReply) -> None:
+        """Abort whose reply it is once more, if its abort may be lost."""
+        uid = reply.uid
+        if reply.is_final:
+            self._strays.discard(uid)
+        elif uid < self._first_safe_uid and uid not in self._strays:
+            self._strays.add(uid)
+            self._send_abort(uid)
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
@@ -369,12 +382,7 @@ class Frontend:
             generation.fail(failure)
         for uid in list(self._open):
             self._close(uid)
-        self._fail_questions(failure)
-
-    def _fail_questions(self, error: Unavailable | EngineFailed) -> None:
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(error)
+        self._questions.fail(failure)
 
     def suspend(self, reason: str, outage_s: int) -> None:
         """Cut the workers off, for about `outage_s` seconds; they are dead or will be killed.
@@ -386,12 +394,16 @@ class Frontend:
             queue.drop()
         self._tokenizers = []
         self._outage = Unavailable(f"the engine starts again: {reason}", outage_s)
-        self._fail_questions(self._outage)
+        self._questions.fail(self._outage)
         failure = EngineFailed(f"the engine failed: {reason}")
-        requests = self._open.values()
+        self._end_lost(self._open.values(), failure)
+
+    def _end_lost(self, requests: Iterable[_OpenRequest], failure: EngineFailed) -> None:
+        """End those of lost requests that cannot be sent again."""
         for generation in {each.generation for each in requests if not each.can_be_sent_again}:
             for uid in generation.uids:
-                self._close(uid)
+                if self._close(uid):
+                    self._send_abort(uid)
             generation.fail(failure)
 
     def resume(self, tokenizers: list[PushQueue[TokenizerMsg]]) -> None:
@@ -402,16 +414,60 @@ class Frontend:
         waiting = self._open
         self._open = {}
         for uid, request in waiting.items():
-            new_uid = next(self._uids)
-            request.generation.rename(uid, new_uid)
-            self._send_again(new_uid, request)
+            self._send_again(uid, request)
 
     def _send_again(self, uid: int, request: _OpenRequest) -> None:
+        """Send a request that had this uid, with a new one."""
+        new_uid = next(self._uids)
+        request.generation.rename(uid, new_uid)
         assert request.unanswered is not None
-        request.unanswered = msgspec.structs.replace(request.unanswered, uid=uid)
+        request.unanswered = msgspec.structs.replace(request.unanswered, uid=new_uid)
         request.is_second_try = True
-        self._tokenizer_of(uid).put(request.unanswered)
-        self._open[uid] = request
+        self._tokenizer_of(new_uid).put(request.unanswered)
+        self._open[new_uid] = request
+
+    def replace_worker(self, name: str, addresses: Addresses, reason: str) -> None:
+        """Go on with the successor of a tokenizer or the detokenizer, which has failed.
+
+        Requests without a reply that may be lost with it are aborted and sent again, as if they
+        were new. With the detokenizer answers are lost that have begun; they end with an error.
+
+        Args:
+            addresses: with the successor's.
+        """
+        has_detokenizer = name == DETOKENIZER
+        numbers = {i for i, each in enumerate(addresses.tokenizer_names) if each == name}
+        for number in numbers:
+            self._tokenizers[number].drop()
+            self._tokenizers[number] = PushQueue(addresses.tokenizers[number], encode)
+        for queue in self._tokenizers:
+            queue.put(NewDetokenizerMsg(addresses.life_of(DETOKENIZER)))
+        self._first_safe_uid = next(self._uids)
+        self._strays.clear()
+        lost = list(self._open) if has_detokenizer else self._waiting_in(numbers)
+        failure = f"a worker failed: {reason}"
+        self._send_lost_again(lost, EngineFailed(failure))
+
+        def is_lost(uid: int, msg: TokenizerMsg) -> bool:
+            is_flush = isinstance(msg, FlushCacheMsg)  # its answer comes through the detokenizer
+            return self._number_of(uid) in numbers or (has_detokenizer and is_flush)
+
+        for uid, msg in self._questions.try_again(is_lost, Unavailable(failure)).items():
+            self._tokenizer_of(uid).put(msg)
+
+    def _waiting_in(self, numbers: set[int]) -> list[int]:
+        """The requests without a reply whose way is through these tokenizers."""
+        waiting = (uid for uid, request in self._open.items() if request.unanswered is not None)
+        return [uid for uid in waiting if self._number_of(uid) in numbers]
+
+    def _send_lost_again(self, uids: list[int], failure: EngineFailed) -> None:
+        """Send requests again that may be lost, or end them if that cannot be."""
+        self._end_lost([self._open[uid] for uid in uids], failure)
+        for uid in uids:
+            request = self._open.pop(uid, None)
+            if request is not None:
+                self._send_abort(uid)
+                self._send_again(uid, request)
 
     def shut_down(self) -> None:
         """Let the workers end, and close the queues."""
@@ -426,7 +482,10 @@ class Frontend:
         self._incoming.close()
 
     def _tokenizer_of(self, uid: int) -> PushQueue[TokenizerMsg]:
-        return self._tokenizers[tokenizer_of(uid, self._num_api, len(self._tokenizers))]
+        return self._tokenizers[self._number_of(uid)]
+
+    def _number_of(self, uid: int) -> int:
+        return tokenizer_of(uid, self._num_api, len(self._tokenizers))
 
 
 def _seed_after(seed: int | None, i: int) -> int | None:

@@ -1,12 +1,16 @@
-"""What happens when a worker dies or hangs: the workers start again, and requests with them.
+"""What happens when a worker dies or hangs: it is replaced, or all start again.
 
-    a worker fails ─▶ new requests get a 503 ─▶ the others are killed ─▶ a new epoch starts
+A tokenizer or the detokenizer is replaced alone. Its successor has queues of its own, into which
+API processes send at once what may be lost; service goes on meanwhile.
+
+    a scheduler fails ─▶ new requests get a 503 ─▶ the others are killed ─▶ a new epoch starts
                                                                               │
        requests without a token are sent again, new ones are accepted ◀─ ready ◀─┘
 
-A request that has begun to answer ends with an error: its answer cannot go on, since its client has
-the beginning. One that has not is sent again, once. Three failures within a minute of service, or
-one before the workers are ready, end the server. So does the failure of an API process.
+A request that has begun to answer ends with an error if its state is lost: its answer cannot go on,
+since its client has the beginning. One that has not is sent again, once. Three failures within a
+minute of service, or one before the workers are ready, end the server. So does the failure of an
+API process.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 from collections import deque
 
 from minisgl.errors import EngineFailed, MiniSGLError
-from minisgl.message import ResumeMsg, SuspendMsg
+from minisgl.message import ReplaceMsg, ResumeMsg, SuspendMsg
 from minisgl.server.frontend import Frontend, connect_tokenizers
 from minisgl.server.peers import Peers
 from minisgl.server.workers import Workers
@@ -57,13 +61,27 @@ class Recovery:
             self._frontend.metrics.count_failure(failure.name)
             if self._workers.is_api_worker(failure.name):  # its clients are gone with it
                 raise EngineFailed(failure.reason)
+            if failure.is_at_start:
+                raise EngineFailed(f"{failure.name} does not start again: {failure.reason}")
             self._check_rate(failure)
-            await self._restart(failure)
+            if self._workers.is_replaceable(failure.name):
+                self._replace(failure)
+            else:
+                await self._restart(failure)
 
     def _check_rate(self, failure: Failure) -> None:
         later = list(self._served_s)[1:]
         if len(later) == _MAX_FAILURES - 1 and sum(later) < _WITHIN_S:
             raise EngineFailed(f"{failure.reason}; {_MAX_FAILURES} failures within a minute")
+
+    def _replace(self, failure: Failure) -> None:
+        """Start a successor, and let requests go to it; they wait there until it is ready."""
+        name = failure.name
+        logger.error("%s; it is replaced", failure.reason)
+        self._workers.replace(name)
+        addresses = self._workers.addresses
+        self._frontend.replace_worker(name, addresses, failure.reason)
+        self._peers.tell(ReplaceMsg(name, addresses.life_of(name), failure.reason))
 
     async def _restart(self, failure: Failure) -> None:
         logger.error("%s; the engine starts again", failure.reason)

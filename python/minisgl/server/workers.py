@@ -1,7 +1,8 @@
 """The server's child processes: schedulers, detokenizer and tokenizers, and API processes.
 
-Each start of all of them but the API processes is an *epoch*, with sockets of its own. Imports
-little: the first epoch starts before the parent has imported its HTTP server.
+Each start of all of them but the API processes is an *epoch*, with sockets of its own. Within an
+epoch a tokenizer or the detokenizer may be replaced. Imports little: the first epoch starts before
+the parent has imported its HTTP server.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import math
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from minisgl.server.args import ServerConfig
-from minisgl.utils.mp import Addresses
+from minisgl.utils.mp import DETOKENIZER, Addresses
 from minisgl.utils.supervisor import Failure, StartupReport, Supervisor
 
 
@@ -55,9 +55,8 @@ class Workers:
                 rank,
                 self.addresses,
             )
-        self._start_tokenizer("detokenizer", self.addresses.detokenizer)
-        for i in range(self._config.num_tokenizer):
-            self._start_tokenizer(f"tokenizer-{i}", self.addresses.tokenizers[i])
+        for name in self._tokenizer_addresses:
+            self._start_tokenizer(name)
 
     def start_api_workers(self, listener: socket.socket) -> None:
         """Start the API processes beside this one, which accept connections from one socket."""
@@ -75,13 +74,34 @@ class Workers:
     def is_api_worker(self, name: str) -> bool:
         return name in self._api_workers
 
-    def _start_tokenizer(self, name: str, inbox: str) -> None:
+    @property
+    def _tokenizer_addresses(self) -> dict[str, str]:
+        """Of the queues of the detokenizer and the tokenizers, by the names of these processes."""
+        addresses = self.addresses
+        tokenizers = zip(addresses.tokenizer_names, addresses.tokenizers, strict=True)
+        return {DETOKENIZER: addresses.detokenizer, **dict(tokenizers)}
+
+    def is_replaceable(self, name: str) -> bool:
+        """Whether a worker can be replaced while the others go on."""
+        return name in self._tokenizer_addresses
+
+    def replace(self, name: str) -> None:
+        """Start the successor of a tokenizer or the detokenizer that has ended.
+
+        It is not ready yet. `next_failure` notices when it is, or why it cannot start.
+        """
+        self._supervisor.remove_one(name)
+        life = self.addresses.life_of(name) + 1
+        self.addresses = self.addresses.in_life(name, life)
+        self._start_tokenizer(name)
+
+    def _start_tokenizer(self, name: str) -> None:
         self._supervisor.start(
             name,
             "minisgl.tokenizer:tokenize_worker",
             self._model,
             self._max_seq_len,
-            inbox,
+            self._tokenizer_addresses[name],
             self.addresses,
             self._config.allow_control_tokens,
             self._config.tool_call_parser is None,
@@ -100,7 +120,8 @@ class Workers:
 
     async def next_failure(self) -> Failure:
         """Wait until a worker dies, or hangs for `step_timeout_s` and is killed."""
-        return await self._supervisor.next_failure(self._config.step_timeout_s)
+        config = self._config
+        return await self._supervisor.next_failure(config.step_timeout_s, config.start_timeout_s)
 
     def kill(self) -> None:
         """Kill all workers but API processes. Returns at once."""
@@ -109,4 +130,4 @@ class Workers:
     def end_epoch(self) -> None:
         """Wait until killed workers have ended. The next start is a new epoch."""
         self._supervisor.remove(keep=self._api_workers)
-        self.addresses = replace(self.addresses, epoch=self.addresses.epoch + 1)
+        self.addresses = self.addresses.in_epoch(self.addresses.epoch + 1)

@@ -138,6 +138,13 @@ class Detokenizer:
     def num_open(self) -> int:
         return len(self._answers)
 
+    def can_take(self, msg: DetokenizeMsg) -> bool:
+        """Whether it has the beginning of the answer that a message goes on with, or needs none.
+
+        An earlier detokenizer has had it otherwise, and the answer cannot go on.
+        """
+        return msg.uid in self._answers or not msg.goes_on or msg.error is not None
+
     def step(self, msg: DetokenizeMsg) -> UserReply | None:
         """Turn a request's output of one step into text. The end flushes what was held back.
 

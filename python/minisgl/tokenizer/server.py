@@ -30,6 +30,7 @@ from minisgl.message import (
     ExitMsg,
     FlushCacheMsg,
     FrontendMsg,
+    NewDetokenizerMsg,
     ReplyError,
     ShutdownMsg,
     TokenIds,
@@ -112,13 +113,15 @@ class TokenizeWorker:
         if shutdown.stops_scheduler:
             self._backend.put(ExitMsg())
 
-    def _receive(self, msg: Job | AbortMsg | FlushCacheMsg | BatchTokenizerMsg) -> None:
+    def _receive(
+        self, msg: Job | AbortMsg | FlushCacheMsg | NewDetokenizerMsg | BatchTokenizerMsg
+    ) -> None:
         match msg:
             case AbortMsg(uid):
                 self._abort(uid)
             case BatchTokenizerMsg():
                 self._detokenize(msg)
-            case FlushCacheMsg():
+            case FlushCacheMsg() | NewDetokenizerMsg():
                 self._backend.put(msg)
             case _:
                 self._jobs[msg.uid] = msg
@@ -160,6 +163,10 @@ class TokenizeWorker:
         num_api = len(self._frontends)
         replies: list[list[UserReply]] = [[] for _ in range(num_api)]
         for msg in batch.msgs:
+            if not self._detokenizer.can_take(msg):
+                if msg.finish is None:
+                    self._backend.put(AbortBackendMsg(msg.uid))
+                continue
             reply = self._detokenizer.step(msg)
             if reply is None:
                 continue

@@ -8,15 +8,16 @@ message type: functions that encode and decode are arguments.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import zmq
 import zmq.asyncio
 
 M = TypeVar("M")
+DETOKENIZER = "detokenizer"  # the name of the process
 _LINGER_MS = 1000
 _BEAT_INTERVAL_MS = 500
 
@@ -31,12 +32,26 @@ class Addresses:
         epoch: how often the workers were started again. Every start has sockets of its own but for
             those of API processes, so that no worker reads what was meant for one before it.
         num_api: API processes.
+        lives: how often each tokenizer and the detokenizer was replaced in this epoch, by name. A
+            successor has a socket of its own, for the same reason.
     """
 
     folder: Path
     num_tokenizer: int = 0
     epoch: int = 0
     num_api: int = 1
+    lives: Mapping[str, int] = field(default_factory=dict)
+
+    def in_epoch(self, epoch: int) -> Self:
+        """Those of another epoch, at its beginning."""
+        return replace(self, epoch=epoch, lives={})
+
+    def in_life(self, name: str, life: int) -> Self:
+        """Those after a tokenizer or the detokenizer was replaced so often."""
+        return replace(self, lives={**self.lives, name: life})
+
+    def life_of(self, name: str) -> int:
+        return self.lives.get(name, 0)
 
     @property
     def frontends(self) -> list[str]:
@@ -54,13 +69,18 @@ class Addresses:
 
     @property
     def detokenizer(self) -> str:
-        return self._socket("detokenizer")
+        return self._socket(DETOKENIZER)
+
+    @property
+    def tokenizer_names(self) -> list[str]:
+        """The names of the processes that tokenize."""
+        if self.num_tokenizer == 0:
+            return [DETOKENIZER]
+        return [f"tokenizer-{i}" for i in range(self.num_tokenizer)]
 
     @property
     def tokenizers(self) -> list[str]:
-        if self.num_tokenizer == 0:
-            return [self.detokenizer]
-        return [self._socket(f"tokenizer-{i}") for i in range(self.num_tokenizer)]
+        return [self._socket(name) for name in self.tokenizer_names]
 
     def rank(self, rank: int) -> str:
         return self._socket(f"rank-{rank}")
@@ -71,7 +91,7 @@ class Addresses:
         return self.folder / f"rendezvous.{self.epoch}"
 
     def _socket(self, name: str) -> str:
-        return f"ipc://{self.folder / name}.{self.epoch}"
+        return f"ipc://{self.folder / name}.{self.epoch}.{self.life_of(name)}"
 
 
 def uids_of_api(api: int, num_api: int) -> Iterator[int]:

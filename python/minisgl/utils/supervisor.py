@@ -3,7 +3,8 @@
 Owns the processes. Each child reports over a pipe, in JSON, that it is ready or why it cannot
 start. No child outlives this process (`die_with_parent`). The rest of a tensor-parallel group would
 wait for a dead rank in a collective, which nothing but the end of a process interrupts: so `LLM`
-lets all children end with the first, and the server asks for the next failure and kills the rest.
+lets all children end with the first. The server asks for the next failure, and decides which
+children it kills and starts again.
 
 A child that lives may still hang. Each has a counter in shared memory, its *beat*, which it raises
 whenever it looks for messages. If it stands still for too long, the child is killed.
@@ -89,13 +90,29 @@ class Ready:
         self._beats.value += 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Child:
-    """A process, the reading end of the pipe for its reports, and its beat."""
+    """A process, the reading end of the pipe for its reports, and its beat.
+
+    Attributes:
+        is_starting: it has not reported that it is ready.
+        failure: its report of its failure.
+        num_still_ticks: since its beat was seen to move.
+    """
 
     process: SpawnProcess
     reader: Connection
     beats: ctypes.c_ulong
+    is_starting: bool = True
+    failure: StartupReport | None = None
+    num_still_ticks: int = 0
+    last_beats: int = 0
+
+    def tick(self) -> None:
+        """Look whether it has beaten since the last tick."""
+        beats = self.beats.value
+        self.num_still_ticks = self.num_still_ticks + 1 if beats == self.last_beats else 0
+        self.last_beats = beats
 
     def read_report(self) -> StartupReport | None:
         """Wait for a report. None if the process has closed its end before."""
@@ -107,10 +124,15 @@ class _Child:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A child that died or hung: its name, and what happened, as a clause."""
+    """A child that died or hung: its name, and what happened, as a clause.
+
+    Attributes:
+        is_at_start: whether it was not ready yet.
+    """
 
     name: str
     reason: str
+    is_at_start: bool = False
 
 
 class Supervisor:
@@ -126,8 +148,6 @@ class Supervisor:
         self._log_json = log_json
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, _Child] = {}
-        self._starting: set[str] = set()  # those whose report was not read yet
-        self._last_reports: dict[str, StartupReport | None] = {}  # of dead children
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
@@ -164,7 +184,6 @@ class Supervisor:
         process.start()
         writer.close()
         self._children[name] = _Child(process, reader, beats)
-        self._starting.add(name)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
@@ -174,7 +193,8 @@ class Supervisor:
             EngineFailed: a child died or was not ready in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
-        waiting = {self._children[name].reader: name for name in self._starting}
+        starting = {name: child for name, child in self._children.items() if child.is_starting}
+        waiting = {child.reader: name for name, child in starting.items()}
         reports: list[StartupReport] = []
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -187,28 +207,45 @@ class Supervisor:
                 report = self._children[name].read_report()
                 reports.append(report or StartupReport(failure=self._describe_death(name)))
             _raise_failure(reports)
-        self._starting.clear()
+        for child in starting.values():
+            child.is_starting = False
         return reports
 
-    async def next_failure(self, hang_timeout_s: float) -> Failure:
-        """Wait until a child dies, or hangs for so long and is killed. All must be ready.
+    async def next_failure(self, hang_timeout_s: float, start_timeout_s: float) -> Failure:
+        """Wait until a child dies, or hangs for so long and is killed.
 
-        Time counts only while this process runs too: a machine may sleep.
+        Children may be starting. Their reports are read here; only what those of a failure say is
+        used. Time counts only while this process runs too: a machine may sleep.
+
+        Args:
+            start_timeout_s: until a child that is starting must be ready.
         """
         hang_reasons: dict[str, str] = {}
-        last_beats: dict[str, int] = {}
-        num_still_ticks = dict.fromkeys(self._children, 0)
         while not self._dead_children():
             await self._wait_for_a_sentinel(_TICK_S)
             for name, child in self._children.items():
-                is_still = last_beats.get(name) == child.beats.value
-                last_beats[name] = child.beats.value
-                num_still_ticks[name] = num_still_ticks[name] + 1 if is_still else 0
-                if num_still_ticks[name] * _TICK_S >= hang_timeout_s:
-                    hang_reasons[name] = f"{name} did nothing for {hang_timeout_s:g} s"
+                self._look_for_reports(name, child)
+                child.tick()
+                limit_s = start_timeout_s if child.is_starting else hang_timeout_s
+                if child.num_still_ticks * _TICK_S >= limit_s:
+                    hang_reasons[name] = f"{name} did nothing for {limit_s:g} s"
                     child.process.kill()
         first = self._first_death()
-        return Failure(first, hang_reasons.get(first) or self._describe_death(first))
+        reason = hang_reasons.get(first) or self._describe_death(first)
+        return Failure(first, reason, self._children[first].is_starting)
+
+    def _look_for_reports(self, name: str, child: _Child) -> None:
+        """Note that a child is ready, or why it has failed."""
+        while child.reader.poll():
+            report = child.read_report()
+            if report is None:
+                return
+            if report.failure:
+                child.failure = report
+            else:
+                child.is_starting = False
+                child.num_still_ticks = 0
+                logger.info("%s is ready", name)
 
     async def _wait_for_a_sentinel(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -234,11 +271,13 @@ class Supervisor:
     def remove(self, keep: Collection[str] = ()) -> None:
         """Wait until killed children have ended, and forget them."""
         for name in [name for name in self._children if name not in keep]:
-            child = self._children.pop(name)
-            self._starting.discard(name)
-            self._last_reports.pop(name, None)
-            child.process.join()
-            child.reader.close()
+            self.remove_one(name)
+
+    def remove_one(self, name: str) -> None:
+        """Wait until a child that is dead or killed has ended, and forget it."""
+        child = self._children.pop(name)
+        child.process.join()
+        child.reader.close()
 
     def end_together(self) -> None:
         """From now on, when a child dies, kill the others at once.
@@ -281,8 +320,9 @@ class Supervisor:
         return min(self._dead_children(), key=self._order_of_death)
 
     def _order_of_death(self, name: str) -> tuple[int, bool]:
-        report = self._last_report(name)
-        return self._exit_code(name), not (report and report.is_explained)
+        child = self._children[name]
+        self._look_for_reports(name, child)
+        return self._exit_code(name), not (child.failure and child.failure.is_explained)
 
     def _exit_code(self, name: str) -> int:
         """The exit code of a dead child, negative for a signal.
@@ -296,23 +336,16 @@ class Supervisor:
             process.join(max(0.0, deadline - time.monotonic()))
         return 0 if process.exitcode is None else process.exitcode
 
-    def _last_report(self, name: str) -> StartupReport | None:
-        """What a dead child said at its end, if it did."""
-        if name not in self._last_reports:
-            child = self._children[name]
-            report = child.read_report() if child.reader.poll() else None
-            self._last_reports[name] = report
-        return self._last_reports[name]
-
     def _describe_death(self, name: str) -> str:
         """Exit code of a dead child, and its last report's reason."""
+        child = self._children[name]
         code = self._exit_code(name)
-        report = self._last_report(name)
+        self._look_for_reports(name, child)
         death = f"{name} died with exit code {code}"
         if -code in set(signal.Signals):
             death += f" ({signal.Signals(-code).name})"
-        if report and report.failure:
-            death += f": {report.failure}"
+        if child.failure:
+            death += f": {child.failure.failure}"
         return death
 
     def __enter__(self) -> Self:

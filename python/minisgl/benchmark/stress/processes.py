@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Self
@@ -20,6 +21,7 @@ import psutil
 
 TIMEOUT_S = 600.0
 CHECK_EVERY_S = 0.1
+Ask = Callable[[], int]
 _WORKERS = ("scheduler-", "tokenizer-", "detokenizer")
 
 
@@ -53,6 +55,19 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(CHECK_EVERY_S)
+
+
+def wait_for_recovery(server: psutil.Process, name: str, failed: psutil.Process, ask: Ask) -> None:
+    """Wait until a worker that fails has a successor, and the server answers requests again.
+
+    Args:
+        ask: sends a request through all workers; returns the status of its answer.
+
+    Raises:
+        TimeoutError: that takes longer than `TIMEOUT_S`.
+    """
+    wait_until(lambda: workers_of(server).get(name, failed) != failed, f"{name} is replaced")
+    wait_until(lambda: ask() == HTTPStatus.OK, "requests are answered")
 
 
 def exit_on_sigterm() -> None:

@@ -1,0 +1,186 @@
+"""A tokenizer or detokenizer that dies or hangs is replaced alone: the schedulers go on."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.system.harness import (
+    MAX_RUNNING,
+    TIMEOUT_S,
+    Program,
+    endless_body,
+    open_stream,
+    small_server,
+    wait_until,
+)
+from tests.system.oracle import text_after
+
+pytestmark = pytest.mark.slow
+
+IDLE = ["requests_running 0.0", "requests_waiting 0.0", "kv_pages_used_ratio 0.0"]
+LENGTH = 600  # of streams that are read to their end
+
+
+def metrics(program: Program) -> str:
+    return httpx.get(f"{program.url}/metrics", timeout=TIMEOUT_S).text
+
+
+def wait_for_metrics(program: Program, *lines: str) -> None:
+    def holds() -> bool:
+        text = metrics(program)
+        return all(f"minisgl_{line}\n" in text for line in lines)
+
+    wait_until(holds, f"{lines} are said")
+
+
+def send(program: Program, **fields: Any) -> HTTPConnection:
+    """Send a request; its response is not read yet."""
+    connection = HTTPConnection("127.0.0.1", program.port, timeout=TIMEOUT_S)
+    body = json.dumps(endless_body(**fields))
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", body, headers)
+    return connection
+
+
+def text_of(connection: HTTPConnection) -> str:
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    assert response.status == 200, answer
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def assert_is_whole(stream: Any, num_tokens: int) -> None:
+    """The stream ended by its length; `open_stream` has taken its first event, of one token."""
+    events = list(stream)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    rest = "".join(event["choices"][0]["text"] for event in events)
+    assert text_after("the dog", num_tokens).endswith(rest)
+    assert len(rest) >= len(text_after("the dog", num_tokens)) - len(text_after("the dog", 8))
+
+
+def schedulers(program: Program) -> dict[str, psutil.Process]:
+    workers = program.workers()
+    return {name: workers[name] for name in workers if name.startswith("scheduler")}
+
+
+def wait_for_successor(program: Program, name: str, dead: psutil.Process) -> None:
+    wait_until(lambda: program.workers().get(name, dead) != dead, f"{name} is replaced")
+    program.remember_processes()
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--tp", "2", "--api-workers", "2", "--num-tokenizer", "2"]], ids=str
+)
+def test_a_dead_tokenizer_is_replaced_and_no_client_sees_it(
+    options: list[str], folder: Path
+) -> None:
+    with Program(*small_server(folder, *options)) as program:
+        program.wait_ready()
+        before = schedulers(program)
+        with ExitStack() as resources:
+            streams = [
+                resources.enter_context(open_stream(program, max_tokens=LENGTH))
+                for _ in range(MAX_RUNNING)
+            ]
+            waiting = [
+                resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
+                for _ in range(4)
+            ]
+            tokenizer = program.workers()["tokenizer-0"]
+            tokenizer.kill()
+            late = [
+                resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
+                for _ in range(4)
+            ]
+            assert [text_of(one) for one in (*waiting, *late)] == [text_after("the fox", 8)] * 8
+            for stream in streams:
+                assert_is_whole(stream, LENGTH)
+        wait_for_successor(program, "tokenizer-0", tokenizer)
+        assert "tokenizer-0 died with exit code -9" in program.stderr
+        assert schedulers(program) == before
+        wait_for_metrics(program, *IDLE, 'worker_failures_total{worker="tokenizer-0"} 1.0')
+        assert program.is_idle()
+
+
+def test_who_hangs_up_while_a_tokenizer_is_dead_leaves_no_page(folder: Path) -> None:
+    with Program(*small_server(folder)) as program:
+        program.wait_ready()
+        with open_stream(program), open_stream(program):
+            tokenizer = program.workers()["tokenizer-0"]
+            tokenizer.suspend()
+        tokenizer.kill()
+        wait_for_metrics(program, *IDLE)
+        assert program.is_idle()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--num-tokenizer", "0"],
+        ["--tp", "2", "--api-workers", "2", "--num-tokenizer", "2"],
+    ],
+    ids=str,
+)
+def test_a_dead_detokenizer_is_replaced_and_only_answers_that_had_begun_are_lost(
+    options: list[str], folder: Path
+) -> None:
+    with Program(*small_server(folder, *options)) as program:
+        program.wait_ready()
+        before = schedulers(program)
+        with ExitStack() as resources:
+            begun = [resources.enter_context(open_stream(program)) for _ in range(MAX_RUNNING)]
+            waiting = [
+                resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
+                for _ in range(4)
+            ]
+            detokenizer = program.workers()["detokenizer"]
+            detokenizer.kill()
+            for stream in begun:
+                *_, last = stream
+                assert "detokenizer died" in last["error"]["message"]
+            assert [text_of(one) for one in waiting] == [text_after("the fox", 8)] * 4
+            with closing(send(program, max_tokens=24)) as new:
+                assert text_of(new) == text_after("the dog", 24)
+        wait_for_successor(program, "detokenizer", detokenizer)
+        assert schedulers(program) == before
+        wait_for_metrics(program, *IDLE, 'worker_failures_total{worker="detokenizer"} 1.0')
+        assert program.is_idle()
+        program.process.terminate()
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+
+
+def test_a_stopped_tokenizer_is_killed_and_replaced(folder: Path) -> None:
+    with Program(*small_server(folder, "--step-timeout-s", "5")) as program:
+        program.wait_ready()
+        before = schedulers(program)
+        with open_stream(program, max_tokens=LENGTH) as stream:
+            program.workers()["tokenizer-0"].suspend()
+            with closing(send(program, prompt="the fox", max_tokens=8)) as waiting:
+                assert text_of(waiting) == text_after("the fox", 8)
+            assert_is_whole(stream, LENGTH)
+        assert "tokenizer-0 did nothing for 5 s" in program.stderr
+        assert schedulers(program) == before
+
+
+def test_one_that_dies_while_it_starts_ends_the_server(folder: Path) -> None:
+    with Program(*small_server(folder)) as program:
+        program.wait_ready()
+        first = program.workers()["tokenizer-0"]
+        first.kill()
+        wait_for_successor(program, "tokenizer-0", first)
+        program.workers()["tokenizer-0"].kill()
+        assert program.wait() == 1
+        assert "tokenizer-0 died" in program.stderr.splitlines()[-1]
+        assert "does not start again" in program.stderr.splitlines()[-1]
+        program.assert_nothing_is_left()
