@@ -7,6 +7,7 @@ Tokens differ only where logits nearly tie.
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections import Counter
@@ -34,11 +35,16 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
 from minisgl.core import ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample
 from minisgl.engine.graph_capture import unowned
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
+from minisgl.kernel import gpu
 from minisgl.llm import LLM, SamplingParams
 from minisgl.scheduler import Scheduler
 from minisgl.utils.staging import Staging
@@ -309,6 +315,18 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return log
 
 
+def copy_with_tokenizer(folder: Path, copy: Path) -> Path:
+    """Copy a model, and give it a tokenizer for grammars; it knows fewer tokens than the model."""
+    shutil.copytree(folder, copy)
+    tiny_tokenizer().save_pretrained(copy)
+    for name in ("config.json", "generation_config.json"):
+        text = (copy / name).read_text()
+        (copy / name).write_text(
+            text.replace(f'"eos_token_id": {VOCAB_SIZE - 1}', f'"eos_token_id": {EOS_ID}')
+        )
+    return copy
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"overlap": False}, {"attn": "fa"}, {"dtype": "float16"}, {"num_pages": 100}, {"tp": 2}],
@@ -325,13 +343,7 @@ def test_captured_steps_are_those_that_are_computed(
     if torch.cuda.device_count() < options.get("tp", 1):
         pytest.skip("needs more GPUs")
     folder, model = models("qwen3", 4, 2)
-    with_tokenizer = shutil.copytree(folder, tmp_path / "with_tokenizer")
-    tiny_tokenizer().save_pretrained(with_tokenizer)  # for grammars; it knows fewer tokens
-    for name in ("config.json", "generation_config.json"):
-        text = (with_tokenizer / name).read_text()
-        (with_tokenizer / name).write_text(
-            text.replace(f'"eos_token_id": {VOCAB_SIZE - 1}', f'"eos_token_id": {EOS_ID}')
-        )
+    with_tokenizer = copy_with_tokenizer(folder, tmp_path / "with_tokenizer")
     source = random.Random(3)
     prompts = [prompt(source.randint(1, 90), source) for _ in range(21)]
     sizes = {"max_seq_len": 256, "page_size": 16, "max_running_requests": 24, "cache": "naive"}
@@ -371,6 +383,87 @@ def test_captured_steps_are_those_that_are_computed(
             check_integrity(llm)
         if "num_pages" in options:
             assert llm._scheduler._counts.num_retractions > 0
+
+
+def triton_kernels() -> list[JITFunction]:
+    modules = (
+        gpu.activation,
+        gpu.attention,
+        gpu.experts,
+        gpu.linear,
+        gpu.mask,
+        gpu.norm,
+        gpu.rotary,
+        gpu.sample,
+        gpu.tables,
+    )
+    named = itertools.chain.from_iterable(vars(module).values() for module in modules)
+    return [kernel for kernel in named if isinstance(kernel, JITFunction)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": False},
+        {"cuda_graph_max_bs": 0},
+        {"cuda_graph_max_bs": 8},
+        {"num_pages": 100},
+        {"page_size": 1},
+        {"dtype": "float16"},
+        {"attn": "torch"},
+        {"attn": "fa"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["qwen3", "sparse_moe", "olmo3"])
+def test_nothing_is_compiled_while_serving(
+    models: Models,
+    kind: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Prompts of odd lengths come beside decodes, with all kinds of parameters.
+
+    To read a compiled kernel from a file counts, too. With -s it says how often torch took memory
+    from the device.
+    """
+    library = LIBRARIES.get(options.get("attn", "fi"), "torch")
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    folder = copy_with_tokenizer(models(kind, 4, 2)[0], tmp_path / "model")
+    for kernel in triton_kernels():
+        kernel.device_caches.clear()  # of the tests before
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about["repr"])
+    )
+    sizes = {"max_seq_len": 1024, "max_running_requests": 24, "max_prefill_length": 300}
+    with LLM(folder, skip_tokenizer_init=True, **{"dtype": "bfloat16", **sizes, **options}) as llm:
+        assert compiled, "the hook works"
+        compiled.clear()
+        engine = llm._scheduler._executor
+        stagings = (engine._staging, engine._extra_staging)
+        capacities = [staging.capacity for staging in stagings]
+        num_allocations = torch.cuda.memory_stats()["num_device_alloc"]
+
+        source = random.Random(4)
+        kinds = itertools.cycle(SAMPLING_KINDS["all"])
+        for num_prompts in (1, 2, 3, 1, 5, 7, 11, 15, 16, 17, 19, 20, 33):
+            prompts = [prompt(source.choice([1, 3, 17, 33, 90, 701]), source)] * (num_prompts == 1)
+            prompts += [
+                prompt(2 * source.randrange(60) + 1, source)
+                for _ in range(num_prompts - len(prompts))
+            ]
+            lengths = [{"max_tokens": source.randint(5, 40), "ignore_eos": True} for _ in prompts]
+            for each in (lengths, [{**length, **next(kinds)} for length in lengths]):
+                params = [SamplingParams(**fields) for fields in each]
+                llm.generate(prompts, params, use_tqdm=False)
+                assert not compiled, (num_prompts, each)
+
+        assert [staging.capacity for staging in stagings] == capacities
+        taken = torch.cuda.memory_stats()["num_device_alloc"] - num_allocations
+        print(f"torch took memory from the device {taken} times")
 
 
 def test_memory_that_is_not_owned_serves_others() -> None:

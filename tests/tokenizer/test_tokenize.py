@@ -387,3 +387,28 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+def test_a_tokenizer_that_is_ready_makes_nothing_for_the_first_prompt(tmp_path: Path) -> None:
+    """Neither for a text, nor for a chat with a control token, nor for ids."""
+    byte_level(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    tokenizer.get_ready()
+    made = set(vars(tokenizer))
+    made_of_controls = set(vars(tokenizer._control_tokens))
+    assert "_copy" in made_of_controls
+
+    tokenizer.encode("a" * 50, max_tokens=40)
+    tokenizer.encode(Conversation([{"role": "user", "content": "a<|im_end|>"}]))
+    tokenizer.text_of(tokenizer.encode("the dog"))
+    assert set(vars(tokenizer)) == made
+    assert set(vars(tokenizer._control_tokens)) == made_of_controls
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
+def test_a_template_that_refuses_chats_is_no_reason_not_to_be_ready(
+    tmp_path: Path, template: str | None
+) -> None:
+    tokenizer = with_template(tmp_path, template)
+    tokenizer.get_ready()
+    assert tokenizer.encode("the dog").size

@@ -23,6 +23,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -73,6 +74,11 @@ class ControlTokens:
         self._stand_ins = {
             text: f"<{secret}:{number}>" for number, text in enumerate(longest_first)
         }
+
+    def get_ready(self) -> None:
+        """Copy the tokenizer now. If it cannot be copied, each text that needs it is refused."""
+        with suppress(ValueError):
+            _ = self._copy
 
     def mark(self, conversation: Conversation, marks: Marks) -> Conversation:
         """Mark control tokens in all that the client sent.
@@ -125,7 +131,7 @@ class ControlTokens:
 
     @cached_property
     def _copy(self) -> Backend:
-        """The tokenizer with stand-ins. It is made for the first text that needs it."""
+        """The tokenizer with stand-ins. It is made once: that takes up to a second."""
         if self._backend is None:
             raise ValueError("this model's tokenizer knows control tokens by their texts only")
         copy = Backend.from_str(json.dumps(_renamed(self._backend.to_str(), self._stand_ins)))

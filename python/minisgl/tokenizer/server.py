@@ -87,6 +87,10 @@ class TokenizeWorker:
         self._jobs: dict[int, Job] = {}  # those that wait, by uid
         self._turns: FairQueue[int] = FairQueue()  # their uids, and those of dropped ones
 
+    def get_ready(self) -> None:
+        """Do what the first prompts would wait for."""
+        self._tokenizer.get_ready()
+
     @property
     def info(self) -> TokenizerInfo:
         tokenizer = self._tokenizer
@@ -246,6 +250,8 @@ def tokenize_worker(
         allow_control_tokens=allow_control_tokens,
         needs_known_calls=needs_known_calls,
     )
+    if inbox in addresses.tokenizers:  # those of the detokenizer too, where no other has prompts
+        worker.get_ready()
     start_serving()
     ready(StartupReport(tokenizer=worker.info))
     worker.run(queue)

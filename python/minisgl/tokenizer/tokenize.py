@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,20 @@ class Tokenizer:
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
         self._allow_control_tokens = allow_control_tokens
         self._needs_known_calls = needs_known_calls
+
+    def get_ready(self) -> None:
+        """Do once, and now, what the first prompts of each kind would wait for.
+
+        It is the template's compilation, tables of the vocabulary, and a copy of the tokenizer. The
+        copy takes up to a second.
+        """
+        _ = self.max_token_bytes
+        self.text_of(self.encode("-"))
+        if self.chat_template is not None:
+            with suppress(InvalidRequest):  # some templates refuse such a conversation
+                self.encode(Conversation([{"role": "user", "content": "-"}]))
+            if not self._allow_control_tokens:
+                self._control_tokens.get_ready()
 
     def encode(
         self,
