@@ -194,6 +194,7 @@ def test_tokens_are_the_references(
     folder, model = models(kind, heads, kv_heads)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     sizes = {"dtype": "bfloat16", "max_seq_len": 1024, "max_running_requests": 32}
+    sizes["memory_ratio"] = 0.1  # so that several of these tests can run at a time
     with LLM(folder, skip_tokenizer_init=True, **sizes, **options) as llm:
         for batch in batches():
             answers = [out.token_ids for out in llm.generate(batch, params, use_tqdm=False)]
