@@ -31,8 +31,8 @@ from minisgl.engine.memory import largest_step
 _TOKENS_OF_MANY_PROMPTS = (3, 20)
 # Tokens of prompts alone in their step. Experts have a kernel for each.
 _TOKENS_OF_LONE_PROMPTS = (16, 96, 200, 400, 1024)
-# Requests whose logits are changed. Torch sorts few rows otherwise than many.
-_NUMS_OF_CHOICES = (1, 12)
+# Requests whose logits are changed, 32 at a time. Torch sorts few rows otherwise than many.
+_NUMS_OF_CHOICES = (1, 12, 40)
 
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
@@ -73,7 +73,7 @@ def first_plans(config: EngineConfig, limits: EngineLimits) -> list[BatchPlan]:
 
 def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:
     """Slices that sample, with all that changes logits, with filters and without."""
-    counts = {min(count, limits.num_rows) for count in (*_NUMS_OF_CHOICES, limits.num_rows)}
+    counts = {min(count, limits.num_rows) for count in _NUMS_OF_CHOICES}
     choices = []
     for count in sorted(counts):
         for params in (_CHANGED, _CHANGED_AND_FILTERED):
