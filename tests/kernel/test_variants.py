@@ -163,6 +163,14 @@ def test_of_experts(launches: Launches) -> None:
     )
 
 
+@pytest.mark.parametrize(("num_experts", "each"), [(16, 4), (128, 8), (512, 10), (60, 4), (5, 5)])
+def test_some_numbers_of_tokens_take_every_tile(num_experts: int, each: int) -> None:
+    tile_for = gpu.experts._tile_for
+    every = {tile_for(tokens * each, num_experts) for tokens in range(1, 200 * num_experts)}
+    numbers = gpu.nums_of_tokens_by_tile(num_experts, each)
+    assert {tile_for(tokens * each, num_experts) for tokens in numbers} == every
+
+
 def test_of_one_token(launches: Launches) -> None:
     weight = torch.empty(70, 576, dtype=bf16)
     x = torch.empty(9, 576, dtype=bf16)
