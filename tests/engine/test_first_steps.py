@@ -71,7 +71,8 @@ def test_first_plans_are_plans_that_a_scheduler_makes(
         assert all(len(req_slice) > 1 for req_slice in prompts), "decodes come first"
         assert all(0 <= s.start < s.end <= max_seq_len for s in plan.slices)
         assert plan.num_tokens <= most_tokens(config)
-    assert max(plan.num_tokens for plan in plans) == plans[0].num_tokens
+    most = max(plan.num_tokens for plan in plans)
+    assert plans[0].num_tokens >= most - num_rows, "the largest, but for a token a prompt"
 
 
 def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
@@ -91,7 +92,7 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
 def test_what_is_chosen_first_is_all_that_can_be_asked_for() -> None:
     """Few rows and many, 32 of which are changed at a time; with filters and without."""
     choices = first_choices(limits_of(100, 256))
-    assert [len(slices) for slices in choices] == [1, 1, 12, 12, 256, 256]
+    assert [len(slices) for slices in choices] == [1, 1, 12, 12, 40, 40]
     for slices in choices:
         for req_slice in slices:
             params = req_slice.req.params

@@ -6,6 +6,8 @@ second, or milliseconds, in which all streams stand still.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,10 +47,11 @@ def test_of_sampling(launches: Launches) -> None:
         for size in SIZES:
             logits = torch.empty(size, VOCAB_SIZE, dtype=dtype)
             for shift in SHIFTS:
+                temperature = floats(size, shift)
                 seed = ints(2 * size, shift).view(-1, 2)
-                args = (floats(size, shift), seed, ints(size, shift))
+                position = ints(size, shift)
                 for lowest in (None, floats(size, shift)):
-                    gpu.choose_tokens(logits, lowest, *args)
+                    gpu.choose_tokens(logits, lowest, temperature, seed, position)
         check(launches, _best_of_split=2, _best_of_all=1)
 
 
@@ -66,8 +69,11 @@ def test_of_tables(launches: Launches) -> None:
     for size in MANY_SIZES:
         for shift in SHIFTS:
             gpu.scatter(tokens, ints(size, shift), ints(size, shift))
-            outputs = ints(size, shift, torch.int64), ints(size, shift + 1, torch.int64)
-            gpu.look_up(ints(size, shift), ints(size, shift), tokens, pages, 16, *outputs)
+            row = ints(size, shift)
+            position = ints(size, shift)
+            input_ids = ints(size, shift, torch.int64)
+            slot = ints(size, shift + 1, torch.int64)
+            gpu.look_up(row, position, tokens, pages, 16, input_ids, slot)
             gpu.list_pages(ints(size, shift), ints(size + 1, shift), pages, ints(size, shift))
     check(launches, _scatter=1, _look_up=1, _list_pages=1)
 
@@ -86,45 +92,56 @@ def test_of_what_happens_to_rows(launches: Launches, position_dtype: torch.dtype
         gpu.silu_and_mul(gate, up, torch.empty(size, 1536, dtype=bf16))
         qkv = torch.empty(size, 10, 64, dtype=bf16)
         for shift in SHIFTS:
-            tokens = ints(size, shift, position_dtype), ints(size, shift, torch.int64)
-            gpu.rotate_and_store(qkv, norm, norm, 1e-6, *angles, *tokens, *pools)
+            position = ints(size, shift, position_dtype)
+            slot = ints(size, shift, torch.int64)
+            gpu.rotate_and_store(qkv, norm, norm, 1e-6, *angles, position, slot, *pools)
     check(launches, _rms_norm=2, _silu_and_mul=1, _rotate_and_store=1)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
-@pytest.mark.parametrize("window", [None, 37])
-def test_of_attention(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, window: int | None
-) -> None:
-    """One for each kind of layer; results are merged for few splits, and for many."""
-    monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)  # what a GPU has
+def attend(num_kv_heads: int, **options: Any) -> None:
+    """Decodes in all numbers and places, over a pool whose sizes are a model's."""
     pools = torch.empty(2, 64, num_kv_heads, 64, dtype=bf16)
     pages = ints(300 * 9).view(300, 9)
     for size in SIZES:
         q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
         for shift in SHIFTS:
-            rows = (ints(size, shift), ints(size, shift + 1), ints(size, shift))
-            gpu.attend_decode(q, *pools, pages, 16, *rows, q, scale=0.1, window=window)
+            token = ints(size, shift)
+            row = ints(size, shift + 1)
+            position = ints(size, shift)
+            gpu.attend_decode(q, *pools, pages, 16, token, row, position, q, scale=0.1, **options)
+
+
+@pytest.fixture
+def large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts are split as on a GPU, and not as other tests want it."""
+    monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.usefixtures("large_gpu")
+def test_of_attention(launches: Launches, num_kv_heads: int, window: int | None) -> None:
+    """One for each kind of layer; results are merged for few splits, and for many."""
+    attend(num_kv_heads, window=window)
     check(launches, _attend_suffix=1, _merge_splits=2)
-    if window is not None:
-        return
-    for size in SIZES:
-        q = torch.empty(size, 2 * num_kv_heads, 64, dtype=bf16)
-        for shift in SHIFTS:
-            rows = (ints(size, shift), ints(size, shift + 1), ints(size, shift))
-            shared = ints(1, shift)
-            gpu.attend_decode(q, *pools, pages, 16, *rows, q, scale=0.1, num_shared_tokens_1=shared)
-    variants = launches.take()
-    assert len(variants.pop("_merge_splits")) <= 3
-    assert {name: len(some) for name, some in variants.items()} == {
-        "_attend_suffix": 1,
-        "_attend_shared_prefix": 1,
-    }
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
+@pytest.mark.usefixtures("large_gpu")
+def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) -> None:
+    """Its splits and those of the suffixes are merged together."""
+    attend(num_kv_heads, num_shared_tokens_1=ints(1))
+    num_merging = len(launches.variants.pop("_merge_splits"))
+    assert num_merging <= 3
+    check(launches, _attend_suffix=1, _attend_shared_prefix=1)
 
 
 def test_of_experts(launches: Launches) -> None:
     """One for each tile, for each of the two products; nothing else depends on a size."""
-    num_experts, each, width, mlp_width = 16, 4, 256, 192
+    num_experts = 16
+    each = 4
+    width = 256
+    mlp_width = 192
     gate_up = torch.empty(num_experts, 2 * mlp_width, width, dtype=bf16)
     down = torch.empty(num_experts, width, mlp_width, dtype=bf16)
     for size in MANY_SIZES:
@@ -144,6 +161,14 @@ def test_of_experts(launches: Launches) -> None:
         _multiply=2 * (len(gpu.experts._TILES) + 1),
         _sum_of_pairs=1,
     )
+
+
+@pytest.mark.parametrize(("num_experts", "each"), [(16, 4), (128, 8), (512, 10), (60, 4), (5, 5)])
+def test_some_numbers_of_tokens_take_every_tile(num_experts: int, each: int) -> None:
+    tile_for = gpu.experts._tile_for
+    every = {tile_for(tokens * each, num_experts) for tokens in range(1, 200 * num_experts)}
+    numbers = gpu.nums_of_tokens_by_tile(num_experts, each)
+    assert {tile_for(tokens * each, num_experts) for tokens in numbers} == every
 
 
 def test_of_one_token(launches: Launches) -> None:

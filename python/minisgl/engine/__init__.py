@@ -5,6 +5,7 @@
     limits.py             what an engine can hold
     model_loader.py       the model and its weights
     memory.py             how many pages fit
+    first_steps.py        what runs once before the engine serves
     batch_builder.py      a plan as tensors, for eager steps
     sampler.py            logits to tokens in the token pool
     sampling_batch.py     temperature, filters and seeds of a batch

@@ -277,8 +277,14 @@ class Engine:
         started = time.monotonic()
         if self._device.type == "cuda":
             reserve_pinned_memory()
+        model = self._model_config
+        nums_of_tokens: list[int] = []
+        if model.num_experts:
+            nums_of_tokens = self.context.moe_backend.nums_of_tokens(
+                model.num_experts, model.experts_per_token
+            )
         num_steps = 0
-        for plan in first_plans(config, self.limits):
+        for plan in first_plans(config, self.limits, nums_of_tokens):
             if self._graphs is None or self._graphs.find_key(plan) is None:
                 _read(self.sample(self.launch(PreparedStep(plan, plan.writes))))
                 num_steps += 1

@@ -15,7 +15,7 @@ each, so they are few, and what needs no model is done without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,10 +29,10 @@ from minisgl.engine.memory import largest_step
 # Tokens of each prompt where there are too many prompts for a captured step: kernels of attention
 # are made for up to 16 queries, and up to 64.
 _TOKENS_OF_MANY_PROMPTS = (3, 20)
-# Tokens of prompts alone in their step. Experts have a kernel for each.
-_TOKENS_OF_LONE_PROMPTS = (16, 96, 200, 400, 1024)
-# Requests whose logits are changed. Torch sorts few rows otherwise than many.
-_NUMS_OF_CHOICES = (1, 12)
+# Tokens of prompts alone in their step.
+_TOKENS_OF_LONE_PROMPTS = (16, 400)
+# Requests whose logits are changed, 32 at a time. Torch sorts few rows otherwise than many.
+_NUMS_OF_CHOICES = (1, 12, 40)
 
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
@@ -49,10 +49,15 @@ _CHANGED = SamplingParams(
 _CHANGED_AND_FILTERED = replace(_CHANGED, top_k=10, top_p=0.9, min_p=0.01)
 
 
-def first_plans(config: EngineConfig, limits: EngineLimits) -> list[BatchPlan]:
+def first_plans(
+    config: EngineConfig, limits: EngineLimits, nums_of_tokens: Sequence[int] = ()
+) -> list[BatchPlan]:
     """Steps to be run once, the largest first: the memory it takes serves the others.
 
     The engine leaves out those that a captured step takes.
+
+    Args:
+        nums_of_tokens: for which experts have a kernel each.
     """
     assert config.max_prefill_length
     num_rows = limits.num_rows
@@ -64,8 +69,10 @@ def first_plans(config: EngineConfig, limits: EngineLimits) -> list[BatchPlan]:
         num_tokens = min(most_tokens, budget // len(many))
         plans.append(_plan(limits, (), many, 0, num_tokens, (_SCORED, _EMBEDDED, _RESTRICTED)))
         plans.append(_plan(limits, others[:1], many, 1, num_tokens))
-    for num_tokens in _TOKENS_OF_LONE_PROMPTS:
-        plans.append(_plan(limits, (), range(1), 0, min(num_tokens, budget)))
+    longest = min(budget, limits.max_seq_len)
+    lone = {min(size, longest) for size in (*_TOKENS_OF_LONE_PROMPTS, *nums_of_tokens)}
+    for num_tokens in sorted(lone):
+        plans.append(_plan(limits, (), range(1), 0, num_tokens))
     for num_decodes in (1, num_rows):
         plans.append(_plan(limits, range(num_decodes), (), 0, 0))
     return plans
@@ -73,7 +80,7 @@ def first_plans(config: EngineConfig, limits: EngineLimits) -> list[BatchPlan]:
 
 def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:
     """Slices that sample, with all that changes logits, with filters and without."""
-    counts = {min(count, limits.num_rows) for count in (*_NUMS_OF_CHOICES, limits.num_rows)}
+    counts = {min(count, limits.num_rows) for count in _NUMS_OF_CHOICES}
     choices = []
     for count in sorted(counts):
         for params in (_CHANGED, _CHANGED_AND_FILTERED):

@@ -146,7 +146,7 @@ def largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
     slices: list[ReqSlice] = []
     num_left = config.max_prefill_length
     for row in range(config.max_running_requests):
-        length = max(1, min(max_seq_len, num_left))
+        length = max(1, min(max_seq_len - 1, num_left))
         num_left -= length
         req = Req(row, np.zeros(length, dtype=np.int32), params, max_seq_len, seed=0)
         req.row = row

@@ -19,6 +19,14 @@ class BaseMoeBackend(ABC):
     def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether it computes in a dtype on a device."""
 
+    def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:  # noqa: ARG002
+        """Numbers of tokens that together need every kernel it has, if that depends on them.
+
+        Args:
+            each: experts that a token chooses.
+        """
+        return []
+
     @abstractmethod
     def forward(
         self,

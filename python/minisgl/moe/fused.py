@@ -27,6 +27,12 @@ class FusedMoeBackend(BaseMoeBackend):
     def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cuda" and dtype in _DTYPES
 
+    def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:
+        kernels = kernels_for(torch.empty(0, device="cuda"))
+        assert kernels is not None
+        by_tile: list[int] = kernels.nums_of_tokens_by_tile(num_experts, each)
+        return [1, *(max(num_tokens, _MAX_BY_TOKEN + 1) for num_tokens in by_tile)]
+
     def forward(
         self,
         x_TD: Tensor,

@@ -7,7 +7,13 @@ An index has the small letter of its dimension. Read `launch.py`, then `norm.py`
 
 from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.attention import attend_decode
-from minisgl.kernel.gpu.experts import list_pairs, moe_by_expert, moe_by_token, route
+from minisgl.kernel.gpu.experts import (
+    list_pairs,
+    moe_by_expert,
+    moe_by_token,
+    nums_of_tokens_by_tile,
+    route,
+)
 from minisgl.kernel.gpu.linear import one_token_linear
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
@@ -25,6 +31,7 @@ __all__ = [
     "mask_logits",
     "moe_by_expert",
     "moe_by_token",
+    "nums_of_tokens_by_tile",
     "one_token_linear",
     "rms_norm",
     "rotate_and_store",

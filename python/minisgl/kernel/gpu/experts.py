@@ -321,6 +321,12 @@ def _multiply_all(
     )  # fmt: skip
 
 
+def nums_of_tokens_by_tile(num_experts: int, each: int) -> list[int]:
+    """The most tokens that take each tile, and a number that takes the largest one."""
+    most = [pairs * num_experts // each for pairs in _TILES]
+    return [*most, most[-1] + 1]
+
+
 def _tile_for(num_pairs: int, num_experts: int) -> _Tile:
     for pairs_an_expert, tile in _TILES.items():
         if num_pairs <= pairs_an_expert * num_experts:
