@@ -214,6 +214,30 @@ def test_a_follower_that_misses_an_abort_is_found_before_it_launches_another_ste
     assert f"the ranks plan step {num_equal} differently: " in str(follower.failure)
 
 
+class ConfusedInbox(FollowerInbox):
+    """A follower that takes an abort of request 1 for one of request 2."""
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        msgs = super().receive(block=block)
+        return [AbortBackendMsg(2) if msg == AbortBackendMsg(1) else msg for msg in msgs]
+
+
+@pytest.mark.parametrize("abort_step", [1, 2, 5])
+def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_step(
+    connect: Connect, abort_step: int
+) -> None:
+    push, pull = connect(0, FromLeader)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    both: list[BackendMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
+    parcels: list[list[BackendMsg]] = [both, *([] for _ in range(abort_step - 1))]
+    follower = Rank(ConfusedInbox(pull))
+    leader = Rank(LeaderInbox(Script([*parcels, [AbortBackendMsg(1)]]), [push]))
+    run_group(leader, [follower], [push])
+
+    assert follower.executor.plans == leader.executor.plans[:abort_step]
+    assert f"the ranks plan step {abort_step} differently: slices" in str(follower.failure)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     connect: Connect, seed: int

@@ -112,7 +112,7 @@ class StepDigestMsg(BaseBackendMsg, frozen=True):
     Attributes:
         number: of the step.
         num_tokens: that it computes.
-        slices: a hash of its requests and their positions, in order.
+        slices: a hash of who computes what.
         tables: a checksum of all that was written to the device's tables, up to this step.
     """
 

@@ -28,12 +28,14 @@ class RunningPlan:
         decodes: slices of one token that sample, the longest contexts first. A kernel that gives
             each request to a processor should begin a short one last.
         longer: slices of requests that have several tokens to compute.
+        idle: uids of requests that compute nothing in this step.
         is_short_of_pages: whether a request found no page. It waits for the next step.
     """
 
     budget: int
     decodes: list[ReqSlice] = field(default_factory=list)
     longer: list[ReqSlice] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
     is_short_of_pages: bool = False
 
     def add_longer(self, req: Req) -> None:
@@ -53,11 +55,17 @@ class RunningPlan:
 
 
 class DecodeManager:
-    """The running requests, in order of admission."""
+    """The running requests, in order of admission.
+
+    Attributes:
+        history: a hash of who was added and removed, in order. Where it is equal, and so are the
+            slices of prompts, the same requests run and are equally far.
+    """
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._running: dict[int, Req] = {}
+        self.history = 0
 
     def __len__(self) -> int:
         return len(self._running)
@@ -71,9 +79,14 @@ class DecodeManager:
 
     def add(self, req: Req) -> None:
         self._running[req.uid] = req
+        self._note(req, runs=True)
 
     def remove(self, req: Req) -> None:
         del self._running[req.uid]
+        self._note(req, runs=False)
+
+    def _note(self, req: Req, *, runs: bool) -> None:
+        self.history = hash((self.history, runs, req.uid))  # of integers: equal in all processes
 
     def plan(self, budget: int) -> RunningPlan:
         """Plan at least one token of each running request that is not full and has a page for it.
@@ -85,9 +98,10 @@ class DecodeManager:
         try_extend = self._cache.try_extend
         for req in self._running.values():
             if req.is_full:
-                continue
-            if not try_extend(req):
+                plan.idle.append(req.uid)
+            elif not try_extend(req):
                 plan.is_short_of_pages = True
+                plan.idle.append(req.uid)
             elif req.num_tokens == req.num_computed + 1:
                 decode = ReqSlice(req, req.num_computed, req.num_tokens, samples=True)
                 plan.decodes.append(decode)
@@ -109,4 +123,6 @@ class DecodeManager:
 
     def retract(self) -> Req:
         """Remove and return the least urgent request, whose pages can then go to the others."""
-        return self._running.pop(self.least_urgent.uid)
+        victim = self.least_urgent
+        self.remove(victim)
+        return victim

@@ -46,7 +46,7 @@ from minisgl.message import (
 )
 from minisgl.sampling_params import MAX_SEED
 from minisgl.scheduler.cache import CacheManager
-from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import (
     ChunkLaunched,
     EventCounts,
@@ -382,24 +382,25 @@ class Scheduler:
         )
         slices += chunks
         if not slices:
-            self._agree(None)
+            self._agree(None, running)
             return None
         num_shared_tokens = self.cache.num_shared_tokens(chunks)
         plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
-        self._agree(plan, num_decodes=len(running.decodes))
+        self._agree(plan, running)
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
             self.events.step_planned.emit(event)
         return plan
 
-    def _agree(self, plan: BatchPlan | None, num_decodes: int = 0) -> None:
+    def _agree(self, plan: BatchPlan | None, running: RunningPlan) -> None:
         """Compare a plan with the other ranks'.
 
         Args:
-            num_decodes: its leading slices of one token, as far as they are of running requests.
+            running: the part of it that is about running requests.
         """
         if self._peers:
-            self._peers.agree(self._digests.next(self._num_steps, plan, num_decodes))
+            history = self.decode.history
+            self._peers.agree(self._digests.next(self._num_steps, plan, running, history))
 
     def _retract(self) -> Req:
         """Retract the least urgent request; its release waits for steps that refer to it."""

@@ -5,12 +5,13 @@ would wait for each other without end, or add up what does not belong together. 
 digest of a step to the others as soon as it has planned it, and they compare it with their own
 before they launch the step.
 
-A digest has the requests of the step with their positions, in their order, and all that was ever
-written to the tables of the device: pages, tokens that the host knew, copies of rows. Tokens that a
-step samples are broadcast by rank 0, and so need not be compared.
+A digest has the slices of prompts, who has begun and ended to run, who of those computes nothing in
+this step, and all that was ever written to the tables of the device: pages, tokens that the host
+knew, copies of rows. All others that run compute one token. So their positions need not be
+compared: they follow from where each began, and from the steps since. Tokens that a step samples
+are broadcast by rank 0.
 
-It is made while the device may wait, so it loops over the requests of a step in comprehensions
-alone.
+It is made while the device may wait, so it takes no time for requests that only go on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import zlib
 
 import msgspec
 
-from minisgl.core import BatchPlan, TableWrites
+from minisgl.core import BatchPlan, ReqSlice, TableWrites
 from minisgl.errors import EngineFailed
 from minisgl.message import StepDigestMsg
+from minisgl.scheduler.decode import RunningPlan
 
 
 class StepDigests:
@@ -30,27 +32,31 @@ class StepDigests:
     def __init__(self) -> None:
         self._tables = 0  # checksum of all table writes so far
 
-    def next(self, number: int, plan: BatchPlan | None, num_decodes: int) -> StepDigestMsg:
+    def next(
+        self, number: int, plan: BatchPlan | None, running: RunningPlan, history: int
+    ) -> StepDigestMsg:
         """The digest of a step.
 
         Args:
             number: of the step, or of the one that comes next if there is no plan.
-            num_decodes: leading slices that are known to have one token.
+            running: the part of the plan that is about running requests.
+            history: of the `DecodeManager`.
         """
-        if plan is None:
-            return StepDigestMsg(number, tables=self._tables)
-        slices = plan.slices
-        uids = [req_slice.req.uid for req_slice in slices]
-        ends = [req_slice.end for req_slice in slices]
-        others = slices[num_decodes:]
-        starts = [req_slice.start for req_slice in others]
-        self._tables = _checksum(plan.writes, self._tables)
+        num_decodes = len(running.decodes)
+        longer: list[ReqSlice] = []
+        num_shared_tokens = 0
+        if plan is not None:
+            longer = plan.slices[num_decodes:]
+            num_shared_tokens = plan.num_shared_tokens
+            self._tables = _checksum(plan.writes, self._tables)
+        places = [(each.req.uid, each.start, each.end) for each in longer]
         return StepDigestMsg(
             number,
-            num_requests=len(slices),
-            num_tokens=num_decodes + sum(map(len, others)),
-            num_shared_tokens=plan.num_shared_tokens,
-            slices=hash((*uids, *ends, *starts)),  # of integers: equal in all processes
+            num_requests=num_decodes + len(longer),
+            num_tokens=num_decodes + sum(map(len, longer)),
+            num_shared_tokens=num_shared_tokens,
+            # Of integers: equal in all processes.
+            slices=hash((history, tuple(running.idle), tuple(places))),
             tables=self._tables,
         )
 
