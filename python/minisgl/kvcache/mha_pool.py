@@ -1,8 +1,7 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
-On a CPU the layout is head first, [layer, 2, K, S, H]: the pages of one head lie side by side.
-Gathering a request's context then yields, without another copy, the dense matrices that a CPU
-multiplies fastest. On a GPU it is token first, [layer, 2, S, K, H], as attention kernels read it.
+On a CPU the layout is head first, [layer, 2, K, S, H]: a page of one head is memory in one piece,
+which its attention reads block after block. On a GPU it is token first, [layer, 2, S, K, H], as attention kernels read it.
 """
 
 # Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
