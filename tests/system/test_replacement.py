@@ -173,6 +173,17 @@ def test_a_stopped_tokenizer_is_killed_and_replaced(folder: Path) -> None:
         assert schedulers(program) == before
 
 
+def test_a_signal_while_a_successor_starts_ends_the_server(folder: Path) -> None:
+    with Program(*small_server(folder)) as program:
+        program.wait_ready()
+        first = program.workers()["tokenizer-0"]
+        first.kill()
+        wait_for_successor(program, "tokenizer-0", first)
+        program.process.terminate()
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+
+
 def test_one_that_dies_while_it_starts_ends_the_server(folder: Path) -> None:
     with Program(*small_server(folder)) as program:
         program.wait_ready()
