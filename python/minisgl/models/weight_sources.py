@@ -57,9 +57,9 @@ class DummyWeights:
         cols: range | None = None,
     ) -> Tensor:
         whole = torch.empty(shape, dtype=self._dtype, device="meta")
-        weight = torch.empty_like(
-            whole[(slice_of(rows), slice_of(cols))[: len(shape)]], device=self._device
-        )
+        part = whole[(slice_of(rows), slice_of(cols))[: len(shape)]]
+        # Not `empty_like`: of a tensor without storage it imports sympy, which takes a second.
+        weight = torch.empty(part.shape, dtype=self._dtype, device=self._device)
         return weight.normal_(std=0.02) if len(shape) > 1 else weight.fill_(1.0)
 
 
