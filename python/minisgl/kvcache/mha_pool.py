@@ -1,7 +1,8 @@
 """The KV bytes of multi-head (or grouped-query) attention.
 
 On a CPU the layout is head first, [layer, 2, K, S, H]: a page of one head is memory in one piece,
-which its attention reads block after block. On a GPU it is token first, [layer, 2, S, K, H], as attention kernels read it.
+which its attention reads block after block. On a GPU it is token first, [layer, 2, S, K, H], as
+attention kernels read it.
 """
 
 # Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
