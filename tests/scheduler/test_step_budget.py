@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.scheduler.prefill import OldestPrompt
-from minisgl.scheduler.step_budget import StepBudget, StepPacer
+from minisgl.scheduler.step_budget import Pace, StepBudget, StepPacer
 from minisgl.scheduler.step_costs import StepCosts
 from tests.scheduler.timed import TimedHost, TimedRequest, percentile
 
@@ -130,7 +130,7 @@ def decode() -> ReqSlice:
 
 
 def pacer(costs: StepCosts, target_itl_ms: float | None, rooms: Sequence[int] = ()) -> StepPacer:
-    made = StepPacer(8192, 16, target_itl_ms, auto_ms=20, prompt_room=lambda num_decodes: rooms)
+    made = StepPacer(8192, target_itl_ms, Pace(16, 20.0), lambda num_decodes: rooms)
     made.costs = costs
     return made
 

@@ -71,13 +71,7 @@ from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.request_checks import check_request
-from minisgl.scheduler.step_budget import (
-    AUTO_MS_ON_CPU,
-    AUTO_MS_ON_GPU,
-    MIN_TOKENS_ON_CPU,
-    MIN_TOKENS_ON_GPU,
-    StepPacer,
-)
+from minisgl.scheduler.step_budget import CPU_PACE, GPU_PACE, StepPacer
 from minisgl.scheduler.step_costs import StepCosts, StepWork
 from minisgl.scheduler.step_digest import StepDigests
 from minisgl.scheduler.step_watch import Clock, StepWatch
@@ -197,13 +191,10 @@ class Scheduler:
         self._inbox = inbox
         self._outbox = outbox
         self._max_tokens = config.max_prefill_length
-        auto_ms = AUTO_MS_ON_GPU if is_on_gpu else AUTO_MS_ON_CPU
-        min_tokens = MIN_TOKENS_ON_GPU if is_on_gpu else MIN_TOKENS_ON_CPU
         self.pacer = StepPacer(
             self._max_tokens,
-            min_tokens,
             config.target_itl_ms,
-            auto_ms,
+            GPU_PACE if is_on_gpu else CPU_PACE,
             prompt_room=executor.prompt_room,
         )
         is_watched = leads and config.target_itl_ms != 0

@@ -17,17 +17,8 @@ from minisgl.scheduler.prefill import OldestPrompt
 from minisgl.scheduler.step_costs import StepCosts, StepWork
 
 # What the bound is if the user does not say it: a step may take this many times as long as it would
-# without prompts, ...
+# without prompts.
 _AUTO_FACTOR = 2.0
-# ... and this many milliseconds at least. A GPU computes a step of few tokens hardly faster than
-# one of a thousand; 20 tokens a second are more than anybody reads.
-AUTO_MS_ON_GPU = 57.0
-AUTO_MS_ON_CPU = 20.0
-# Any step computes at least so many tokens of prompts, so that these advance. On a GPU fewer are no
-# faster. On a CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
-# would count as a decode, and the costs of steps with prompts would not be measured any more.
-MIN_TOKENS_ON_GPU = 64
-MIN_TOKENS_ON_CPU = 4
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
 _DOUBLING = 0.5
 # ... so many times at most.
@@ -36,6 +27,27 @@ _MAX_DOUBLINGS = 6.0
 _PATIENT_STEPS = 24
 # A captured step is chosen that has room for at least this part of the tokens that fit the bound.
 _MOST_OF_A_STEP = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a kind of device needs of the budgets of steps.
+
+    Attributes:
+        min_tokens: of prompts in any step, so that they advance. On a GPU fewer are no faster. On a
+            CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
+            would count as a decode, and the costs of steps with prompts would not be measured.
+        auto_ms: the least bound if the user does not say it.
+    """
+
+    min_tokens: int
+    auto_ms: float
+
+
+# A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
+# more than anybody reads.
+GPU_PACE = Pace(min_tokens=64, auto_ms=57.0)
+CPU_PACE = Pace(min_tokens=4, auto_ms=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +68,23 @@ class StepPacer:
 
     Args:
         max_tokens: of a step in which no running request waits for a token.
-        min_tokens: of any step, so that prompts always advance.
         target_itl_ms: the bound; None finds one, 0 is no bound.
-        auto_ms: the smallest bound that it finds.
+        pace: of the device.
         prompt_room: of the executor.
     """
 
     def __init__(
         self,
         max_tokens: int,
-        min_tokens: int,
         target_itl_ms: float | None,
-        auto_ms: float,
+        pace: Pace,
         prompt_room: Callable[[int], Sequence[int]],
     ) -> None:
         self.costs = StepCosts()
         self._max_tokens = max_tokens
-        self._min_tokens = min(min_tokens, max_tokens)
+        self._min_tokens = min(pace.min_tokens, max_tokens)
         self._target_itl_ms = target_itl_ms
-        self._auto_ms = auto_ms
+        self._pace = pace
         self._prompt_room = prompt_room
         self.latest = StepBudget(max_tokens)
 
@@ -102,7 +112,7 @@ class StepPacer:
         """Seconds that a step may take as long as prompts do not wait too long."""
         if self._target_itl_ms is not None:
             return self._target_itl_ms / 1e3
-        return max(self._auto_ms / 1e3, _AUTO_FACTOR * without_prompts)
+        return max(self._pace.auto_ms / 1e3, _AUTO_FACTOR * without_prompts)
 
     def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:
         """Tokens within the options that take so long, at the place where the oldest prompt is."""
