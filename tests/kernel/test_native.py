@@ -130,7 +130,7 @@ def test_heads_are_normed_rotated_and_stored(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("width", [20, 64, 128])
+@pytest.mark.parametrize("width", [17, 20, 64, 128])
 @pytest.mark.parametrize(
     "scores",
     [{"scale": 0.2}, {"scale": 0.3, "window": 17}, {"scale": 1.0, "softcap": 2.0}],
