@@ -200,7 +200,7 @@ class Engine:
         used = free - free_bytes(self._device, config.tp)
         if self._graphs:
             used += self._graphs.bytes_not_captured
-        del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
+        self._drop_context()
         return_memory()
         return used
 
@@ -223,6 +223,9 @@ class Engine:
         self._sampler = Sampler(self._comm, self.context.token_pool_RL, model, self._extra_staging)
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
         self._graphs = self._make_graph_runner(config, is_trial=is_trial)
+
+    def _drop_context(self) -> None:
+        del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
 
     def _tables_and_backends(self) -> Context:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
@@ -437,8 +440,13 @@ class Engine:
         return hidden_YD, self._model.logits(hidden_YD)
 
     def close(self) -> None:
-        """Leave the tensor-parallel group. NCCL cannot as long as a graph that uses it is alive."""
-        self._graphs = None
+        """Free the device's memory, and leave the tensor-parallel group. To be called once.
+
+        Its scheduler, and whoever has that, may keep this object: nothing of it can be used then
+        but `limits`. NCCL cannot leave as long as a graph that uses it is alive.
+        """
+        self._drop_context()
+        del self._model, self._staging, self._extra_staging, self._host_copier
         self._comm.close()
 
 
