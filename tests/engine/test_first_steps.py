@@ -29,6 +29,7 @@ from minisgl.engine.graph_key import find_graph_key, graph_keys
 from minisgl.engine.memory import most_tokens
 from minisgl.engine.sampler import sampler_room
 from minisgl.kernel import dispatch, gpu
+from minisgl.kernel.attention import attend_prompts_reference
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
 from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, room_for
 from tests.checkpoints import VOCAB_SIZE
@@ -174,6 +175,10 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         *tensors, scale, window = args
         gpu.attend_decode(*tensors, scale=scale, window=window or None)
 
+    def attend_prompts(*args: Any) -> None:
+        *tensors, scale, window = args  # on a GPU it has no kernel
+        attend_prompts_reference(*tensors, scale=scale, window=window or None)
+
     def take_rows(weight_VD: Tensor, token_T: Tensor, x_TD: Tensor) -> None:
         x_TD.copy_(weight_VD[token_T])
 
@@ -189,6 +194,7 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernels = SimpleNamespace(**{name: getattr(gpu, name) for name in gpu.__all__})
     kernels.attend_decode = attend_decode
+    kernels.attend_prompts = attend_prompts
     kernels.take_rows = take_rows
     kernels.causal_softmax = causal_softmax
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
