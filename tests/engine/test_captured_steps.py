@@ -14,8 +14,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, sampler
 from minisgl.engine import engine as engine_module
 from minisgl.engine import graph_runner as graph_module
-from minisgl.engine.graph_capture import Graph, GraphCapture
+from minisgl.engine.graph_capture import CudaGraphCapture, Graph, GraphCapture
 from minisgl.engine.graph_key import GraphKey, GraphKind, graph_keys, most_prompt_tokens
 from minisgl.engine.graph_runner import GraphRunner
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -360,6 +361,32 @@ def test_a_filter_that_is_not_captured_does_not_concern_greedy_requests(hosts: H
             SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True),
         )
         assert (log["forward"], log["choose"]) == (9, expected)
+
+
+def test_cuda_graphs_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each stream cuBLAS would keep a workspace; a pool is shared on one stream alone."""
+    num_streams = itertools.count()
+    places: list[dict[str, Any]] = []
+
+    def start(graph: Any, **options: Any) -> AbstractContextManager[None]:
+        places.append(options)
+        return nullcontext()
+
+    def stream() -> SimpleNamespace:
+        return SimpleNamespace(number=next(num_streams), wait_stream=lambda other: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", stream)
+        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=id))
+        patch.setattr(torch.cuda, "stream", nullcontext)
+        patch.setattr(torch.cuda, "graph", start)
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: 7)
+        device_capture = CudaGraphCapture()
+        results = [device_capture.capture(lambda: "result")[1] for _ in range(3)]
+    assert results == ["result"] * 3
+    assert [(place["stream"].number, place["pool"]) for place in places] == [(0, 7)] * 3
+    assert next(num_streams) == 1
 
 
 def test_a_trial_captures_few_and_counts_the_rest(

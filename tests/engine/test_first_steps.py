@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from minisgl.engine.graph_key import find_graph_key, graph_keys
 from minisgl.engine.memory import most_tokens
 from minisgl.engine.sampler import sampler_room
 from minisgl.kernel import dispatch, gpu
+from minisgl.kernel.attention import attend_prompts_reference
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
 from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, room_for
 from tests.checkpoints import VOCAB_SIZE
@@ -52,7 +54,7 @@ def limits_of(max_seq_len: int, num_rows: int) -> EngineLimits:
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 2, 3, 50, 4096])
-@pytest.mark.parametrize("num_rows", [1, 2, 17, 256])
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 256, 4096])
 @pytest.mark.parametrize("max_prefill_length", [1, 9, 8192])
 def test_first_plans_are_plans_that_a_scheduler_makes(
     max_seq_len: int, num_rows: int, max_prefill_length: int
@@ -70,6 +72,7 @@ def test_first_plans_are_plans_that_a_scheduler_makes(
         prompts = plan.slices[plan.num_decodes :]
         assert all(len(req_slice) > 1 for req_slice in prompts), "decodes come first"
         assert all(0 <= s.start < s.end <= max_seq_len for s in plan.slices)
+        assert all(s.end < limits.num_row_tokens for s in plan.slices), "room for a token"
         assert plan.num_tokens <= most_tokens(config)
     most = max(plan.num_tokens for plan in plans)
     assert plans[0].num_tokens >= most - num_rows, "the largest, but for a token a prompt"
@@ -113,6 +116,18 @@ def test_answers_are_the_same_after_the_first_steps(checkpoint: Callable[[str], 
     assert (page_table_RP == engine.limits.num_pages).all(), "every page is the padding page still"
     answers = Host(engine, config).ask(prompts, greedy(9))
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+
+
+def test_memory_that_a_process_takes_once_is_counted_once(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules and workspaces of libraries stay after the trial: they are no longer free."""
+    engine = WatchedEngine(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL))
+    config = replace(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL), num_pages=None)
+    readings = iter([700, 900])  # in the trial, and after it
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: next(readings))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert engine._try_largest_step(config, SMALL["max_seq_len"]) == 900 - 700
 
 
 class WatchedStaging(Staging):
@@ -174,6 +189,10 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         *tensors, scale, window = args
         gpu.attend_decode(*tensors, scale=scale, window=window or None)
 
+    def attend_prompts(*args: Any) -> None:
+        *tensors, scale, window = args  # on a GPU it has no kernel
+        attend_prompts_reference(*tensors, scale=scale, window=window or None)
+
     def take_rows(weight_VD: Tensor, token_T: Tensor, x_TD: Tensor) -> None:
         x_TD.copy_(weight_VD[token_T])
 
@@ -189,6 +208,7 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernels = SimpleNamespace(**{name: getattr(gpu, name) for name in gpu.__all__})
     kernels.attend_decode = attend_decode
+    kernels.attend_prompts = attend_prompts
     kernels.take_rows = take_rows
     kernels.causal_softmax = causal_softmax
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 from llguidance import LLExecutor
 
 from minisgl.core import SamplingParams, TokenLogprobs
+from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
 from minisgl.llm import LLM
 from minisgl.llm.llm import _TextReader
@@ -304,6 +306,23 @@ def test_it_can_be_closed_twice_and_then_no_more_be_used(folder: Path) -> None:
     llm.close()
     with pytest.raises(MiniSGLError):
         llm.generate("the dog", greedy(3), use_tqdm=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closed_llm_holds_no_memory_of_the_device(folder: Path, overlap: bool) -> None:
+    """Its variable often lives on, and the next one in the process would find little left."""
+    with make(folder, overlap=overlap) as llm:
+        next(llm.stream(PROMPTS, LONG))
+        assert isinstance(llm._scheduler, Scheduler)
+        engine = llm._scheduler._executor
+        assert isinstance(engine, Engine)
+        context = engine.context
+        held = [engine._model, context.kv_pool, context.token_pool_RL, context.attn_backend]
+        references = [weakref.ref(each) for each in held]
+        del engine, context, held
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+    assert not llm._scheduler.is_running
 
 
 def test_a_stream_that_is_still_open_when_its_llm_closes_ends_quietly(folder: Path) -> None:

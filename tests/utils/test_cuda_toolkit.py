@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +104,32 @@ def test_linkers_find_the_libraries_of_pip(monkeypatch: pytest.MonkeyPatch, tmp_
     (folder / "lib" / "libcudart.so.13").rename(folder / "lib" / "libcudart.so.14")
     assert find_cuda_toolkit() == toolkit
     assert (toolkit.home / "lib64" / "libcudart.so").exists()
+
+
+def test_two_threads_find_the_toolkit_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kernels are built side by side, and the first builds on a machine make the links."""
+    have_pip_packages(monkeypatch, tmp_path / "site")
+    both = Barrier(2, timeout=10)
+    symlink_to = Path.symlink_to
+
+    def symlink_together(link: Path, target: Path) -> None:
+        both.wait()
+        try:
+            symlink_to(link, target)
+        except OSError:
+            both.abort()
+            raise
+        both.wait()
+
+    monkeypatch.setattr(Path, "symlink_to", symlink_together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: find_cuda_toolkit(), range(2))
+    assert first is not None
+    assert first == second
+    links = sorted(link.name for link in first.home.iterdir())
+    assert links == ["bin", "include", "lib64", "nvvm"]
 
 
 @pytest.mark.parametrize("missing", cuda_toolkit._FILES_OF_PIP)

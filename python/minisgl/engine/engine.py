@@ -186,23 +186,22 @@ class Engine:
     def _try_largest_step(self, config: EngineConfig, max_seq_len: int) -> int:
         """Bytes that steps take beside weights and KV: activations, workspaces, graphs.
 
-        They are measured over a pool of one page, before the KV cache is sized. Where the option
-        says its size, the first steps show whether it leaves enough.
+        They are measured over a pool of one page, before the KV cache is sized. What this process
+        takes once and keeps, as modules of kernels, is no longer free then, so it does not count.
+        Where the option says the size, the first steps show whether it leaves enough.
         """
         if config.num_pages is not None:
             return 0
         return_memory()  # an earlier engine in this process may have left some
-        free = free_bytes(self._device, config.tp)
         self._make_context(config, max_seq_len, 1, is_trial=True)
         plan = largest_step(config, max_seq_len)
         self.sample(self.launch(self.prepare(plan))).wait()
         torch.cuda.synchronize()
-        used = free - free_bytes(self._device, config.tp)
-        if self._graphs:
-            used += self._graphs.bytes_not_captured
-        del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
+        free_during = free_bytes(self._device, config.tp)
+        not_captured = self._graphs.bytes_not_captured if self._graphs else 0
+        self._drop_context()
         return_memory()
-        return used
+        return free_bytes(self._device, config.tp) - free_during + not_captured
 
     def _make_context(
         self, config: EngineConfig, max_seq_len: int, pages: int, *, is_trial: bool = False
@@ -223,6 +222,9 @@ class Engine:
         self._sampler = Sampler(self._comm, self.context.token_pool_RL, model, self._extra_staging)
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
         self._graphs = self._make_graph_runner(config, is_trial=is_trial)
+
+    def _drop_context(self) -> None:
+        del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
 
     def _tables_and_backends(self) -> Context:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
@@ -437,8 +439,13 @@ class Engine:
         return hidden_YD, self._model.logits(hidden_YD)
 
     def close(self) -> None:
-        """Leave the tensor-parallel group. NCCL cannot as long as a graph that uses it is alive."""
-        self._graphs = None
+        """Free the device's memory, and leave the tensor-parallel group. To be called once.
+
+        Its scheduler, and whoever has that, may keep this object: nothing of it can be used then
+        but `limits`. NCCL cannot leave as long as a graph that uses it is alive.
+        """
+        self._drop_context()
+        del self._model, self._staging, self._extra_staging, self._host_copier
         self._comm.close()
 
 

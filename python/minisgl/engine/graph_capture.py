@@ -47,16 +47,18 @@ class CudaGraphCapture(GraphCapture):
     They share one pool of memory, since one runs after the other. What a graph leaves there is
     therefore valid until the next one is replayed. Large results are not kept alive: their memory
     serves the next graph too. Each is replayed once: that sends it to the device, which would take
-    longer in the first step that needs it.
+    longer in the first step that needs it. They also share one stream, for each on which it
+    multiplies cuBLAS keeps 32 MiB until the process ends.
     """
 
     takes_sampling = True
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
-        stream = torch.cuda.Stream()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             call()  # what is compiled or allocated once is not to be captured
@@ -64,7 +66,10 @@ class CudaGraphCapture(GraphCapture):
 
         graph = torch.cuda.CUDAGraph()
         # NCCL's threads go on while this one captures.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        capturing = torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        )
+        with capturing:
             result = call()
         graph.replay()
         return graph, result

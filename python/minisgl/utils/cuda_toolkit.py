@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,11 +99,11 @@ def _linked(folder: Path) -> CudaToolkit | None:
 
 
 def _link(link: Path, target: Path) -> None:
-    """Make a link or change it at once: other processes may be making and using it."""
+    """Make a link or change it at once: other threads and processes may be making and using it."""
     link.parent.mkdir(mode=0o700, exist_ok=True)
     if link.is_symlink() and link.readlink() == target:
         return
-    unfinished = link.with_name(f"{link.name}.{os.getpid()}")
+    unfinished = link.with_name(f"{link.name}.{os.getpid()}-{threading.get_ident()}")
     unfinished.unlink(missing_ok=True)
     unfinished.symlink_to(target)
     unfinished.replace(link)
