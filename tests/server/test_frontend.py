@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +31,7 @@ from minisgl.message import (
     EncodeMsg,
     EngineStats,
     NewDetokenizerMsg,
+    Prompt,
     ReplyError,
     ShutdownMsg,
     TextLogprobs,
@@ -36,7 +40,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
-from minisgl.server.frontend import _DELIVERIES_A_TURN, _seed_after
+from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
 from minisgl.utils.mp import DETOKENIZER
 from minisgl.utils.shared_numbers import SharedNumbers
@@ -501,6 +505,34 @@ def test_a_request_whose_abort_was_lost_is_aborted_when_it_answers() -> None:
             assert await successor.receive() == AbortMsg(uids[0])
             frontend.submit(["c"], PARAMS).close()
             assert (await successor.receive()).prompt == "c", "it is aborted once more, not twice"
+
+    run(scenario())
+
+
+class _Prompts(list[Prompt]):
+    """Prompts of which can be seen whether anything still has them."""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda frontend: frontend.suspend("it died", 7),
+        lambda frontend: frontend.refuse("it shuts down"),
+        lambda frontend: frontend.fail("it is gone"),
+    ],
+)
+def test_nothing_of_a_refused_request_is_kept(end: Callable[[Frontend], None]) -> None:
+    """Else an outage would keep all that is sent meanwhile, through the frames of the refusals."""
+
+    async def scenario() -> None:
+        async with restartable_frontend() as (frontend, _, _):
+            end(frontend)
+            prompts = _Prompts(["a"])
+            kept = weakref.ref(prompts)
+            with contextlib.suppress(Unavailable, EngineFailed):
+                frontend.submit(prompts, PARAMS)
+            del prompts
+            assert kept() is None
 
     run(scenario())
 

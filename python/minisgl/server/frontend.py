@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -128,8 +129,10 @@ class Frontend:
         self._uids = uids_of_api(api, num_api)
         self._shared = shared or SharedNumbers()
         self._num_open_in_all = self._shared.array("open-requests", 1)
-        self._end: Unavailable | EngineFailed | None = None  # of the server
-        self._outage: Unavailable | None = None  # while there are no workers
+        # Each refused request gets an error of its own: one that is raised again keeps the frames
+        # of all who raised it, and what is in them.
+        self._end: Callable[[], Unavailable | EngineFailed] | None = None  # of the server
+        self._outage: Callable[[], Unavailable] | None = None  # while there are no workers
         self.metrics = Metrics()
 
     @property
@@ -139,8 +142,9 @@ class Frontend:
 
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
-        """Why no request is accepted now, or None."""
-        return self._end or self._outage
+        """An error, each time a new one, that says why no request is accepted now; or None."""
+        make_error = self._end or self._outage
+        return make_error and make_error()
 
     @property
     def num_open(self) -> int:
@@ -345,7 +349,7 @@ class Frontend:
 
     def _deliver(self, reply: UserReply) -> None:
         request = self._open.get(reply.uid)
-        if self._outage:  # an epoch has ended
+        if self._outage is not None:  # an epoch has ended
             return
         if request is None:  # its generation was closed, or it has another uid
             self._drop_stray(reply)
@@ -367,7 +371,7 @@ class Frontend:
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
-        self._end = Unavailable(reason)
+        self._end = partial(Unavailable, reason)
 
     async def drained(self) -> None:
         """Wait until no request is open, in any API process."""
@@ -376,8 +380,8 @@ class Frontend:
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
+        self._end = partial(EngineFailed, reason)
         failure = EngineFailed(reason)
-        self._end = failure
         for generation in {request.generation for request in self._open.values()}:
             generation.fail(failure)
         for uid in list(self._open):
@@ -393,8 +397,8 @@ class Frontend:
         for queue in self._tokenizers:
             queue.drop()
         self._tokenizers = []
-        self._outage = Unavailable(f"the engine starts again: {reason}", outage_s)
-        self._questions.fail(self._outage)
+        self._outage = partial(Unavailable, f"the engine starts again: {reason}", outage_s)
+        self._questions.fail(self._outage())
         failure = EngineFailed(f"the engine failed: {reason}")
         self._end_lost(self._open.values(), failure)
 
