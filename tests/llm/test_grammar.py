@@ -322,7 +322,7 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
 def test_a_grammar_that_has_grown_too_large_is_compiled_again(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers share an automaton. One makes the last state that it may have; the next begin anew."""
+    """Answers share an automaton. Where it may have no more states, the next begin with a new one."""
     limits = LLParserLimits(max_lexer_states=2000)
     monkeypatch.setitem(compiler._LIMITS, "regex", limits)
     regex = "(a|b)*a(a|b){16}c"
