@@ -322,7 +322,7 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
 def test_a_grammar_that_has_grown_too_large_is_compiled_again(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers share an automaton. Where it may have no more states, the next begin with a new one."""
+    """Answers share an automaton. Where one may have no more states, the next begin anew."""
     limits = LLParserLimits(max_lexer_states=2000)
     monkeypatch.setitem(compiler._LIMITS, "regex", limits)
     regex = "(a|b)*a(a|b){16}c"
@@ -384,7 +384,7 @@ def test_forced_tokens_are_equal_however_they_are_scheduled(
     with make(checkpoint(ARCH), **options) as llm:
         assert answers_of(llm, FORCED_KINDS)[0] == expected
         if isinstance(llm._scheduler, Scheduler):
-            assert not llm._scheduler.grammars._matchers
+            assert not llm._scheduler.grammars._matches
             llm._scheduler.check_integrity()
     for _, text, finish in expected[:3]:
         assert re.fullmatch(FORCING, text)
