@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLParserLimits
 from torch import Tensor
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.engine import ForwardOutput
 from minisgl.errors import EngineFailed, RequestError
+from minisgl.grammar import compiler
 from minisgl.llm import LLM
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.scheduler import Scheduler
@@ -39,7 +41,7 @@ PERSON = {
 def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
     with make(checkpoint(ARCH), **request.param) as llm:
         yield llm
-        assert not llm._scheduler.grammars._matchers, "a finished request left its matcher"
+        assert not llm._scheduler.grammars._matches, "a finished request left its matcher"
 
 
 def params(kind: str, text: str, **fields: Any) -> SamplingParams:
@@ -317,6 +319,28 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
             assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
 
 
+def test_a_grammar_that_has_grown_too_large_is_compiled_again(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers share an automaton. Where one may have no more states, the next begin anew."""
+    limits = LLParserLimits(max_lexer_states=2000)
+    monkeypatch.setitem(compiler._LIMITS, "regex", limits)
+    regex = "(a|b)*a(a|b){16}c"
+
+    def answer(seed: int) -> str:
+        asked = params("regex", regex, temperature=1.0, seed=seed, max_tokens=200)
+        [out] = llm.generate([PROMPT], [asked], use_tqdm=False)
+        return out.text if out.finish_reason == "stop" else ""
+
+    with make(checkpoint(ARCH)) as llm:
+        with pytest.raises(RequestError, match="too many states"):
+            for seed in range(1000):
+                answer(seed)
+        texts = [answer(seed) for seed in range(3)]
+    assert any(texts)
+    assert all(re.fullmatch(regex, text) for text in texts if text)
+
+
 FORCING = "The answer is [0-9]{2}, and the quick brown fox jumps over (cats|dogs) again\\."
 FORCED_KINDS = [
     params("regex", FORCING),
@@ -360,7 +384,7 @@ def test_forced_tokens_are_equal_however_they_are_scheduled(
     with make(checkpoint(ARCH), **options) as llm:
         assert answers_of(llm, FORCED_KINDS)[0] == expected
         if isinstance(llm._scheduler, Scheduler):
-            assert not llm._scheduler.grammars._matchers
+            assert not llm._scheduler.grammars._matches
             llm._scheduler.check_integrity()
     for _, text, finish in expected[:3]:
         assert re.fullmatch(FORCING, text)

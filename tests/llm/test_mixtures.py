@@ -101,7 +101,7 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
         crowd.run(150)
         scheduler = llm._scheduler
         assert scheduler._counts.num_retractions > 0
-        assert not (scheduler._live or scheduler._deferred or scheduler.grammars._matchers)
+        assert not (scheduler._live or scheduler._deferred or scheduler.grammars._matches)
         answers: dict[tuple[int, int], list[int]] = {}
         for (kind, prompt), outputs in zip(crowd.requests, crowd.outputs, strict=True):
             last = outputs[-1]

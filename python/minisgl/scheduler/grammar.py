@@ -85,6 +85,12 @@ class KnownGrammars:
         """Remember why a grammar is refused."""
         self._add(grammar, _KnownGrammar(deque(), error, _bytes_of(grammar)))
 
+    def discard(self, grammar: Grammar) -> None:
+        """Forget a grammar, if it is here: the next request with it has it compiled again."""
+        known = self._known.pop(grammar, None)
+        if known is not None:
+            self._num_bytes -= known.num_bytes
+
     def _add(self, grammar: Grammar, known: _KnownGrammar) -> None:
         assert grammar not in self._known
         self._known[grammar] = known
@@ -111,6 +117,14 @@ def _bytes_of(grammar: Grammar) -> int:
     return len(grammar.text) * _CHARACTER_BYTES + _ENTRY_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The match of one answer."""
+
+    grammar: Grammar
+    matcher: LLMatcher
+
+
 class PendingMasks:
     """Masks of a step that threads may still be making."""
 
@@ -128,6 +142,8 @@ class GrammarMatchers:
 
     Each request has a copy of a matcher. Copies of one matcher share the automaton that they build
     as they go, and wait for each other. Where threads make masks there are several to copy from.
+    Once the automaton has as many states as it may, every copy fails at the next new one. So a
+    grammar is forgotten when a match fails.
 
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens
@@ -141,7 +157,7 @@ class GrammarMatchers:
         self._masks_XW = masks_XW
         self._executor = LLExecutor() if for_gpu else None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._matchers: dict[int, LLMatcher] = {}
+        self._matches: dict[int, _Match] = {}
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether a request with this grammar can be opened or refused at once."""
@@ -153,16 +169,16 @@ class GrammarMatchers:
         Raises:
             InvalidRequest: the grammar is refused.
         """
-        self._matchers[uid] = self.known.matcher(grammar)
+        self._matches[uid] = _Match(grammar, self.known.matcher(grammar))
 
     def close(self, uid: int) -> None:
         """Drop the matcher of an ended request, if it has one."""
-        self._matchers.pop(uid, None)
+        self._matches.pop(uid, None)
 
     def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
         """Whether a grammar restricts what the slices sample."""
-        return bool(self._matchers) and any(
-            req_slice.req.uid in self._matchers for req_slice in slices
+        return bool(self._matches) and any(
+            req_slice.req.uid in self._matches for req_slice in slices
         )
 
     def start_masks(self, slices: Sequence[ReqSlice]) -> PendingMasks:
@@ -178,7 +194,7 @@ class GrammarMatchers:
             if req_slice.end < req_slice.req.num_known:
                 _allow_only(masks_XW[x], int(req_slice.req.tokens[req_slice.end]))
             else:
-                matchers.append((self._matchers[req_slice.req.uid], x))
+                matchers.append((self._matches[req_slice.req.uid].matcher, x))
 
         if self._executor is None:
             for matcher, x in matchers:
@@ -201,11 +217,13 @@ class GrammarMatchers:
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         """Advance a request's match by its next tokens."""
-        matcher = self._matchers[uid]
+        match = self._matches[uid]
+        matcher = match.matcher
         matcher.consume_tokens(tokens)
         if not matcher.is_stopped():
             return IN_PROGRESS
         if matcher.is_error():
+            self.known.discard(match.grammar)
             return MatchState(error=refusal(matcher.get_error()))
         return _COMPLETE
 
@@ -214,7 +232,7 @@ class GrammarMatchers:
 
         A mask at this place allows the first of them alone. The match does not advance.
         """
-        return list(self._matchers[uid].compute_ff_tokens())
+        return list(self._matches[uid].matcher.compute_ff_tokens())
 
 
 def _allow_only(mask_W: IntArray, token: int) -> None:
