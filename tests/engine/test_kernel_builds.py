@@ -34,7 +34,7 @@ def test_what_takes_long_is_named(
     builds = KernelBuilds({"long": lambda: finished.wait(60)})
     with caplog.at_level(logging.INFO):
         builds.wait()
-    assert "compiling long, once for this machine" in caplog.text
+    assert "waiting for long; what is compiled is kept" in caplog.text
 
 
 def test_what_fails_is_raised_when_it_is_waited_for() -> None:

@@ -26,14 +26,14 @@ class KernelBuilds:
         self._names = {self._pool.submit(build): name for name, build in builds.items()}
 
     def wait(self) -> None:
-        """Return when all are done. A bar says what is still being compiled.
+        """Return when all are done. A bar says for what it waits.
 
         Raises:
             ConfigError: something cannot be compiled.
         """
         done, unfinished = concurrent.futures.wait(self._names, timeout=_BLINK_S)
         if unfinished:
-            logger.info("compiling %s, once for this machine", self._names_of(unfinished))
+            logger.info("waiting for %s; what is compiled is kept", self._names_of(unfinished))
             self._show_progress(len(done))
         self._pool.shutdown()
         for build in self._names:
@@ -43,7 +43,7 @@ class KernelBuilds:
         with ProgressBar(total=len(self._names), initial=num_done, unit="build") as bar:
             while bar.n < bar.total:
                 done, unfinished = concurrent.futures.wait(self._names, timeout=_BLINK_S)
-                bar.set_description(f"Compiling {self._names_of(unfinished)}", refresh=False)
+                bar.set_description(f"Waiting for {self._names_of(unfinished)}", refresh=False)
                 bar.n = len(done)
                 bar.refresh()
 
