@@ -65,6 +65,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "IntArray",
+    "PromptWaves",
     "Req",
     "ReqSlice",
     "RowCopy",
@@ -308,6 +309,35 @@ class BatchPlan:
     @property
     def sampling_slices(self) -> list[ReqSlice]:
         return [req_slice for req_slice in self.slices if req_slice.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWaves:
+    """In which portions a device attends for the tokens of prompts.
+
+    A kernel cuts each slice into tiles of some tokens. A processor of the device takes one head of
+    a tile at a time, and all processors together take a wave of them. The last wave takes as long
+    as a full one. So 6 tiles of 40 heads take 132 processors two waves, and 7 tiles take three.
+
+    The values by default are those of a device whose time grows with each token.
+
+    Attributes:
+        tile: tokens of a tile.
+        num_heads: query heads of a rank.
+    """
+
+    tile: int = 1
+    num_heads: int = 1
+    num_processors: int = 1
+
+    def num_tiles(self, num_tokens: int) -> int:
+        """Tiles of a slice."""
+        return -(-num_tokens // self.tile)
+
+    def tokens_of_time(self, num_tiles: int) -> float:
+        """How many tokens would take as long as these tiles if all waves were full."""
+        num_waves = -(-num_tiles * self.num_heads // self.num_processors)
+        return num_waves * self.num_processors / self.num_heads * self.tile
 
 
 class BaseAttnMetadata:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from minisgl.core import (
     BatchPlan,
     FinishReason,
+    PromptWaves,
     Req,
     ReqSlice,
     SamplingParams,
@@ -163,6 +164,8 @@ class FakeExecutor:
         self._asynchronous = asynchronous
         self._newest: FakeOutput | None = None
         self._truth: dict[int, Fingerprints] = {}
+
+    prompt_waves = PromptWaves()
 
     def prompt_room(self, num_decodes: int) -> list[int]:
         return []

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from minisgl.core import Req, ReqSlice, SamplingParams
+from minisgl.core import PromptWaves, Req, ReqSlice, SamplingParams
 from minisgl.scheduler.prefill import OldestPrompt
 from minisgl.scheduler.step_budget import Pace, StepBudget, StepPacer
 from minisgl.scheduler.step_costs import StepCosts
-from tests.scheduler.timed import TimedHost, TimedRequest, percentile
+from tests.scheduler.timed import NO_WAVES, TimedHost, TimedRequest, percentile
 
 # Like 64 streams and long prompts of a model of 14 billion parameters on a large GPU: a step takes
 # 10 ms, a prompt of 16,000 tokens 0.8 s at least.
@@ -23,11 +23,19 @@ CPU_LATE = StepCosts(4e-3, 5e-3, 640e-6, 2.5e-7, 1.2e-3, 1e-7)
 LONG = 16_000
 
 
+# Fitted to steps of Qwen3-14B on an H200, which has 132 processors.
+HOPPER = StepCosts(2.4e-3, 5e-4, 41.7e-6, 1.34e-9, 42e-6, 2e-8)
+WAVES = PromptWaves(tile=128, num_heads=40, num_processors=132)
+ROOMS = [size - 64 for size in range(128, 1281, 128)]
+
+
 class Served:
     """64 streams, and from second 2 on a long prompt each period."""
 
-    def __init__(self, period: float, num_prompts: int, **options: object) -> None:
-        self.host = TimedHost(GPU, device="cuda", **options)
+    def __init__(
+        self, period: float, num_prompts: int, costs: StepCosts = GPU, **options: object
+    ) -> None:
+        self.host = TimedHost(costs, device="cuda", **options)
         self.streams = [self.host.submit(0, 512, 3000) for _ in range(64)]
         self.prompts = [self.host.submit(2 + period * i, LONG, 8) for i in range(num_prompts)]
         self.host.run(until=lambda: all(prompt.token_times for prompt in self.prompts))
@@ -60,8 +68,7 @@ def test_without_a_bound_they_are_held_up_by_all_of_a_prompt() -> None:
 
 def test_chunks_are_what_captured_steps_have_room_for() -> None:
     rooms = [size - 64 for size in range(128, 2049, 128)]
-    host = TimedHost(GPU, device="cuda", target_itl_ms=60)
-    host.executor.rooms = rooms
+    host = TimedHost(GPU, device="cuda", target_itl_ms=60, rooms=rooms)
     streams = [host.submit(0, 512, 3000) for _ in range(64)]
     prompt = host.submit(2, LONG, 8)
     host.run(until=lambda: bool(prompt.token_times))
@@ -75,6 +82,13 @@ def test_auto_keeps_streams_and_prompts_fast() -> None:
     served = Served(1.0, 8)
     assert served.gap(99) < 0.065
     assert max(served.ttfts) < 1.2
+
+
+def test_chunks_fill_the_waves_of_a_device() -> None:
+    """A prompt of 16,000 tokens each second is nearly all that the device can compute."""
+    served = Served(1.0, 8, HOPPER, rooms=ROOMS, prompt_waves=WAVES, noise=0.02)
+    assert served.gap(99) < 0.063
+    assert max(served.ttfts) < 1.3
 
 
 def test_the_bound_gives_way_gradually_when_prompts_come_too_fast_and_says_so() -> None:
@@ -129,8 +143,13 @@ def decode() -> ReqSlice:
     return ReqSlice(req, 99, 100, samples=True)
 
 
-def pacer(costs: StepCosts, target_itl_ms: float | None, rooms: Sequence[int] = ()) -> StepPacer:
-    made = StepPacer(8192, target_itl_ms, Pace(16, 20.0), lambda num_decodes: rooms)
+def pacer(
+    costs: StepCosts,
+    target_itl_ms: float | None,
+    rooms: Sequence[int] = (),
+    prompt_waves: PromptWaves = NO_WAVES,
+) -> StepPacer:
+    made = StepPacer(8192, target_itl_ms, Pace(16, 20.0), lambda num_decodes: rooms, prompt_waves)
     made.costs = costs
     return made
 
@@ -159,7 +178,7 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
     length = 10_000 + 24 * 400
     bounds = [
         made.budget([decode()], OldestPrompt(0, 10_000, passed)).bound_ms
-        for passed in (0, length // 2, length, 100 * length)
+        for passed in (0, 0.7 * length, 1.4 * length, 100 * length)
     ]
     assert bounds == pytest.approx([50, 100, 200, 50 * 64])
 
@@ -173,6 +192,15 @@ def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
 ) -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50, rooms)
     assert made.budget([decode()], OldestPrompt(0, 10_000, 0)).num_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("position", "num_tokens"), [(1_000, 1088), (2_000, 1088), (8_000, 704), (15_000, 704)]
+)
+def test_a_captured_step_is_chosen_whose_waves_are_full(position: int, num_tokens: int) -> None:
+    """832 tokens would fit, too, but they take three waves, as 1,088 do, and 704 take two."""
+    made = pacer(HOPPER, 57, ROOMS, WAVES)
+    assert made.budget([decode()] * 64, OldestPrompt(position, LONG, 0)).num_tokens == num_tokens
 
 
 def test_before_anything_is_measured_nothing_is_bounded() -> None:

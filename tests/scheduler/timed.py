@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
 
-from minisgl.core import BatchPlan
+from minisgl.core import BatchPlan, PromptWaves
 from minisgl.engine import EngineLimits
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
@@ -19,6 +19,7 @@ from tests.scheduler.harness import exactly
 
 LIMITS = EngineLimits(20_000, 64, 20_000, 32_000, frozenset({0}), num_rows=256)
 TOKEN = 7
+NO_WAVES = PromptWaves()
 
 
 @dataclass
@@ -51,7 +52,11 @@ class TimedStep:
 
 
 class TimedExecutor:
-    """A device that takes as long for a step as the costs say, and some noise."""
+    """A device that takes as long for a step as the costs say, and some noise.
+
+    Attributes:
+        rooms: of captured steps; a smaller step takes as long as the next of them.
+    """
 
     limits = LIMITS
 
@@ -60,6 +65,7 @@ class TimedExecutor:
         self.costs = costs
         self.num_computed = 0
         self.rooms: list[int] = []
+        self.prompt_waves = PromptWaves()
         self._clock = clock
         self._noise = noise
         self._random = Random(0)
@@ -72,8 +78,10 @@ class TimedExecutor:
         return TimedStep(plan, self._clock)
 
     def launch(self, prepared: TimedStep) -> TimedStep:
-        work = StepWork.of(prepared.plan.slices)
+        work = StepWork.of(prepared.plan.slices, self.prompt_waves)
         self.num_computed += work.num_tokens
+        fitting = [room for room in self.rooms if room >= work.num_tokens > 0]
+        work = replace(work, num_tokens=min(fitting, default=work.num_tokens))
         seconds = self.costs.seconds(work) * (1 + self._noise * self._random.random())
         prepared.ready_at = max(self._clock.now, self._free_at) + seconds
         self._free_at = prepared.ready_at
@@ -102,7 +110,15 @@ class TimedRequest:
 class TimedHost:
     """A scheduler to which requests come at given times."""
 
-    def __init__(self, costs: StepCosts, *, noise: float = 0.1, **options: object) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        noise: float = 0.1,
+        rooms: list[int] | None = None,
+        prompt_waves: PromptWaves = NO_WAVES,
+        **options: object,
+    ) -> None:
         self.clock = VirtualClock()
         self.executor = TimedExecutor(self.clock, costs, noise)
         self.requests: list[TimedRequest] = []
@@ -110,6 +126,8 @@ class TimedHost:
         self._coming: list[tuple[float, int, UserMsg]] = []
         self._posted: list[BackendMsg] = []
         self._random = Random(1)
+        self.executor.rooms = rooms or []
+        self.executor.prompt_waves = prompt_waves
         config = SchedulerConfig(
             **{"overlap": True, "seed": 0, "max_prefill_length": 8192, "cache": "naive", **options}
         )

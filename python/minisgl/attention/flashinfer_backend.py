@@ -28,13 +28,15 @@ from torch import Tensor
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.flashinfer_modules import import_flashinfer, prefill_kernels
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, ReqSlice
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice
 from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
 from minisgl.kvcache import BaseKVCachePool
 
 _WORKSPACE_BYTES = 256 << 20
 # Requests times kv heads up to which equally many splits of each context are faster.
 _FEW_HEADS = 16
+# Queries that a processor takes at a time in FlashAttention 3, by the width of a head; else 128.
+_TILES = {64: 192}
 # Query heads a kv head for which decoding without tensor cores is faster.
 _CUDA_CORE_GROUPS = (1, 2, 3)
 
@@ -366,6 +368,7 @@ class FlashInferBackend(BaseAttnBackend):
         specs: Sequence[AttentionSpec],
     ) -> None:
         pool = _Pool(import_flashinfer(), kv_pool, page_table_RP, num_heads)
+        self.prompt_waves = _prompt_waves(pool)
         seen = [replace(spec, rope=None) for spec in specs]  # as far as attention sees it
         distinct = list(dict.fromkeys(seen))
         self._attentions = [_SpecAttention(pool, spec) for spec in distinct]
@@ -412,6 +415,15 @@ class FlashInferBackend(BaseAttnBackend):
         index = self._index_of_layer[layer]
         of_spec = batch.attn_metadata.of_specs[index]
         return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, batch, of_spec)
+
+
+def _prompt_waves(pool: _Pool) -> PromptWaves:
+    """FlashAttention 3 gives each processor whole tiles; version 2 splits the keys of few."""
+    if pool.prefill_kernels != "fa3":
+        return PromptWaves()
+    num_heads, _, head_dim = pool.shape
+    num_processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+    return PromptWaves(_TILES.get(head_dim, 128), num_heads, num_processors)
 
 
 def _page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:

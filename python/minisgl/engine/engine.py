@@ -25,7 +25,15 @@ from torch import Tensor
 
 from minisgl.attention import PromptModules, create_attention_backend
 from minisgl.config import EngineConfig, backend_names
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, ReqSlice, TableWrites
+from minisgl.core import (
+    NO_WRITES,
+    Batch,
+    BatchPlan,
+    IntArray,
+    PromptWaves,
+    ReqSlice,
+    TableWrites,
+)
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
 from minisgl.engine.first_steps import first_choices, first_plans
@@ -319,6 +327,11 @@ class Engine:
                 "can hold"
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    @property
+    def prompt_waves(self) -> PromptWaves:
+        """In which portions the device attends for the tokens of prompts."""
+        return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:
         """How many tokens of prompts captured steps have room for beside so many decodes.

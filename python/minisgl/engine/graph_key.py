@@ -25,7 +25,7 @@ _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
 _STEP_SIZES = [*range(128, 1281, 128), 1536, 2048]
 # It has up to so many prompts, beside so many decodes.
 MAX_PROMPTS = 16
-_DECODES_BESIDE_PROMPTS = [32, 64, 96, 128, 256]
+_DECODES_BESIDE_PROMPTS = [32, 64, 80, 128, 256]
 _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.

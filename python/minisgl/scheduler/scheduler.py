@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import BatchPlan, FinishReason, IntArray, Req, ReqSlice
+from minisgl.core import BatchPlan, FinishReason, IntArray, PromptWaves, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import OutOfMemory, RequestError, StepOutOfMemory
 from minisgl.grammar import GrammarCompiler, GrammarTrials
@@ -90,6 +90,10 @@ class Executor(Protocol):
     @property
     def grammar_masks(self) -> IntArray:
         """Where the masks of a step are put before it is sampled."""
+
+    @property
+    def prompt_waves(self) -> PromptWaves:
+        """In which portions the device attends for the tokens of prompts."""
 
     def prompt_room(self, num_decodes: int) -> Sequence[int]:
         """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""
@@ -196,9 +200,10 @@ class Scheduler:
             config.target_itl_ms,
             GPU_PACE if is_on_gpu else CPU_PACE,
             prompt_room=executor.prompt_room,
+            prompt_waves=executor.prompt_waves,
         )
         is_watched = leads and config.target_itl_ms != 0
-        self._watch = StepWatch(inbox.post, clock) if is_watched else None
+        self._watch = StepWatch(inbox.post, clock, executor.prompt_waves) if is_watched else None
         self._peers = peers
         self._digests = StepDigests()
         self._overlap = config.overlap

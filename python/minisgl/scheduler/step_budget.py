@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.core import ReqSlice
+from minisgl.core import PromptWaves, ReqSlice
 from minisgl.scheduler.prefill import OldestPrompt
 from minisgl.scheduler.step_costs import StepCosts, StepWork
 
@@ -20,13 +20,14 @@ from minisgl.scheduler.step_costs import StepCosts, StepWork
 # without prompts.
 _AUTO_FACTOR = 2.0
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
-_DOUBLING = 0.5
+_DOUBLING = 0.7
 # ... so many times at most.
 _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
 _PATIENT_STEPS = 24
-# A captured step is chosen that has room for at least this part of the tokens that fit the bound.
+# A step is captured if the largest of these has room for this part of the tokens within the bound.
 _MOST_OF_A_STEP = 0.7
+_SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class StepPacer:
         max_tokens: of a step in which no running request waits for a token.
         target_itl_ms: the bound; None finds one, 0 is no bound.
         pace: of the device.
-        prompt_room: of the executor.
+        prompt_room, prompt_waves: of the executor.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class StepPacer:
         target_itl_ms: float | None,
         pace: Pace,
         prompt_room: Callable[[int], Sequence[int]],
+        prompt_waves: PromptWaves,
     ) -> None:
         self.costs = StepCosts()
         self._max_tokens = max_tokens
@@ -86,6 +88,7 @@ class StepPacer:
         self._target_itl_ms = target_itl_ms
         self._pace = pace
         self._prompt_room = prompt_room
+        self._prompt_waves = prompt_waves
         self.latest = StepBudget(max_tokens)
 
     def budget(self, running: list[ReqSlice], oldest: OldestPrompt | None) -> StepBudget:
@@ -97,14 +100,16 @@ class StepPacer:
         """
         if self._target_itl_ms == 0 or oldest is None or not running:
             return StepBudget(self._max_tokens)
-        work = StepWork.of(running)
+        work = StepWork.of(running, self._prompt_waves)
         without_prompts = self.costs.seconds(work)
         bound = self._bound(without_prompts)
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
         num_bounded = self._num_tokens(bound - fixed, oldest)
         bound *= _relaxation(oldest, num_bounded)
         num_tokens = self._num_tokens(bound - fixed, oldest)
-        num_tokens = _without_padding(num_tokens, self._prompt_room(len(running)))
+        rooms = self._prompt_room(len(running))
+        if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
+            num_tokens = self._captured_tokens(num_tokens, rooms, fixed, bound, oldest.position)
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
@@ -119,16 +124,28 @@ class StepPacer:
         num_tokens = self.costs.num_tokens_within(seconds, oldest.position)
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
 
+    def _captured_tokens(
+        self, num_tokens: int, rooms: Sequence[int], fixed: float, bound: float, position: int
+    ) -> int:
+        """The tokens of the captured step that computes most of them a second within the bound.
 
-def _without_padding(num_tokens: int, rooms: Sequence[int]) -> int:
-    """What a captured step has room for, if that is nearly as much.
+        A step of another size would be padded to a captured one.
 
-    Otherwise the step is padded to the next one, or launched operation by operation.
-    """
-    for room in reversed(rooms):
-        if room <= num_tokens:
-            return room if room >= _MOST_OF_A_STEP * num_tokens else num_tokens
-    return num_tokens
+        Args:
+            num_tokens: the most.
+            rooms: of captured steps.
+            fixed: seconds that a step takes with no tokens of prompts.
+            position: where the oldest prompt is.
+        """
+        chosen = 0
+        highest_rate = 0.0
+        for room in rooms:
+            seconds = fixed + self.costs.prompt_seconds(room, position, self._prompt_waves)
+            rate = room / max(seconds, _SHORTEST_S)
+            if room <= num_tokens and seconds <= bound and rate > highest_rate:
+                chosen = room
+                highest_rate = rate
+        return chosen or min(num_tokens, rooms[0])
 
 
 def _relaxation(oldest: OldestPrompt, num_bounded: int) -> float:

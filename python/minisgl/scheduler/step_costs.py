@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import ReqSlice
+from minisgl.core import PromptWaves, ReqSlice
 
 # Typical amounts of work. Coefficients for these have one magnitude.
 _TYPICAL = np.array([4.0, 8.0, 512.0, 512.0 * 4096, 16.0, 16.0 * 1024])
@@ -42,7 +42,8 @@ class StepWork:
 
     Attributes:
         num_tokens: in slices of several tokens.
-        num_attended: positions that these tokens attend to, added up.
+        num_attended: positions that these tokens attend to, added up; as if there were tokens for
+            whole waves.
         num_decodes: slices of one token.
         num_context: positions that the decodes attend to, added up.
     """
@@ -53,8 +54,9 @@ class StepWork:
     num_context: int
 
     @classmethod
-    def of(cls, slices: Sequence[ReqSlice]) -> StepWork:
+    def of(cls, slices: Sequence[ReqSlice], prompt_waves: PromptWaves) -> StepWork:
         num_tokens = 0
+        num_tiles = 0
         num_attended = 0.0
         num_decodes = 0
         num_context = 0
@@ -65,7 +67,10 @@ class StepWork:
                 num_context += req_slice.end
             else:
                 num_tokens += length
+                num_tiles += prompt_waves.num_tiles(length)
                 num_attended += length * (req_slice.start + req_slice.end) / 2
+        if num_tokens:
+            num_attended *= prompt_waves.tokens_of_time(num_tiles) / num_tokens
         return cls(num_tokens, num_attended, num_decodes, num_context)
 
 
@@ -91,8 +96,17 @@ class StepCosts:
             + self.context * work.num_context
         )
 
+    def prompt_seconds(self, num_tokens: int, start: int, prompt_waves: PromptWaves) -> float:
+        """What so many tokens of a prompt add to a step with prompts, from position start on."""
+        num_in_waves = prompt_waves.tokens_of_time(prompt_waves.num_tiles(num_tokens))
+        num_attended = num_in_waves * (start + num_tokens / 2)
+        return self.token * num_tokens + self.attended * num_attended
+
     def num_tokens_within(self, seconds: float, start: int) -> float:
-        """Tokens of a prompt, from position start on, that take so long; may be infinite."""
+        """Tokens of a prompt, from position start on, that take so long; may be infinite.
+
+        As if they came in whole waves.
+        """
         if seconds <= 0:
             return 0.0
         slope = self.token + self.attended * start

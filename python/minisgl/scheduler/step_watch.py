@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple
 
-from minisgl.core import BatchPlan
+from minisgl.core import BatchPlan, PromptWaves
 from minisgl.message import StepCostsMsg
 from minisgl.scheduler.step_costs import StepCostFit, StepCosts, StepWork
 
@@ -30,9 +30,12 @@ class StepWatch:
     the host if it is slower. After the scheduler was idle, it is the time since a message came.
     """
 
-    def __init__(self, post: Callable[[StepCostsMsg], None], clock: Clock) -> None:
+    def __init__(
+        self, post: Callable[[StepCostsMsg], None], clock: Clock, prompt_waves: PromptWaves
+    ) -> None:
         self._post = post
         self._clock = clock
+        self._prompt_waves = prompt_waves
         self._fit = StepCostFit()
         self._posted = StepCosts()
         self._before = 0.0  # when the step before ended, or a message ended idleness
@@ -48,7 +51,7 @@ class StepWatch:
             self._num_decode_steps += 1
             if self._num_decode_steps % _DECODE_STEPS != 1:
                 return None
-        return StepWork.of(plan.slices)
+        return StepWork.of(plan.slices, self._prompt_waves)
 
     def end(self, work: StepWork | None) -> None:
         """Account for the end of a step. Every step ends here, in the order of their launch."""
