@@ -39,16 +39,20 @@ pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from minisgl.core import ReqSlice, TableWrites
+from minisgl.core import Batch, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample
 from minisgl.engine.graph_capture import unowned
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
 from minisgl.kernel import gpu
+from minisgl.layers import Context
 from minisgl.llm import LLM, SamplingParams
-from minisgl.scheduler import Scheduler
+from minisgl.message import UserMsg, pack_ids
+from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.utils import detect_hardware
 from minisgl.utils.staging import Staging
 from tests.checkpoints import EOS_ID, tiny_tokenizer
+from tests.engine.harness import Host, WatchedEngine, greedy
 from tests.engine.test_captured_steps import KINDS as SAMPLING_KINDS
 
 pytestmark = [
@@ -245,6 +249,79 @@ def test_an_engine_after_another_has_as_much_memory(models: Models) -> None:
         ) as llm:
             pages.append(llm._scheduler._executor.limits.num_pages)
     assert abs(pages[1] - pages[0]) < 0.01 * pages[0]
+
+
+class FullMemory:
+    """The forward function of an engine's model, for which all free memory is taken once."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_failures = 0
+        self._forward = engine._model.forward
+        monkeypatch.setattr(engine._model, "forward", self)
+
+    def __call__(self, batch: Batch, context: Context) -> Tensor:
+        if self.num_failures:
+            return self._forward(batch, context)
+        taken = take_free_memory()
+        try:
+            return self._forward(batch, context)
+        except torch.OutOfMemoryError:
+            self.num_failures += 1
+            raise
+        finally:
+            taken.clear()
+
+
+def take_free_memory() -> list[Tensor]:
+    torch.cuda.empty_cache()
+    taken = []
+    num_bytes = torch.cuda.mem_get_info()[0]
+    while num_bytes >= 512:
+        try:
+            taken.append(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            num_bytes //= 2
+    return taken
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_full_memory_ends_the_newest_request_alone(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: bool
+) -> None:
+    """That of a prompt which is too long for a graph, while others decode in theirs."""
+    source = random.Random(3)
+    config = SchedulerConfig(
+        model=str(copy_with_tokenizer(models("qwen3", 4, 2)[0], tmp_path / "model")),
+        dtype="bfloat16",
+        overlap=overlap,
+        seed=0,
+        num_pages=100,
+        max_running_requests=16,
+        max_prefill_length=4096,
+        target_itl_ms=0,
+    ).resolve(detect_hardware())
+    engine = WatchedEngine(config)
+    host = Host(engine, config)
+    prompts = [prompt(30, source) for _ in range(4)]
+    expected = [answer.tokens for answer in host.ask(prompts, greedy(40))]
+    host.outbox.msgs.clear()
+
+    memory = FullMemory(engine, monkeypatch)
+    host.inbox.msgs = [UserMsg(uid, pack_ids(ids), greedy(40)) for uid, ids in enumerate(prompts)]
+    for _ in range(10):
+        host.scheduler.step()
+    host.inbox.msgs = [UserMsg(4, pack_ids(prompt(3000, source)), greedy(40))]
+    while host.inbox.msgs or not host.scheduler.is_idle:
+        host.scheduler.step()
+        host.scheduler.check_integrity()
+
+    assert memory.num_failures == 1
+    errors = {msg.uid: msg.error.code for msg in host.outbox.msgs if msg.error}
+    assert errors == {4: "out_of_memory"}
+    for uid, tokens in enumerate(expected):
+        assert [t for msg in host.outbox.msgs if msg.uid == uid for t in msg.tokens] == tokens
+    [answer] = host.ask([prompt(3000, source)], greedy(5))
+    assert len(answer.tokens) == 5
 
 
 @pytest.mark.parametrize("kind", ["llama", "sparse_moe"])
