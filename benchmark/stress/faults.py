@@ -33,7 +33,6 @@ from urllib.parse import urlsplit
 import psutil
 
 from minisgl.benchmark.stress.processes import (
-    CHECK_EVERY_S,
     TIMEOUT_S,
     wait_for_recovery,
     workers_of,
@@ -41,6 +40,7 @@ from minisgl.benchmark.stress.processes import (
 from minisgl.benchmark.stress.target import Server
 
 _TOKENS = 2000
+_MAX_WAIT_S = 2.0
 _ENGINE = "scheduler-0"
 
 
@@ -85,11 +85,7 @@ class Clients:
 
     def read_streams(self) -> None:
         while not self.is_over:
-            outcome = self._read_stream()
-            self.outcomes[outcome] += 1
-            if outcome == "told":
-                self.told_at = time.monotonic()
-                time.sleep(CHECK_EVERY_S)
+            self.outcomes[self._read_stream()] += 1
 
     def _read_stream(self) -> str:
         fields = {"prompt": "the", "stream": True, "max_tokens": _TOKENS, "ignore_eos": True}
@@ -103,7 +99,8 @@ class Clients:
 
     def _outcome(self, response: HTTPResponse) -> str:
         if response.status == 503 and "error" in json.loads(response.read()):
-            return "told" if response.headers["Retry-After"] else "broken"
+            retry_after = response.headers["Retry-After"]
+            return "broken" if retry_after is None else self._wait_as_told(float(retry_after))
         last = ""
         for line in response:
             last = line.decode().strip() or last
@@ -111,7 +108,15 @@ class Clients:
                 return "left"
         if last == "data: [DONE]":
             return "ended"
-        return "told" if last.startswith('data: {"error"') else "broken"
+        if last.startswith('data: {"error"'):
+            return self._wait_as_told(CHECK_EVERY_S)
+        return "broken"
+
+    def _wait_as_told(self, wait_s: float) -> str:
+        """Come back when the server says, as clients do: 32 that do not wait take a core."""
+        self.told_at = time.monotonic()
+        time.sleep(min(wait_s, _MAX_WAIT_S))
+        return "told"
 
 
 def inflict(
