@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from minisgl.benchmark.stress.processes import (
+    CHECK_EVERY_S,
     TIMEOUT_S,
     wait_for_recovery,
     workers_of,
