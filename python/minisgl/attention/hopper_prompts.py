@@ -72,7 +72,9 @@ class PromptKernels:
                 list(pool.map(lambda command: _run(command, scratch), commands))
             link = [nvcc, "-shared", "entry.o", str(_SOURCES / "cubins.S"), "-o", "prompts.so"]
             _run([*link, *link_options], scratch)
-            (Path(scratch) / "prompts.so").rename(library)
+            made = Path(scratch) / "prompts.so"
+            made.chmod(0o700)
+            made.rename(library)
 
     def _definitions(self) -> list[str]:
         values = {
