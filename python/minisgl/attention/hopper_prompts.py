@@ -42,9 +42,7 @@ class PromptKernels:
     has_window: bool
     has_softcap: bool
 
-    def compile(
-        self, toolkit: CudaToolkit, include_folders: Sequence[Path], library: Path
-    ) -> None:
+    def compile(self, toolkit: CudaToolkit, include_folders: Sequence[Path], library: Path) -> None:
         """Write the library, at once: another process may be loading it.
 
         Args:
