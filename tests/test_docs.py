@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(minisgl.__file__).parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRESENT = [path for path in DOCS if path.parent.name != "decisions"]  # decisions tell of their time
-SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
+SOURCES = {".py", ".h", ".hpp", ".cpp", ".cu", ".cuh", ".S"}
 INDENT = 2
 
 docs = pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import flashinfer_modules
+from minisgl.attention import flashinfer_modules, hopper_prompts
 from minisgl.attention.flashinfer_modules import PromptModules
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.utils.cuda_toolkit import CudaToolkit
 
+# Writes down its arguments and makes what it is asked to make.
+NVCC = """#!/bin/sh
+echo "$@" >> {log}
+while [ $# -gt 0 ]; do
+    [ "$1" = -o ] && echo a library > "$2"
+    shift
+done
+"""
+FAILING_NVCC = """#!/bin/sh
+echo 'x.cuh(7): warning: unused
+x.cu(3): error: no such thing' >&2
+exit 1
+"""
 FULL = AttentionSpec(scale=0.1)
 SLIDING = AttentionSpec(scale=0.1, window=8)
 
@@ -50,6 +64,9 @@ def env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     env = SimpleNamespace(
         FLASHINFER_WORKSPACE_DIR=tmp_path / "0.6.12" / "90a",
         FLASHINFER_AOT_DIR=tmp_path / "site-packages",
+        FLASHINFER_INCLUDE_DIR=tmp_path / "include",
+        CUTLASS_INCLUDE_DIRS=[tmp_path / "cutlass"],
+        CCCL_INCLUDE_DIRS=[tmp_path / "cccl"],
         has_flashinfer_jit_cache=lambda: False,
         built=[],
         failure="",
@@ -68,18 +85,39 @@ def env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_HOME", "")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
     return env
 
 
-def modules(*specs: AttentionSpec) -> PromptModules:
-    return PromptModules(torch.device("cuda:0"), torch.bfloat16, 128, specs)
+@pytest.fixture
+def hopper(env: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A Hopper GPU, and a stand-in for its compiler.
+
+    Returns:
+        Where the arguments of each call are, a line each.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    log = tmp_path / "nvcc.log"
+    log.touch()
+    install_nvcc(tmp_path, NVCC.format(log=log))
+    return log
+
+
+def install_nvcc(home: Path, script: str) -> None:
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir(exist_ok=True)
+    nvcc.write_text(script)
+    nvcc.chmod(0o700)
+
+
+def modules(*specs: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> PromptModules:
+    return PromptModules(torch.device("cuda:0"), dtype, 128, specs)
 
 
 def test_each_kind_of_layer_is_compiled_once(env: Any) -> None:
     modules(FULL, SLIDING, FULL, SLIDING).build()
-    assert env.built == ["fa3_False_False", "fa3_True_False"]
+    assert sorted(env.built) == ["fa2_False_False", "fa2_True_False"]
 
 
 def test_what_is_kept_is_not_compiled_again_whatever_pip_does(env: Any) -> None:
@@ -88,7 +126,7 @@ def test_what_is_kept_is_not_compiled_again_whatever_pip_does(env: Any) -> None:
         path.unlink()
     assert not modules(FULL).missing
     modules(FULL, SLIDING).build()
-    assert env.built == ["fa3_False_False", "fa3_True_False"]
+    assert env.built == ["fa2_False_False", "fa2_True_False"]
 
 
 def test_another_version_is_compiled_anew(env: Any, tmp_path: Path) -> None:
@@ -108,7 +146,7 @@ def test_a_library_that_others_can_write_is_not_used(env: Any) -> None:
 
 def test_modules_that_were_installed_are_used(env: Any, tmp_path: Path) -> None:
     env.has_flashinfer_jit_cache = lambda: True
-    installed = tmp_path / "site-packages" / "fa3_False_False" / "fa3_False_False.so"
+    installed = tmp_path / "site-packages" / "fa2_False_False" / "fa2_False_False.so"
     installed.parent.mkdir(parents=True)
     installed.touch()
     modules(FULL).build()
@@ -131,3 +169,71 @@ def test_of_a_compilers_output_the_error_is_told(env: Any, tmp_path: Path) -> No
         f"FlashInfer cannot be compiled by {tmp_path}/bin/nvcc: x.cu(3): error: no such thing; "
         "--attn torch needs no compiler"
     )
+
+
+def test_on_hopper_the_two_kernels_of_a_model_are_compiled_and_not_flashinfers_module(
+    env: Any, hopper: Path, tmp_path: Path
+) -> None:
+    modules(AttentionSpec(scale=0.1, softcap=30.0)).build()
+    assert not env.built
+    *compiled, linked = hopper.read_text().splitlines()
+    made = {line.split(" -o ")[1] for line in compiled}
+    assert made == {"paged.cubin", "ragged.cubin", "entry.o"}
+    assert "-shared entry.o" in linked
+    for line in compiled:
+        assert "-DPROMPT_TYPE=cutlass::bfloat16_t -DPROMPT_HEAD_DIM=128" in line
+        assert "-DPROMPT_HAS_WINDOW=0 -DPROMPT_HAS_SOFTCAP=1" in line
+        # Ours stand in for those of CUTLASS, so they are found first.
+        assert line.index("csrc/hopper/light") < line.index(f"-I{tmp_path}/cutlass")
+
+
+def test_on_hopper_each_kind_of_layer_is_compiled_once_and_kept(env: Any, hopper: Path) -> None:
+    modules(FULL, SLIDING, FULL).build()
+    calls = hopper.read_text().splitlines()
+    assert len(calls) == 2 * 4
+    assert not modules(FULL, SLIDING).missing
+    folder = env.FLASHINFER_AOT_DIR
+    kept = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    names = ("fa3_False_False", "fa3_True_False")
+    assert kept == {f"{name}/{name}.so" for name in names}
+
+
+def test_what_is_kept_on_hopper_is_used_until_our_sources_change(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    modules(FULL).build()
+    sources = tmp_path / "sources"
+    shutil.copytree(hopper_prompts._SOURCES, sources)
+    monkeypatch.setattr(hopper_prompts, "_SOURCES", sources)
+    assert not modules(FULL).missing
+    with (sources / "prompts.cuh").open("a") as file:
+        file.write("// changed")
+    assert modules(FULL).missing
+
+
+def test_numbers_that_our_kernels_do_not_take_are_left_to_flashinfer(
+    env: Any, hopper: Path
+) -> None:
+    modules(FULL, dtype=torch.float32).build()
+    assert env.built == ["fa3_False_False"]
+    assert not hopper.read_text()
+
+
+def test_where_nothing_can_be_kept_flashinfer_compiles_its_own_module(
+    env: Any, hopper: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "file"))
+    modules(FULL).build()
+    assert env.built == ["fa3_False_False"]
+    assert not hopper.read_text()
+
+
+def test_of_the_output_of_hoppers_compiler_the_error_is_told(
+    env: Any, hopper: Path, tmp_path: Path
+) -> None:
+    install_nvcc(tmp_path, FAILING_NVCC)
+    with pytest.raises(ConfigError, match=r"nvcc: x\.cu\(3\): error: no such thing; --attn"):
+        modules(FULL).build()
+    assert not list(env.FLASHINFER_AOT_DIR.rglob("*.so"))
+    assert modules(FULL).missing

@@ -4,6 +4,9 @@ FlashInfer compiles a module when a kernel is first needed, and again whenever p
 headers anew. Here they are compiled while the weights are loaded, and kept by version in the
 cache folder of this project. FlashInfer takes them from there as it takes modules that were
 compiled before they were installed ("ahead of time"), without a compiler.
+
+On Hopper the modules that are kept have fewer kernels than FlashInfer's of the same names, see
+`hopper_prompts.py`. FlashInfer finds them only in processes that use the folder of this project.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minisgl.attention.hopper_prompts import PromptKernels, can_compile, digest_of_sources
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
-from minisgl.utils.cuda_toolkit import find_cuda_toolkit
+from minisgl.utils.cuda_toolkit import CudaToolkit, find_cuda_toolkit
 from minisgl.utils.env import cache_folder, let_flashinfer_compile
 from minisgl.utils.ownership import is_own_file, make_own_folder
 
@@ -68,11 +73,20 @@ class PromptModules:
         import_flashinfer()
         from flashinfer.jit import env, gen_batch_prefill_module
 
-        self._folder = _use_kept_modules(env)
+        backend = prefill_kernels(device)
+        is_ours = backend == "fa3" and can_compile(dtype)
+        self._folder = _use_kept_modules(env, digest_of_sources() if is_ours else None)
+        self._include_folders = [
+            *env.CCCL_INCLUDE_DIRS,
+            env.FLASHINFER_INCLUDE_DIR,
+            *env.CUTLASS_INCLUDE_DIRS,
+        ]
+        self._modules: list[Any] = []
+        self._ours: dict[str, PromptKernels] = {}  # by the module's name
         kinds = {(spec.window is not None, spec.softcap is not None) for spec in specs}
-        self._modules = [
-            gen_batch_prefill_module(
-                prefill_kernels(device),
+        for has_window, has_softcap in sorted(kinds):
+            module = gen_batch_prefill_module(
+                backend,
                 dtype,
                 dtype,
                 dtype,
@@ -84,8 +98,10 @@ class PromptModules:
                 has_softcap,
                 False,
             )
-            for has_window, has_softcap in sorted(kinds)
-        ]
+            self._modules.append(module)
+            if is_ours and self._folder is not None:
+                kernels = PromptKernels(dtype, head_dim, has_window, has_softcap)
+                self._ours[module.name] = kernels
 
     @property
     def missing(self) -> list[Any]:
@@ -108,21 +124,34 @@ class PromptModules:
                 "--attn torch needs none"
             )
         let_flashinfer_compile(toolkit.home)
-        for module in missing:
-            try:
+        with ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(lambda module: self._compile(module, toolkit), missing))
+
+    def _compile(self, module: Any, toolkit: CudaToolkit) -> None:
+        ours = self._ours.get(module.name)
+        try:
+            if ours is None:
                 module.build(verbose=False)
-            except RuntimeError as error:
-                logger.debug("FlashInfer: %s", error)
-                raise ConfigError(
-                    f"FlashInfer cannot be compiled by {toolkit.nvcc}: {_first_error(error)}; "
-                    "--attn torch needs no compiler"
-                ) from None
-            if self._folder is not None:
-                _keep(module.jit_library_path, self._folder / module.name)
+            else:
+                assert self._folder is not None
+                folder = self._folder / module.name
+                folder.mkdir(mode=0o700, exist_ok=True)
+                ours.compile(toolkit, self._include_folders, folder / f"{module.name}.so")
+        except RuntimeError as error:
+            logger.debug("FlashInfer: %s", error)
+            raise ConfigError(
+                f"FlashInfer cannot be compiled by {toolkit.nvcc}: {_first_error(error)}; "
+                "--attn torch needs no compiler"
+            ) from None
+        if ours is None and self._folder is not None:
+            _keep(module.jit_library_path, self._folder / module.name)
 
 
-def _use_kept_modules(env: Any) -> Path | None:
+def _use_kept_modules(env: Any, digest: str | None) -> Path | None:
     """Let FlashInfer look for modules where they are kept.
+
+    Args:
+        digest: tells versions of the modules apart that are not just FlashInfer's.
 
     Returns:
         The folder; None where modules that were installed are used, or where nothing can be kept.
@@ -131,6 +160,8 @@ def _use_kept_modules(env: Any) -> Path | None:
         return None
     workspace: Path = env.FLASHINFER_WORKSPACE_DIR  # its last folders: version, architecture
     name = f"flashinfer-{workspace.parent.name}-cuda{torch.version.cuda}-sm{workspace.name}"
+    if digest is not None:
+        name += f"-{digest}"
     try:
         folder = make_own_folder(cache_folder() / "kernels" / name)
     except OSError as error:

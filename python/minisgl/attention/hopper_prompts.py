@@ -1,0 +1,102 @@
+"""Compiles FlashInfer's FlashAttention 3 for the prompts of one model (kernel/csrc/hopper).
+
+FlashInfer's own module has all masks and two schedulers of work, and its sources include the
+GEMMs of CUTLASS: a compiler takes minutes of work for what a model does not use. Here each of the
+two kernels that it does use is a source, compiled beside the other and beside what starts them.
+The kernels are FlashInfer's, so they are as fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tvm_ffi import libinfo
+
+import minisgl.kernel
+from minisgl.utils.cuda_toolkit import CudaToolkit
+
+_SOURCES = Path(minisgl.kernel.__file__).parent / "csrc" / "hopper"
+_FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr"]
+_FLAGS += ["-gencode=arch=compute_90a,code=sm_90a"]
+_ELEMENTS = {torch.bfloat16: "cutlass::bfloat16_t", torch.float16: "cutlass::half_t"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKernels:
+    """The kernels of prompts for layers of one kind.
+
+    Attributes:
+        dtype: one of which `can_compile` is true.
+        head_dim: 64, 128 or 256.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    has_window: bool
+    has_softcap: bool
+
+    def compile(self, toolkit: CudaToolkit, include_folders: Sequence[Path], library: Path) -> None:
+        """Write the library, at once: another process may be loading it.
+
+        Args:
+            include_folders: FlashInfer's headers and those that it brings along.
+            library: where the functions go that FlashInfer's wrappers call.
+
+        Raises:
+            RuntimeError: a compiler fails; the message is what it wrote.
+        """
+        nvcc = str(toolkit.nvcc)
+        ffi_folders = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+        folders = [_SOURCES / "light", *include_folders, *ffi_folders]
+        options = [*_FLAGS, *self._definitions(), *(f"-I{folder}" for folder in folders)]
+        # What starts the kernels is not worth a long compilation.
+        entry_options = [*options, "-Xcompiler", "-fPIC,-O1"]
+        ffi_folder = Path(libinfo.find_libtvm_ffi()).parent
+        link_options = [f"-L{toolkit.home / 'lib64'}", f"-L{ffi_folder}", "-ltvm_ffi"]
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            commands = [
+                [nvcc, *options, "-cubin", str(_SOURCES / "paged.cu"), "-o", "paged.cubin"],
+                [nvcc, *options, "-cubin", str(_SOURCES / "ragged.cu"), "-o", "ragged.cubin"],
+                [nvcc, *entry_options, "-c", str(_SOURCES / "entry.cu"), "-o", "entry.o"],
+            ]
+            with ThreadPoolExecutor(len(commands)) as pool:
+                list(pool.map(lambda command: _run(command, scratch), commands))
+            link = [nvcc, "-shared", "entry.o", str(_SOURCES / "cubins.S"), "-o", "prompts.so"]
+            _run([*link, *link_options], scratch)
+            made = Path(scratch) / "prompts.so"
+            made.chmod(0o700)
+            made.rename(library)
+
+    def _definitions(self) -> list[str]:
+        values = {
+            "PROMPT_TYPE": _ELEMENTS[self.dtype],
+            "PROMPT_HEAD_DIM": self.head_dim,
+            "PROMPT_HAS_WINDOW": int(self.has_window),
+            "PROMPT_HAS_SOFTCAP": int(self.has_softcap),
+        }
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Whether there are kernels of prompts for numbers of this type."""
+    return dtype in _ELEMENTS
+
+
+def digest_of_sources() -> str:
+    """Identify what is compiled here, beside FlashInfer's version and the model."""
+    files = sorted(file for file in _SOURCES.rglob("*") if file.is_file())
+    text = "\n".join([*(file.read_text() for file in files), *_FLAGS])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _run(command: list[str], folder: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr or done.stdout)
