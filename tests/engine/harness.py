@@ -56,8 +56,9 @@ class WatchedEngine(Engine):
         info: DistributedInfo | None = None,
         rendezvous: Path | None = None,
     ):
-        super().__init__(config, info or DistributedInfo(), rendezvous)
         self.logits: dict[tuple[int, int], Tensor] = {}
+        super().__init__(config, info or DistributedInfo(), rendezvous)
+        self.logits.clear()  # of the first steps
 
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
         logits_BV = launched.sampling_inputs.logits_BV
