@@ -113,8 +113,9 @@ async def warm_up(app: FastAPI) -> None:
     """Do at once, in a tenth of a second each, what the first requests would wait for.
 
     FastAPI builds a route when it first matches a request, and anyio loads its part for asyncio
-    when it is first used.
+    when it is first used. The process for large bodies takes half a second to start.
     """
+    app.state.body_reader.start(router.routes)
     for route in app.routes:
         route.matches({"type": "http", "method": "GET", "path": "", "root_path": ""})
     await anyio.lowlevel.checkpoint()

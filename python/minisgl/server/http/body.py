@@ -7,7 +7,7 @@ time are bounded. Next to read: `body_parser.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -46,6 +46,11 @@ class BodyReader:
         self._max_held_bytes = _MAX_HELD * max_body_bytes
         self._num_held_bytes = 0
         self._ignored_fields = IgnoredFieldsLog()
+
+    def start(self, routes: Iterable[object]) -> None:
+        """Start the process that parses large bodies, with what the routes' bodies need."""
+        models = [route.body_model for route in routes if isinstance(route, BodyRoute)]
+        self._worker.start(model for model in dict.fromkeys(models) if model is not None)
 
     async def read(self, request: Request, model: type[R]) -> R:
         """Read a request; what it has in vain is logged.
@@ -97,11 +102,16 @@ class BodyRoute(APIRoute):
     done for a request before it is sent to a tokenizer.
     """
 
+    @property
+    def body_model(self) -> Any:
+        """What its body is; None if it has none."""
+        return self.body_field and self.body_field.field_info.annotation
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        if self.body_field is None:
+        model = self.body_model
+        if model is None:
             return super().get_route_handler()
         endpoint = self.endpoint
-        model: Any = self.body_field.field_info.annotation
         assert list(signature(endpoint).parameters) == ["body", "request", "frontend", "model"]
 
         async def read_and_answer(request: Request) -> Response:

@@ -1,8 +1,8 @@
 """A process that parses large bodies, so that the event loop does not.
 
-It starts with the first large body, and again after it was killed. It does one body after the
-other, at bounded memory and in bounded time. Whoever waits for it takes turns by the sizes of their
-bodies. Bodies and results cross a pipe as bytes; nothing is unpickled.
+It starts with the server, or with the first large body, and again after it was killed. It does
+one body after the other, at bounded memory and in bounded time. Whoever waits for it takes turns by
+the sizes of their bodies. Bodies and results cross a pipe as bytes; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import pkgutil
 import resource
 import signal
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -83,13 +84,22 @@ class BodyWorker:
         self._waiting: FairQueue[_Waiting] = FairQueue()
         self._is_busy = False
 
+    def start(self, models: Iterable[type[PromptRequest]]) -> None:
+        """Start the process now: the first large body would wait for up to a second.
+
+        Args:
+            models: of the requests that come; it imports them before the first body.
+        """
+        self._process.model_names = [_name_of(model) for model in models]
+        self._thread.submit(self._process.start)
+
     async def pack(self, chunks: list[bytes], model: type[PromptRequest]) -> PackedRequest:
         """Parse a body; see `pack_body`. A caller that is cancelled loses its turn.
 
         Raises:
             RequestError: the body is no such request, or takes too much time or memory.
         """
-        job = _Job(f"{model.__module__}:{model.__qualname__}", len(chunks))
+        job = _Job(_name_of(model), len(chunks))
         packed: asyncio.Future[PackedRequest] = asyncio.get_running_loop().create_future()
         self._waiting.put(_Waiting(job, chunks, packed), sum(map(len, chunks)), flow=packed)
         self._start_next()
@@ -122,12 +132,18 @@ class BodyWorker:
     def close(self) -> None:
         self._process.kill()
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._process.kill()  # if it was just being started
 
 
 class _Process:
-    """The process as seen from the thread that waits for it."""
+    """The process as seen from the thread that waits for it.
+
+    Attributes:
+        model_names: what it imports before the first body.
+    """
 
     def __init__(self, bounds: RequestBounds, memory_limit: int) -> None:
+        self.model_names: list[str] = []
         self._bounds = bounds
         self._memory_limit = memory_limit
         self._process: SpawnProcess | None = None
@@ -164,16 +180,18 @@ class _Process:
         if self._process is not None and not self._process.is_alive():
             self._end()
         if self._pipe is None:
-            self._start()
+            self.start()
         assert self._pipe is not None
         return self._pipe
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        if self._pipe is not None:
+            return
         context = multiprocessing.get_context("spawn")
         pipe, other_end = context.Pipe()
         process = context.Process(
             target=_run,
-            args=(other_end, os.getpid(), self._bounds, self._memory_limit),
+            args=(other_end, os.getpid(), self._bounds, self._memory_limit, self.model_names),
             name="body-worker",
             daemon=True,
         )
@@ -197,13 +215,21 @@ class _Process:
         self._pipe = None
 
 
-def _run(pipe: Connection, parent_pid: int, bounds: RequestBounds, memory_limit: int) -> None:
+def _run(
+    pipe: Connection,
+    parent_pid: int,
+    bounds: RequestBounds,
+    memory_limit: int,
+    model_names: list[str],
+) -> None:
     """Body of the process."""
     die_with_parent(parent_pid)
     name_process("body-worker")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     gc.disable()  # what JSON becomes has no cycles
+    for name in model_names:
+        pkgutil.resolve_name(name)
     with contextlib.suppress(EOFError):
         while True:
             _serve_one(pipe, bounds)
@@ -224,6 +250,10 @@ def _serve_one(pipe: Connection, bounds: RequestBounds) -> None:
     pipe.send_bytes(msgspec.msgpack.encode(result))
     for prompt in packed.prompts:
         pipe.send_bytes(prompt)
+
+
+def _name_of(model: type[PromptRequest]) -> str:
+    return f"{model.__module__}:{model.__qualname__}"
 
 
 def _peak_memory() -> int:
