@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the lists of pages are made by a Triton kernel")
 from minisgl.attention import flashinfer_backend
 from minisgl.checkpoint import AttentionSpec
+from minisgl.core import PromptWaves
 from minisgl.kernel import gpu
 from tests.attention.test_paged_backends import attend
 from tests.attention.test_torch_backend import MIXED, PLAIN, World
@@ -102,6 +103,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
@@ -123,6 +126,11 @@ SPANS = {
 def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], page_size: int) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
     torch.testing.assert_close(world.attend(1, "fi").double(), world.dense(), atol=2e-5, rtol=0)
+
+
+def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
+    world = World(SPANS["prompts"], num_heads=4, num_kv_heads=2, page_size=4)
+    assert world.backend("fi").prompt_waves == PromptWaves(128, 4, 132)
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
