@@ -25,14 +25,14 @@ A, B, C = (Grammar("regex", text) for text in "abc")
 def test_hostile_grammars_stay_within_their_budget(
     for_gpu: bool, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Memory is at most twice the budget: an allocator keeps some, and threads are seen late.
+    """An allocator keeps some memory beside the budget, and threads are seen late.
 
-    Without a budget this attack takes 34 MiB.
+    Without a budget this attack takes 46 MiB.
     """
     folder = str(checkpoint("qwen2"))
     budget = 12 * MIB
-    damage = run_attack(Attack(folder, VOCAB_SIZE, EOS_ID, for_gpu, 12, 60, budget))
-    assert damage.num_bytes < 2 * budget
+    damage = run_attack(Attack(folder, VOCAB_SIZE, EOS_ID, for_gpu, 12, 80, budget))
+    assert damage.num_bytes < budget + 16 * MIB
     assert damage.num_ended
 
 
