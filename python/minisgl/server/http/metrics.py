@@ -163,7 +163,7 @@ class Metrics:
         self._failures.labels(worker).inc()
 
     def end_epoch(self) -> None:
-        """The scheduler is dead: nothing runs or waits in it, and its successor counts from zero."""
+        """The scheduler is dead: nothing runs in it, and its successor counts from zero."""
         for gauge in self._gauges:
             gauge.set(0)
         self._counted = dict.fromkeys(self._counters, 0)
