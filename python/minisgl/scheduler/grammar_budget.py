@@ -60,15 +60,13 @@ class GrammarBudget:
         idle = [known for known in kept if known.num_open == 0]
         num_bytes = sum(known.num_bytes for known in [*idle, *uids])
 
-        msgs = [
-            ForgetGrammarMsg(known.grammar)
-            for known in kept
-            if known.num_open and known.grown_bytes > self._max_grown_bytes
-        ]
-        for known in idle:
-            if num_bytes > self._max_bytes or known.grown_bytes > self._max_grown_bytes:
+        msgs: list[ForgetGrammarMsg] = []
+        for known in kept:
+            is_idle = known.num_open == 0
+            is_too_much = is_idle and num_bytes > self._max_bytes
+            if is_too_much or known.grown_bytes > self._max_grown_bytes:
                 msgs.append(ForgetGrammarMsg(known.grammar))
-                num_bytes -= known.num_bytes
+                num_bytes -= known.num_bytes if is_idle else 0
         for known in sorted(uids, key=_num_bytes, reverse=True):
             if num_bytes > self._max_bytes:
                 error = self._error(known)

@@ -5,7 +5,7 @@ once the threads have taken some memory. Whoever grows in these steps is also ch
 threads took before.
 """
 
-# Dimensions: X requests with a grammar, W words of 32 bits.
+# Dimensions: W words of 32 bits, X a selection out of another dimension: requests with a grammar.
 
 from __future__ import annotations
 
