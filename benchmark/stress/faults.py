@@ -41,7 +41,7 @@ from minisgl.benchmark.stress.processes import (
 from minisgl.benchmark.stress.target import Server
 
 _TOKENS = 2000
-_MAX_WAIT_S = 2.0
+_MAX_WAIT_S = 2.0  # of clients that are told to come back later
 _ENGINE = "scheduler-0"
 
 
@@ -62,7 +62,7 @@ class Result:
 
 @dataclass(slots=True)
 class Clients:
-    """Threads that read one stream after the other.
+    """Threads that read one stream after the other, and come back when a refusal says so.
 
     Attributes:
         outcomes: how streams ended, since the latest fault.
@@ -72,7 +72,7 @@ class Clients:
     server: Server
     outcomes: Counter[str] = field(default_factory=Counter)
     told_at: float = 0.0
-    is_over: bool = False
+    is_over: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> int:
         """The status of the answer to a short request; 0 if none comes."""
@@ -85,39 +85,42 @@ class Clients:
         return status
 
     def read_streams(self) -> None:
-        while not self.is_over:
-            self.outcomes[self._read_stream()] += 1
+        while not self.is_over.is_set():
+            outcome, wait_s = self._read_stream()
+            self.outcomes[outcome] += 1
+            if outcome == "told":
+                self.told_at = time.monotonic()
+                self.is_over.wait(wait_s)
 
-    def _read_stream(self) -> str:
+    def _read_stream(self) -> tuple[str, float]:
+        """Return how a stream ended, and after how many seconds a client comes back then."""
         fields = {"prompt": "the", "stream": True, "max_tokens": _TOKENS, "ignore_eos": True}
         body = self.server.body(**fields)
         try:
             with closing(self.server.connect(TIMEOUT_S)) as connection:
                 connection.request("POST", "/v1/completions", body, self.server.headers())
-                return self._outcome(connection.getresponse())
+                response = connection.getresponse()
+                return self._outcome(response), _wait_s(response)
         except (OSError, HTTPException):
-            return "broken"
+            return "broken", CHECK_EVERY_S
 
     def _outcome(self, response: HTTPResponse) -> str:
         if response.status == 503 and "error" in json.loads(response.read()):
-            retry_after = response.headers["Retry-After"]
-            return "broken" if retry_after is None else self._wait_as_told(float(retry_after))
+            return "told" if response.headers["Retry-After"] else "broken"
         last = ""
         for line in response:
             last = line.decode().strip() or last
-            if self.is_over:
+            if self.is_over.is_set():
                 return "left"
         if last == "data: [DONE]":
             return "ended"
-        if last.startswith('data: {"error"'):
-            return self._wait_as_told(CHECK_EVERY_S)
-        return "broken"
+        return "told" if last.startswith('data: {"error"') else "broken"
 
-    def _wait_as_told(self, wait_s: float) -> str:
-        """Come back when the server says, as clients do: 32 that do not wait take a core."""
-        self.told_at = time.monotonic()
-        time.sleep(min(wait_s, _MAX_WAIT_S))
-        return "told"
+
+def _wait_s(response: HTTPResponse) -> float:
+    """What `Retry-After` asks for, within bounds; a stream that was cut has no such header."""
+    retry_after_s = float(response.headers["Retry-After"] or 0.0)
+    return min(max(retry_after_s, CHECK_EVERY_S), _MAX_WAIT_S)
 
 
 def inflict(
@@ -183,7 +186,7 @@ def main() -> None:
                 if args.json:
                     with args.json.open("a") as file:
                         file.write(json.dumps(asdict(result)) + "\n")
-    clients.is_over = True
+    clients.is_over.set()
     num_left = len(server.children(recursive=True))
     print(f"{num_left} processes at the end")
 

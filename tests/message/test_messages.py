@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minisgl.message as package
-from minisgl.core import SamplingParams, TokenLogprobs
+from minisgl.core import Grammar, SamplingParams, TokenLogprobs
 from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
 from minisgl.message import (
     AbortBackendMsg,
@@ -31,6 +31,7 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     FlushCacheMsg,
+    ForgetGrammarMsg,
     FrontendMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
@@ -96,6 +97,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, AbortBackendMsg(2)),
     (BackendMsg, GrammarVerdictMsg(3, "the grammar is refused", 5)),
     (BackendMsg, GrammarCompiledMsg(3)),
+    (BackendMsg, ForgetGrammarMsg(Grammar("regex", "a+"), (2**63 - 1,), "too much")),
     (BackendMsg, StepCostsMsg((1e-3, 0.0, 2e-5, 1e-300, 0.1, 1 / 3))),
     (BackendMsg, ExitMsg()),
     (TokenizerMsg, FlushCacheMsg(3)),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from minisgl.core import Grammar, ReqSlice
 from minisgl.errors import InvalidRequest
+from minisgl.message import ForgetGrammarMsg
 from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, MatchState, PendingMasks
 from tests.scheduler.script import Script
 
@@ -35,6 +36,13 @@ class FakeMatchers(GrammarMatchers):
 
     def close(self, uid: int) -> None:
         self._scripts.pop(uid, None)
+
+    def excess(self) -> list[ForgetGrammarMsg]:
+        """Scripts take no memory."""
+        return []
+
+    def return_memory(self) -> None:
+        """Scripts take no memory."""
 
     @property
     def num_open(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from minisgl.core import Grammar, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
-from minisgl.scheduler.grammar import KnownGrammars
+from minisgl.scheduler.known_grammars import KnownGrammars
 from minisgl.scheduler.pending_grammars import PendingGrammars
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.scheduler.fake_matchers import FakeMatchers
@@ -64,7 +64,7 @@ class LearningMatchers(FakeMatchers):
         return grammar in self.known
 
     def open(self, uid: int, grammar: Grammar) -> None:
-        self.known.matcher(grammar)
+        self.known.open(grammar)
         super().open(uid, grammar)
 
 
@@ -223,7 +223,7 @@ def test_known_grammars_are_bounded_by_bytes_and_the_oldest_go() -> None:
     assert first
     assert second
     assert third
-    known.matcher(first)
+    known.open(first)
     known.add(third, [FakeMatcher()], 10_000)  # type: ignore[arg-type]
     assert first in known
     assert third in known

@@ -577,6 +577,32 @@ def test_over_an_outage_requests_without_a_token_go_on_unseen_and_others_fail() 
     run(scenario())
 
 
+def test_gauges_are_zero_from_the_end_of_an_epoch_to_the_first_step_of_the_next() -> None:
+    """What the dead scheduler sent last may come after its end."""
+    gauges = ("requests_running", "requests_waiting", "kv_pages_used_ratio", "step_budget_tokens")
+    stats = EngineStats(3, 2, 4, 8, 0, 0, 0, 0, budget_tokens=64, budget_ms=5.0)
+
+    def seen(frontend: Frontend) -> list[float]:
+        lines = frontend.metrics.expose().decode().splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return [float(values[f"minisgl_{gauge}"]) for gauge in gauges]
+
+    async def scenario() -> None:
+        async with running_frontend() as (frontend, worker):
+            worker.send_message(BatchFrontendMsg([], stats))
+            await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
+            frontend.suspend("it died", 1)
+            assert seen(frontend) == [0, 0, 0, 0]
+            frontend._take_stats(stats)
+            assert seen(frontend) == [0, 0, 0, 0]
+            frontend.resume([])
+            assert seen(frontend) == [0, 0, 0, 0]
+            frontend._take_stats(stats)
+            assert seen(frontend) == [3, 2, 0.5, 64]
+
+    run(scenario())
+
+
 def test_what_an_earlier_epoch_sent_is_dropped_also_in_the_middle_of_a_batch() -> None:
     """A batch is delivered in several turns of the loop; the workers may fail between two."""
 

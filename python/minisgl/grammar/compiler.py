@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import llguidance.numpy
@@ -24,12 +24,16 @@ STACK_BYTES = 2**28
 # short texts. Near the end of a text of limited length it looks at every token that is in no set.
 _SLICES = [*(rf'[^"\\\x00-\x1F\x7F]{{1,{n}}}' for n in range(1, 10)), *LLTokenizer.general_slices()]
 _LEXER_FUEL = 50_000  # about a second for a regular expression
+# States of the automaton that reads lexemes, of 0.5 to 2.5 kB: at most 80 MiB were seen. A string
+# of bounded length needs one for each character, so that 32 pages of text are still possible.
+_MAX_STATES = 2**15
+_limits = partial(LLParserLimits, initial_lexer_fuel=_LEXER_FUEL, max_lexer_states=_MAX_STATES)
 # Earley items of one mask. A Lark grammar may be ambiguous, and its items then cost far more each:
 # 50,000 are seconds. Schemas are hardly ambiguous, and one of many optional properties needs many.
 _LIMITS = {
-    "json_schema": LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=50_000),
-    "regex": LLParserLimits(initial_lexer_fuel=_LEXER_FUEL),
-    "lark": LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=3_000),
+    "json_schema": _limits(step_max_items=50_000),
+    "regex": _limits(),
+    "lark": _limits(step_max_items=3_000),
 }
 # What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
 # or advice to programmers.

@@ -4,7 +4,8 @@
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
     scheduler 0 ─ StepDigestMsg ────────────▶  scheduler 1..n-1
     API server  ─ FlushCacheMsg, NewDetokenizerMsg ▶ tokenizer ─ the same ────▶  scheduler 0
-    scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, StepCostsMsg ─▶  itself, and so all ranks
+    scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
+                  and so all ranks
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
     API process ─ the messages of peer.py ──▶  other API processes
@@ -22,6 +23,7 @@ from minisgl.message.backend import (
     BatchBackendMsg,
     ExitMsg,
     FlushCacheMsg,
+    ForgetGrammarMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     NewDetokenizerMsg,
@@ -96,6 +98,7 @@ __all__ = [
     "EngineStats",
     "ExitMsg",
     "FlushCacheMsg",
+    "ForgetGrammarMsg",
     "FrontendMsg",
     "GrammarCompiledMsg",
     "GrammarVerdictMsg",

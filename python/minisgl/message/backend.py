@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.message.base import BaseMsg
 
 
@@ -74,6 +74,19 @@ class GrammarCompiledMsg(BaseBackendMsg, frozen=True):
     number: int
 
 
+class ForgetGrammarMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → itself → ranks: a grammar takes too much memory, as it has measured.
+
+    Attributes:
+        uids: requests that end with it. Finished ones are ignored.
+        error: why they end.
+    """
+
+    grammar: Grammar
+    uids: tuple[int, ...] = ()
+    error: str = ""
+
+
 class StepCostsMsg(BaseBackendMsg, frozen=True):
     """Scheduler 0 → itself → ranks: what steps cost, as measured.
 
@@ -91,6 +104,7 @@ BackendMsg: TypeAlias = (
     | NewDetokenizerMsg
     | GrammarVerdictMsg
     | GrammarCompiledMsg
+    | ForgetGrammarMsg
     | StepCostsMsg
     | ExitMsg
 )

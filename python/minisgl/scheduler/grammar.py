@@ -10,23 +10,25 @@ so a retracted request goes on where it was. Nothing here is on the device.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import llguidance.numpy
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.errors import InvalidRequest
 from minisgl.grammar import refusal
+from minisgl.message import ForgetGrammarMsg
+from minisgl.scheduler.grammar_budget import GrammarBudget
+from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
+from minisgl.scheduler.shared_executor import SharedExecutor
+from minisgl.utils.heap import bytes_touched, return_free_memory
 
 MATCHERS_ON_GPU = 8  # of a grammar
-_CACHE_BYTES = 2**28  # of grammars that are kept
-_CHARACTER_BYTES = 4
-_ENTRY_BYTES = 1024  # of a grammar that is refused, beside its text
+_TRIM_BYTES = 2**23  # of grammars that are gone, after which memory is given back to the kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,81 +49,10 @@ _COMPLETE = MatchState(is_complete=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownGrammar:
-    """A grammar that was tried.
-
-    Attributes:
-        matchers: at the beginning of a match; copies of them follow the answers. Empty if
-            the grammar is refused.
-        error: why it is refused.
-        num_bytes: memory that it takes.
-    """
-
-    matchers: deque[LLMatcher]
-    error: str | None
-    num_bytes: int
-
-
-class KnownGrammars:
-    """Grammars that were tried, the latest used ones, up to a number of bytes."""
-
-    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._known: OrderedDict[Grammar, _KnownGrammar] = OrderedDict()
-
-    def __contains__(self, grammar: Grammar) -> bool:
-        return grammar in self._known
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def add(self, grammar: Grammar, matchers: list[LLMatcher], num_bytes: int) -> None:
-        """Keep a grammar that was compiled once or several times, each time to so many bytes."""
-        num_bytes = num_bytes * len(matchers) + _bytes_of(grammar)
-        self._add(grammar, _KnownGrammar(deque(matchers), None, num_bytes))
-
-    def add_refused(self, grammar: Grammar, error: str) -> None:
-        """Remember why a grammar is refused."""
-        self._add(grammar, _KnownGrammar(deque(), error, _bytes_of(grammar)))
-
-    def discard(self, grammar: Grammar) -> None:
-        """Forget a grammar, if it is here: the next request with it has it compiled again."""
-        known = self._known.pop(grammar, None)
-        if known is not None:
-            self._num_bytes -= known.num_bytes
-
-    def _add(self, grammar: Grammar, known: _KnownGrammar) -> None:
-        assert grammar not in self._known
-        self._known[grammar] = known
-        self._num_bytes += known.num_bytes
-        while self._num_bytes > self._max_bytes and len(self._known) > 1:
-            _, oldest = self._known.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
-
-    def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a copy of a matcher of a known grammar, of each in turn.
-
-        Raises:
-            InvalidRequest: the grammar was refused.
-        """
-        self._known.move_to_end(grammar)
-        known = self._known[grammar]
-        if known.error is not None:
-            raise InvalidRequest(known.error, param="grammar")
-        known.matchers.rotate()
-        return known.matchers[0].deep_copy()
-
-
-def _bytes_of(grammar: Grammar) -> int:
-    return len(grammar.text) * _CHARACTER_BYTES + _ENTRY_BYTES
-
-
-@dataclass(frozen=True, slots=True)
 class _Match:
     """The match of one answer."""
 
-    grammar: Grammar
+    known: KnownGrammar
     matcher: LLMatcher
 
 
@@ -143,7 +74,8 @@ class GrammarMatchers:
     Each request has a copy of a matcher. Copies of one matcher share the automaton that they build
     as they go, and wait for each other. Where threads make masks there are several to copy from.
     Once the automaton has as many states as it may, every copy fails at the next new one. So a
-    grammar is forgotten when a match fails.
+    grammar is forgotten when a match fails. What automata and matches take is measured as they
+    grow, for `GrammarBudget`.
 
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens
@@ -154,8 +86,9 @@ class GrammarMatchers:
 
     def __init__(self, masks_XW: IntArray, *, for_gpu: bool) -> None:
         self.known = KnownGrammars()
+        self._budget = GrammarBudget(self.known)
         self._masks_XW = masks_XW
-        self._executor = LLExecutor() if for_gpu else None
+        self._executor = SharedExecutor() if for_gpu else None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._matches: dict[int, _Match] = {}
 
@@ -169,11 +102,37 @@ class GrammarMatchers:
         Raises:
             InvalidRequest: the grammar is refused.
         """
-        self._matches[uid] = _Match(grammar, self.known.matcher(grammar))
+        known = self.known.open(grammar)
+        before = bytes_touched()
+        self._matches[uid] = _Match(known, known.copy_matcher())
+        self._measure(known, before)
 
     def close(self, uid: int) -> None:
         """Drop the matcher of an ended request, if it has one."""
-        self._matches.pop(uid, None)
+        match = self._matches.pop(uid, None)
+        if match is not None:
+            self.known.close(match.known)
+
+    def excess(self) -> list[ForgetGrammarMsg]:
+        """What has to go, because grammars take too much memory."""
+        return self._budget.excess((uid, match.known) for uid, match in self._matches.items())
+
+    def return_memory(self) -> None:
+        """Give the memory of large grammars that are gone back to the kernel, beside the caller.
+
+        What is used a second time is not measured, so it would not count in the budget.
+        """
+        if self.known.freed_bytes >= _TRIM_BYTES:
+            self.known.freed_bytes = 0
+            self._helper.submit(return_free_memory)
+
+    def _measure(self, known: KnownGrammar, before: int) -> None:
+        """Count what this thread has taken for a grammar since it had touched so many bytes."""
+        num_bytes = bytes_touched() - before
+        if num_bytes:
+            if self._executor is not None:
+                num_bytes += self._executor.take_unknown(num_bytes)
+            self._budget.grow(known, num_bytes)
 
     def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
         """Whether a grammar restricts what the slices sample."""
@@ -189,41 +148,55 @@ class GrammarMatchers:
         """
         guided = [req_slice for req_slice in slices if req_slice.req.params.grammar is not None]
         masks_XW = self._masks_XW[: len(guided)]
-        matchers: list[tuple[LLMatcher, int]] = []
+        matches: list[tuple[_Match, int]] = []
         for x, req_slice in enumerate(guided):
             if req_slice.end < req_slice.req.num_known:
                 _allow_only(masks_XW[x], int(req_slice.req.tokens[req_slice.end]))
             else:
-                matchers.append((self._matches[req_slice.req.uid].matcher, x))
+                matches.append((self._matches[req_slice.req.uid], x))
 
         if self._executor is None:
-            for matcher, x in matchers:
-                llguidance.numpy.fill_next_token_bitmask(matcher, masks_XW, x)
+            self._fill_each(matches, masks_XW)
             return PendingMasks()
         has_begun = threading.Event()
-        future = self._helper.submit(self._fill, matchers, masks_XW, has_begun)
+        future = self._helper.submit(self._fill, self._executor, matches, masks_XW, has_begun)
         # Else the caller would keep Python's lock until it waits for the masks, and they begin
         # then.
         has_begun.wait()
         return PendingMasks(future)
 
+    def _fill_each(self, matches: list[tuple[_Match, int]], masks_XW: IntArray) -> None:
+        """Make masks one after the other, and measure by how much each grammar grows."""
+        for match, x in matches:
+            before = bytes_touched()
+            llguidance.numpy.fill_next_token_bitmask(match.matcher, masks_XW, x)
+            self._measure(match.known, before)
+
     def _fill(
-        self, matchers: list[tuple[LLMatcher, int]], masks_XW: IntArray, has_begun: threading.Event
+        self,
+        executor: SharedExecutor,
+        matches: list[tuple[_Match, int]],
+        masks_XW: IntArray,
+        has_begun: threading.Event,
     ) -> None:
-        """Make masks in parallel; runs on the helper's thread, without Python's lock."""
+        """Make masks; runs on the helper's thread, without Python's lock."""
         has_begun.set()
-        if matchers:
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, masks_XW)
+        if executor.is_watched:
+            self._fill_each(matches, masks_XW)
+        elif matches:
+            executor.fill([(match.matcher, x) for match, x in matches], masks_XW)
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         """Advance a request's match by its next tokens."""
         match = self._matches[uid]
         matcher = match.matcher
+        before = bytes_touched()
         matcher.consume_tokens(tokens)
+        self._measure(match.known, before)
         if not matcher.is_stopped():
             return IN_PROGRESS
         if matcher.is_error():
-            self.known.discard(match.grammar)
+            self.known.discard(match.known.grammar)
             return MatchState(error=refusal(matcher.get_error()))
         return _COMPLETE
 
@@ -232,7 +205,11 @@ class GrammarMatchers:
 
         A mask at this place allows the first of them alone. The match does not advance.
         """
-        return list(self._matches[uid].matcher.compute_ff_tokens())
+        match = self._matches[uid]
+        before = bytes_touched()
+        tokens = list(match.matcher.compute_ff_tokens())
+        self._measure(match.known, before)
+        return tokens
 
 
 def _allow_only(mask_W: IntArray, token: int) -> None:

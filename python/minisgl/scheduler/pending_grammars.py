@@ -21,7 +21,7 @@ from minisgl.core import Grammar, Req
 from minisgl.errors import InvalidRequest
 from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial, Verdict, deep_stack_executor
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
-from minisgl.scheduler.grammar import KnownGrammars
+from minisgl.scheduler.known_grammars import KnownGrammars
 
 logger = logging.getLogger(__name__)
 

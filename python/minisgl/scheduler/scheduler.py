@@ -28,7 +28,7 @@ from typing import Protocol
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, PromptWaves, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
-from minisgl.errors import OutOfMemory, RequestError, StepOutOfMemory
+from minisgl.errors import InvalidRequest, OutOfMemory, RequestError, StepOutOfMemory
 from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
@@ -37,6 +37,7 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     FlushCacheMsg,
+    ForgetGrammarMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     NewDetokenizerMsg,
@@ -190,6 +191,7 @@ class Scheduler:
         self.outputs = OutputProcessor(
             self.grammars, self.table, limits, self.events, min_forced, prefill_watch
         )
+        self._leads = leads
         self._executor = executor
         self._limits = limits
         self._inbox = inbox
@@ -269,7 +271,15 @@ class Scheduler:
             self._finish(step)
             step = None
         self._in_flight = step
+        self._bound_grammars()
         self._report()
+
+    def _bound_grammars(self) -> None:
+        """Hold what grammars take within their budget; rank 0 says what has to go."""
+        self.grammars.return_memory()
+        if self._leads:
+            for msg in self.grammars.excess():
+                self._inbox.post(msg)
 
     def _report(self) -> None:
         """Send the outputs of a step, and the statistics if they have changed."""
@@ -307,10 +317,8 @@ class Scheduler:
                 case NewDetokenizerMsg(life):
                     self._outbox.redirect(life)
                     self._reported = None
-                case GrammarVerdictMsg():
-                    self._open(self.pending_grammars.take_verdict(msg))
-                case GrammarCompiledMsg():
-                    self._open(self.pending_grammars.take_compiled(msg))
+                case GrammarVerdictMsg() | GrammarCompiledMsg() | ForgetGrammarMsg():
+                    self._take_news(msg)
                 case StepCostsMsg(seconds):
                     self.pacer.costs = StepCosts(*seconds)
                 case ExitMsg():
@@ -323,6 +331,25 @@ class Scheduler:
         if req is not None:
             self.outputs.add_abort(req)
             self._end(req, "abort")
+
+    def _take_news(self, msg: GrammarVerdictMsg | GrammarCompiledMsg | ForgetGrammarMsg) -> None:
+        """Follow what rank 0 has found out about a grammar."""
+        match msg:
+            case GrammarVerdictMsg():
+                self._open(self.pending_grammars.take_verdict(msg))
+            case GrammarCompiledMsg():
+                self._open(self.pending_grammars.take_compiled(msg))
+            case ForgetGrammarMsg():
+                self._forget(msg)
+
+    def _forget(self, msg: ForgetGrammarMsg) -> None:
+        """Forget a grammar, and end the requests whose answers take too much memory with it."""
+        self.grammars.known.discard(msg.grammar)
+        for uid in msg.uids:
+            req = self._live.get(uid)
+            if req is not None:
+                self.outputs.add_error(req, InvalidRequest(msg.error, param="grammar"))
+                self._end(req, "abort")
 
     def _accept(self, msg: UserMsg) -> None:
         """Queue a request, or answer at once that it cannot be served."""

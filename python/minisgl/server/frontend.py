@@ -343,7 +343,8 @@ class Frontend:
                 self._deliver(reply)
 
     def _take_stats(self, stats: EngineStats) -> None:
-        self.metrics.update(stats)
+        if self._outage is None:  # else it comes from a scheduler that is dead
+            self.metrics.update(stats)
         for uid, num_tokens in stats.flushes:
             self._questions.answer(uid, num_tokens)
 
@@ -399,6 +400,7 @@ class Frontend:
         self._tokenizers = []
         self._outage = partial(Unavailable, f"the engine starts again: {reason}", outage_s)
         self._questions.fail(self._outage())
+        self.metrics.end_epoch()
         failure = EngineFailed(f"the engine failed: {reason}")
         self._end_lost(self._open.values(), failure)
 
@@ -414,7 +416,6 @@ class Frontend:
         """Send what waits to new workers, and accept new requests."""
         self._tokenizers = tokenizers
         self._outage = None
-        self.metrics.begin_epoch()
         waiting = self._open
         self._open = {}
         for uid, request in waiting.items():

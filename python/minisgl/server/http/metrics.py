@@ -131,6 +131,13 @@ class Metrics:
             "step_budget_seconds",
             "How long a step may hold up running requests; it grows when prompts wait too long",
         )
+        self._gauges = (
+            self._running,
+            self._waiting,
+            self._used,
+            self._budget_tokens,
+            self._budget_seconds,
+        )
         self._counters = {
             "num_retractions": engine_counter(
                 "retractions_total", "Times that a prompt lost its pages to others"
@@ -155,8 +162,10 @@ class Metrics:
     def count_failure(self, worker: str) -> None:
         self._failures.labels(worker).inc()
 
-    def begin_epoch(self) -> None:
-        """The scheduler was started again and counts from zero."""
+    def end_epoch(self) -> None:
+        """The scheduler is dead: nothing runs in it, and its successor counts from zero."""
+        for gauge in self._gauges:
+            gauge.set(0)
         self._counted = dict.fromkeys(self._counters, 0)
 
     def update(self, stats: EngineStats) -> None:

@@ -1,0 +1,134 @@
+"""Grammars that were tried, and what they take.
+
+A grammar takes memory twice: when it is compiled, which its trial has measured, and while answers
+follow it. The automaton that its matchers share grows then, by as much as its bound of states
+allows. Nobody can say beforehand by how much, and llguidance does not say it afterwards, so it is
+measured where it happens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
+
+from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
+
+_CACHE_BYTES = 2**28  # of grammars that are kept
+_CHARACTER_BYTES = 4
+_ENTRY_BYTES = 1024  # of a grammar that is refused, beside its text
+
+
+@dataclass(slots=True, eq=False)
+class KnownGrammar:
+    """A grammar that was tried: it lives until it is forgotten and no answer follows it.
+
+    Attributes:
+        matchers: at the beginning of a match; copies of them follow the answers. Empty if
+            the grammar is refused.
+        error: why it is refused.
+        compiled_bytes: memory that it took when it was compiled. All ranks have the same number.
+        grown_bytes: memory that it took while answers followed it, as this rank has measured.
+        num_open: answers that follow it.
+        is_kept: whether new requests find it.
+    """
+
+    grammar: Grammar
+    matchers: deque[LLMatcher]
+    error: str | None
+    compiled_bytes: int
+    grown_bytes: int = 0
+    num_open: int = 0
+    is_kept: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return self.compiled_bytes + self.grown_bytes
+
+    def copy_matcher(self) -> LLMatcher:
+        """Return a copy of a matcher, of each in turn."""
+        self.matchers.rotate()
+        return self.matchers[0].deep_copy()
+
+
+class KnownGrammars:
+    """Grammars that were tried, the latest used ones, up to a number of bytes.
+
+    All ranks keep the same ones, because it depends on it whether a request waits for a trial. So
+    only the bytes count here that a grammar took when it was compiled.
+
+    Attributes:
+        freed_bytes: that grammars had grown by which are gone, since somebody set it to 0.
+    """
+
+    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
+        self.freed_bytes = 0
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._known: OrderedDict[Grammar, KnownGrammar] = OrderedDict()
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        return grammar in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def all(self) -> list[KnownGrammar]:
+        """All that are kept, the oldest first."""
+        return list(self._known.values())
+
+    def add(self, grammar: Grammar, matchers: list[LLMatcher], num_bytes: int) -> None:
+        """Keep a grammar that was compiled once or several times, each time to so many bytes."""
+        num_bytes = num_bytes * len(matchers) + _bytes_of(grammar)
+        self._add(KnownGrammar(grammar, deque(matchers), None, num_bytes))
+
+    def add_refused(self, grammar: Grammar, error: str) -> None:
+        """Remember why a grammar is refused."""
+        self._add(KnownGrammar(grammar, deque(), error, _bytes_of(grammar)))
+
+    def discard(self, grammar: Grammar) -> None:
+        """Forget a grammar, if it is here: the next request with it has it compiled again."""
+        known = self._known.pop(grammar, None)
+        if known is not None:
+            self._forget(known)
+
+    def _add(self, known: KnownGrammar) -> None:
+        assert known.grammar not in self._known
+        self._known[known.grammar] = known
+        self._num_bytes += known.compiled_bytes
+        while self._num_bytes > self._max_bytes and len(self._known) > 1:
+            _, oldest = self._known.popitem(last=False)
+            self._forget(oldest)
+
+    def _forget(self, known: KnownGrammar) -> None:
+        self._num_bytes -= known.compiled_bytes
+        known.is_kept = False
+        self._count_freed(known)
+
+    def _count_freed(self, known: KnownGrammar) -> None:
+        if not known.is_kept and known.num_open == 0:
+            self.freed_bytes += known.grown_bytes
+
+    def open(self, grammar: Grammar) -> KnownGrammar:
+        """Return a known grammar that one answer more follows.
+
+        Raises:
+            InvalidRequest: the grammar was refused.
+        """
+        self._known.move_to_end(grammar)
+        known = self._known[grammar]
+        if known.error is not None:
+            raise InvalidRequest(known.error, param="grammar")
+        known.num_open += 1
+        return known
+
+    def close(self, known: KnownGrammar) -> None:
+        """One answer less follows it."""
+        known.num_open -= 1
+        self._count_freed(known)
+
+
+def _bytes_of(grammar: Grammar) -> int:
+    return len(grammar.text) * _CHARACTER_BYTES + _ENTRY_BYTES

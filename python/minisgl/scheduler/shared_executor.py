@@ -1,0 +1,61 @@
+"""Threads that make the masks of several answers at once, and what they take for it.
+
+Nobody knows whose automaton has grown then. So masks are made one after the other for some steps
+once the threads have taken some memory. Whoever grows in these steps is also charged with what the
+threads took before.
+"""
+
+# Dimensions: W words of 32 bits, X a selection out of another dimension: requests with a grammar.
+
+from __future__ import annotations
+
+import llguidance.numpy
+from llguidance import LLExecutor, LLMatcher
+
+from minisgl.core import IntArray
+from minisgl.utils.heap import bytes_touched_by, process_bytes_touched, thread_ids
+
+_NUM_WATCHED_STEPS = 16
+_UNWATCHED_BYTES = 2**18  # that the threads may take before they are watched
+_SHARE = 2**4  # times what a grammar has grown by, at most, are charged of what is unknown
+
+
+class SharedExecutor:
+    """The threads, and the memory that they took for nobody knows whom."""
+
+    def __init__(self) -> None:
+        before = thread_ids()
+        self._executor = LLExecutor()
+        self._threads = thread_ids() - before
+        self._num_watched_steps = 0
+        self._process_bytes = process_bytes_touched()
+        self._bytes = bytes_touched_by(self._threads)
+        self._unknown_bytes = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the caller makes the masks of this step itself, one after the other."""
+        if self._num_watched_steps:
+            self._num_watched_steps -= 1
+            return True
+        return False
+
+    def fill(self, matchers: list[tuple[LLMatcher, int]], masks_XW: IntArray) -> None:
+        """Make masks in parallel, without Python's lock."""
+        llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, masks_XW)
+        # The process has other threads, but all of its memory is known in a microsecond.
+        process_bytes = process_bytes_touched()
+        if process_bytes - self._process_bytes < _UNWATCHED_BYTES:
+            return
+        self._process_bytes = process_bytes
+        num_bytes = bytes_touched_by(self._threads)
+        self._unknown_bytes += num_bytes - self._bytes
+        self._bytes = num_bytes
+        if self._unknown_bytes >= _UNWATCHED_BYTES:
+            self._num_watched_steps = _NUM_WATCHED_STEPS
+
+    def take_unknown(self, num_bytes: int) -> int:
+        """What a grammar is charged with that grew by so many bytes before the caller's eyes."""
+        share = min(self._unknown_bytes, num_bytes * _SHARE)
+        self._unknown_bytes -= share
+        return share
