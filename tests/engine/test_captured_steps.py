@@ -277,7 +277,7 @@ def test_prompts_beside_decodes_are_replayed(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("kind", ["logprobs", "all"])
 def test_ranks_replay_and_call_alike(kind: str, hosts: Hosts, tmp_path: Path) -> None:
-    """Rank 0 alone has logits and chooses; two threads are the ranks."""
+    """Each rank has logits of its tokens, and chooses; two threads are the ranks."""
 
     def run(rank: int) -> list[list[int]]:
         host, log = hosts(DistributedInfo(rank, 2), tmp_path / "rendezvous", tp=2, overlap=True)
@@ -424,7 +424,9 @@ def test_a_trial_captures_few_and_counts_the_rest(
 def graphs_of(engine: Engine) -> list[weakref.ref[Graph]]:
     captured = engine._graphs._captured.values()
     graphs = [weakref.ref(step.forward_graph) for step in captured]
-    return graphs + [weakref.ref(step.sampling_graph.graph) for step in captured]
+    for step in captured:
+        graphs += [weakref.ref(choice.graph) for choice in step.sampling_graphs.values()]
+    return graphs
 
 
 def raise_in_call(
