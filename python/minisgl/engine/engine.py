@@ -220,7 +220,9 @@ class Engine:
         )
         self.context = self._tables_and_backends()
         self._batch_builder = BatchBuilder(self.context, self._staging)
-        self._sampler = Sampler(self._vocab, self.context.token_pool_RL, model, self._extra_staging)
+        self._sampler = Sampler(
+            self._vocab, self.context.token_pool_RL, model.eos_ids, self._extra_staging
+        )
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
         self._graphs = self._make_graph_runner(config, is_trial=is_trial)
 

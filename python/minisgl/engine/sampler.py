@@ -40,7 +40,6 @@ from minisgl.engine.logprobs import LogprobsOutput
 from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_room
 from minisgl.kernel import choose_candidates, choose_tokens, lowest_kept, scatter
 from minisgl.layers import VocabShard
-from minisgl.models import ModelConfig
 from minisgl.utils.staging import Staging, room_for
 
 _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
@@ -132,14 +131,14 @@ class Sampler:
         self,
         vocab: VocabShard,
         token_pool_RL: Tensor,
-        model: ModelConfig,
+        eos_ids: frozenset[int],
         staging: Staging,
     ) -> None:
         self.vocab = vocab
         self._token_pool_RL = token_pool_RL
-        self._eos_ids = model.eos_ids
+        self._eos_ids = eos_ids
         self._staging = staging
-        num_words = -(-model.vocab_size // 32)
+        num_words = -(-vocab.size // 32)
         self.masks_XW = torch.full(
             (len(token_pool_RL), num_words),
             -1,

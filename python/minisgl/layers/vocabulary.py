@@ -26,12 +26,13 @@ class VocabShard:
     or none: there, minus infinity stands in the last columns, which never win.
 
     Attributes:
+        size: of the whole vocabulary.
         tokens: of this rank.
         first_token: whose logits are the first column.
     """
 
     def __init__(self, vocab_size: int, comm: DistributedCommunicator) -> None:
-        self._vocab_size = vocab_size
+        self.size = vocab_size
         self._comm = comm
         num_words = -(-vocab_size // _WORD)
         words = comm.info.shard_padded(num_words)
@@ -59,12 +60,12 @@ class VocabShard:
 
     def join(self, logits_BV: Tensor) -> Tensor:
         """Logits of the whole vocabulary, on every rank."""
-        return self._comm.all_gather(logits_BV)[:, : self._vocab_size]
+        return self._comm.all_gather(logits_BV)[:, : self.size]
 
     def collect(self, logits_BV: Tensor) -> Tensor | None:
         """Logits of the whole vocabulary on rank 0, None on the others."""
         whole_BV = self._comm.gather(logits_BV)
-        return None if whole_BV is None else whole_BV[:, : self._vocab_size]
+        return None if whole_BV is None else whole_BV[:, : self.size]
 
     def agree(self, candidate_B: Tensor) -> Tensor:
         """From the candidates of each rank (`choose_candidates`), in place, to the tokens, int32.
