@@ -56,7 +56,7 @@ def test_of_sampling(launches: Launches) -> None:
                 for lowest in (None, floats(size, shift)):
                     gpu.choose_tokens(logits, lowest, temperature, seed, position)
                     for first_token in (0, 1, VOCAB_SIZE, 2 * VOCAB_SIZE + 16):
-                        gpu.choose_candidates(
+                        gpu.choose_scored_tokens(
                             logits, lowest, temperature, seed, position, first_token
                         )
         check(launches, _best_of_split=2, _best_of_all=2)

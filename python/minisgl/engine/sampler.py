@@ -38,7 +38,7 @@ from minisgl.engine.graph_capture import Graph
 from minisgl.engine.logits_processing import process_logits, processing_room, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput
 from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_room
-from minisgl.kernel import choose_candidates, choose_tokens, lowest_kept, scatter
+from minisgl.kernel import choose_scored_tokens, choose_tokens, lowest_kept, scatter
 from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging, room_for
 
@@ -103,7 +103,7 @@ def sample(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard) -> Ten
     numbers = (lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B)
     if vocab.is_whole:
         return choose_tokens(logits_BV, *numbers)
-    return vocab.agree(choose_candidates(logits_BV, *numbers, vocab.first_token))
+    return vocab.agree(choose_scored_tokens(logits_BV, *numbers, vocab.first_token))
 
 
 def sampler_room(num_slices: int, num_eos: int) -> int:

@@ -48,7 +48,7 @@ def choose_tokens(
     return token_B
 
 
-def choose_candidates(
+def choose_scored_tokens(
     logits_BV: Tensor,
     lowest_B: Tensor | None,
     temperature_B: Tensor,
@@ -63,16 +63,16 @@ def choose_candidates(
             vocabulary are minus infinity.
 
     Returns:
-        candidate_B: int64. The smallest candidate of all parts of a vocabulary has, in its low 32
-            bits, the token that `choose_tokens` chooses among the whole. The high bits are those of
-            the score, turned around: a better one is a smaller number.
+        scored_B: int64, the token in the low 32 bits, its score in the high ones. They are those of
+            the float32, turned around: a better score is a smaller number. So the smallest of the
+            numbers of all parts has the token that `choose_tokens` chooses among the whole.
     """
     kernels = kernels_for(logits_BV)
     if kernels is not None and logits_BV.is_cuda:
-        candidate_B: Tensor = kernels.choose_candidates(
+        scored_B: Tensor = kernels.choose_scored_tokens(
             logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token
         )
-        return candidate_B
+        return scored_B
     token_B, score_B = _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token)
     # Both zeros are equal scores. A NaN is as good as a banned token.
     score_B = torch.nan_to_num(score_B, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0

@@ -67,9 +67,10 @@ class VocabShard:
         whole_BV = self._comm.gather(logits_BV)
         return None if whole_BV is None else whole_BV[:, : self.size]
 
-    def agree(self, candidate_B: Tensor) -> Tensor:
-        """From the candidates of each rank (`choose_candidates`), in place, to the tokens, int32.
+    def agree(self, scored_B: Tensor) -> Tensor:
+        """Return the best tokens of all ranks, int32, equal on all of them.
 
-        The result is the same on all ranks: nothing is rounded on the way to it.
+        Args:
+            scored_B: of this rank (`choose_scored_tokens`); overwritten.
         """
-        return self._comm.all_reduce_min(candidate_B).int()
+        return self._comm.all_reduce_min(scored_B).int()

@@ -114,7 +114,7 @@ def choose_tokens(
     return token_B
 
 
-def choose_candidates(
+def choose_scored_tokens(
     logits_BV: Tensor,
     lowest_B: Tensor | None,
     temperature_B: Tensor,
@@ -122,9 +122,9 @@ def choose_candidates(
     position_B: Tensor,
     first_token: int,
 ) -> Tensor:
-    candidate_B = torch.empty(len(logits_BV), dtype=torch.int64, device=logits_BV.device)
-    _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token, candidate_B)
-    return candidate_B
+    scored_B = torch.empty(len(logits_BV), dtype=torch.int64, device=logits_BV.device)
+    _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token, scored_B)
+    return scored_B
 
 
 def _choose(
@@ -136,7 +136,7 @@ def _choose(
     first_token: int,
     output_B: Tensor,
 ) -> None:
-    """Write tokens to an output of int32, candidates to one of int64."""
+    """Write tokens to an output of int32, tokens with their scores to one of int64."""
     batch_size, num_tokens = logits_BV.shape
     device = logits_BV.device
 

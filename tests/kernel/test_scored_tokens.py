@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import choose_candidates, choose_tokens
+from minisgl.kernel import choose_scored_tokens, choose_tokens
 from tests.kernel.harness import DEVICE, DTYPES, numbers
 
 Choice = tuple[Callable[..., Tensor], Callable[..., Tensor]]
@@ -22,11 +22,11 @@ def gpu_kernels() -> Choice:
     pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
     from minisgl.kernel import gpu
 
-    return gpu.choose_tokens, gpu.choose_candidates
+    return gpu.choose_tokens, gpu.choose_scored_tokens
 
 
 IMPLEMENTATIONS = [
-    pytest.param(lambda: (choose_tokens, choose_candidates), id="by dispatch"),
+    pytest.param(lambda: (choose_tokens, choose_scored_tokens), id="by dispatch"),
     pytest.param(gpu_kernels, id="Triton", marks=pytest.mark.gpu),
 ]
 
@@ -53,16 +53,16 @@ def shards(logits_BV: Tensor, size: int) -> list[tuple[int, Tensor]]:
 def best_of_shards(
     choose: Callable[..., Tensor], logits_BV: Tensor, size: int, *args: Tensor | None
 ) -> Tensor:
-    candidates = [choose(shard, *args, first) for first, shard in shards(logits_BV, size)]
-    assert all(candidate_B.dtype == torch.int64 for candidate_B in candidates)
-    return torch.stack(candidates).amin(dim=0).int()
+    scored = [choose(shard, *args, first) for first, shard in shards(logits_BV, size)]
+    assert all(scored_B.dtype == torch.int64 for scored_B in scored)
+    return torch.stack(scored).amin(dim=0).int()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_smallest_candidate_has_the_token_of_the_whole(
+def test_the_smallest_number_has_the_token_of_the_whole(
     random: torch.Generator,
     size: int,
     vocab_size: int,
