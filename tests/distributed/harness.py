@@ -70,7 +70,7 @@ class RoundsInbox(MemoryInbox):
 
 
 def run_ranks(tp: int, jobs: list[Job], folder: Path) -> list[list[list[Answer]]]:
-    """Answers by rank, job and prompt; those of ranks other than 0 have no logits."""
+    """Answers by rank, job and prompt; each rank has the logits of its tokens."""
     return in_processes(tp, partial(_run_all, jobs, folder))
 
 

@@ -6,12 +6,16 @@ Four replicate the kv heads and pad the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
+from minisgl.layers import VocabShard
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, save_checkpoint, tiny_model
+from tests.distributed.groups import Alone
 from tests.distributed.harness import Job, run_ranks
 from tests.engine.harness import Answer, random_prompts
 from tests.engine.oracle import Oracle, assert_equals_oracle
@@ -43,11 +47,18 @@ def answers(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_logits_of_rank_0_equal_the_oracles(
+def test_tokens_and_joined_logits_equal_the_oracles(
     name: str, answers: dict[str, list[list[Answer]]]
 ) -> None:
     model = tiny_model("llama", **BIASED) if name == "biased llama" else tiny_model(name)
-    assert_equals_oracle(Oracle(model), PROMPTS + RELATED, answers[name][0])
+    joined = [join(list(of_ranks)) for of_ranks in zip(*answers[name], strict=True)]
+    assert_equals_oracle(Oracle(model), PROMPTS + RELATED, joined)
+
+
+def join(of_ranks: list[Answer]) -> Answer:
+    """The first rank's answer, with the logits of all."""
+    logits = [answer.logits_TV for answer in of_ranks if answer.logits_TV is not None]
+    return replace(of_ranks[0], logits_TV=torch.cat(logits, dim=1)[:, :VOCAB_SIZE])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +71,15 @@ def test_all_ranks_see_the_same_tokens_and_cache_hits(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_rank_0_has_logits(name: str, answers: dict[str, list[list[Answer]]]) -> None:
-    first, *others = answers[name]
-    assert all(answer.logits_TV is not None for answer in first)
-    assert all(answer.logits_TV is None for of_rank in others for answer in of_rank)
+def test_each_rank_has_the_logits_of_its_tokens(
+    name: str, answers: dict[str, list[list[Answer]]]
+) -> None:
+    size = len(answers[name])
+    num_words = -(-VOCAB_SIZE // 32)
+    num_columns = -(-num_words // size) * 32
+    for rank, of_rank in enumerate(answers[name]):
+        num_own = len(VocabShard(VOCAB_SIZE, Alone(rank, size)).tokens)
+        for answer in of_rank:
+            assert answer.logits_TV is not None
+            assert answer.logits_TV.shape == (NUM_TOKENS, num_columns)
+            assert (answer.logits_TV[:, num_own:] == -torch.inf).all()

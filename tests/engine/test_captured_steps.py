@@ -275,29 +275,40 @@ def test_prompts_beside_decodes_are_replayed(hosts: Hosts) -> None:
     assert log["forward"] == log["steps"]
 
 
-@pytest.mark.parametrize("kind", ["logprobs", "all"])
-def test_ranks_replay_and_call_alike(kind: str, hosts: Hosts, tmp_path: Path) -> None:
-    """Rank 0 alone has logits and chooses; two threads are the ranks."""
+@pytest.mark.parametrize("captures_filters", [False, True], ids=["", "filters are captured"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_replay_and_call_what_one_rank_does(
+    kind: str, captures_filters: bool, hosts: Hosts, tmp_path: Path
+) -> None:
+    """Each rank has logits of its tokens, and chooses; two threads are the ranks."""
+    asked = KINDS[kind] * (1 if kind == "all" else 3)
+    prompts = [random_prompts([30, 3, 17, 9], VOCAB_SIZE)[i % 4] for i in range(len(asked))]
+    each = [
+        SamplingParams(**{"max_tokens": 20, "seed": i, "ignore_eos": True, **fields})
+        for i, fields in enumerate(asked)
+    ]
+    alone, log = hosts(overlap=True, captures_filters=captures_filters)
+    expected = [answer.tokens for answer in alone.ask(prompts, each)]
+    log.clear()
 
-    def run(rank: int) -> list[list[int]]:
-        host, log = hosts(DistributedInfo(rank, 2), tmp_path / "rendezvous", tp=2, overlap=True)
-        prompts = random_prompts([30, 3, 17, 9], VOCAB_SIZE)
-        asked = [{"top_k": 5}, *KINDS[kind]]
-        each = [
-            SamplingParams(**{"max_tokens": 20, "seed": i, "ignore_eos": True, **fields})
-            for i, fields in enumerate(asked)
-        ]
-        prompts = [prompts[i % 4] for i in range(len(each))]
+    def run(rank: int) -> None:
+        info = DistributedInfo(rank, 2)
+        host, _ = hosts(
+            info,
+            tmp_path / "rendezvous",
+            tp=2,
+            overlap=True,
+            captures_filters=captures_filters,
+        )
         with without_graphs(host):
-            expected = host.ask(prompts, each)
-        answers = host.ask(prompts, each)
-        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-        assert log["forward"] > 15
-        return [answer.tokens for answer in answers]
+            assert [answer.tokens for answer in host.ask(prompts, each)] == expected
+        assert [answer.tokens for answer in host.ask(prompts, each)] == expected
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, range(2))
-    assert first == second
+        list(pool.map(run, range(2)))
+    assert log["forward"] > 30
+    is_eager = kind in ("processed", "all") or (kind == "filtered" and not captures_filters)
+    assert (log["choose"] < log["forward"]) == is_eager
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -424,7 +435,9 @@ def test_a_trial_captures_few_and_counts_the_rest(
 def graphs_of(engine: Engine) -> list[weakref.ref[Graph]]:
     captured = engine._graphs._captured.values()
     graphs = [weakref.ref(step.forward_graph) for step in captured]
-    return graphs + [weakref.ref(step.sampling_graph.graph) for step in captured]
+    for step in captured:
+        graphs += [weakref.ref(choice.graph) for choice in step.sampling_graphs.values()]
+    return graphs
 
 
 def raise_in_call(

@@ -366,7 +366,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             given = getattr(inputs.args, field.name)[: len(expected)]
             assert torch.equal(given, expected), field.name
         plain = [i for i, req_slice in enumerate(slices) if not wants_processing(req_slice)]
-        eager_B = sample(inputs.logits_BV[: len(slices)], eager_args)
+        eager_B = sample(inputs.logits_BV[: len(slices)], eager_args, engine._vocab)
         assert torch.equal(sampled.token_B[plain], eager_B[plain])
 
         for i, req_slice in enumerate(slices):

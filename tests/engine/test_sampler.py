@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Req, ReqSlice, SamplingParams
-from minisgl.engine import BatchSamplingArgs, sample
+from minisgl.distributed import SingleCommunicator
+from minisgl.engine import BatchSamplingArgs
+from minisgl.engine import sample as sample_of_ranks
 from minisgl.kernel import noise
+from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging
 
 CPU = torch.device("cpu")
@@ -29,6 +32,11 @@ def sampling_slice(params: SamplingParams, seed: int = 0, position: int = 1) -> 
 
 def args_of(slices: list[ReqSlice]) -> BatchSamplingArgs:
     return BatchSamplingArgs.of(slices, Staging(CPU))
+
+
+def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
+    """The tokens of one rank, which has the whole vocabulary."""
+    return sample_of_ranks(logits_BV, args, VocabShard(logits_BV.shape[1], SingleCommunicator()))
 
 
 def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:

@@ -42,7 +42,10 @@ def check(launches: Launches, **nums_of_variants: int) -> None:
 
 
 def test_of_sampling(launches: Launches) -> None:
-    """One for logits alone, one for filtered ones; changed logits are in float32."""
+    """One for logits alone, one for filtered ones; changed logits are in float32.
+
+    Those of a part of the vocabulary are chosen by the same, whichever part it is.
+    """
     for dtype in (bf16, torch.float32):
         for size in SIZES:
             logits = torch.empty(size, VOCAB_SIZE, dtype=dtype)
@@ -52,7 +55,11 @@ def test_of_sampling(launches: Launches) -> None:
                 position = ints(size, shift)
                 for lowest in (None, floats(size, shift)):
                     gpu.choose_tokens(logits, lowest, temperature, seed, position)
-        check(launches, _best_of_split=2, _best_of_all=1)
+                    for first_token in (0, 1, VOCAB_SIZE, 2 * VOCAB_SIZE + 16):
+                        gpu.choose_scored_tokens(
+                            logits, lowest, temperature, seed, position, first_token
+                        )
+        check(launches, _best_of_split=2, _best_of_all=2)
 
 
 def test_of_masks(launches: Launches) -> None:

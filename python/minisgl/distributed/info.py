@@ -20,7 +20,7 @@ class DistributedInfo:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which receives, samples and answers."""
+        """Whether this is rank 0, which receives and answers."""
         return self.rank == 0
 
     def shard(self, total: int, what: str) -> range:

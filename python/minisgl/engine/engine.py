@@ -67,7 +67,7 @@ from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import cuda_kernels_for, kernels_for, load_cpu_kernels, scatter
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
-from minisgl.layers import Context
+from minisgl.layers import Context, VocabShard
 from minisgl.models import ModelConfig, get_model_class
 from minisgl.moe import create_moe_backend
 from minisgl.utils.arch import keep_freed_memory, use_huge_pages
@@ -108,6 +108,7 @@ class Engine:
         self._attn = config.attn or self._fastest_attention()
         kernel_builds = KernelBuilds(self._kernel_builds())
         self._comm = create_communicator(info, self._device, rendezvous, config.comm)
+        self._vocab = VocabShard(self._model_config.vocab_size, self._comm)
 
         max_seq_len = context_length(config, self._model_config)
         with out_of_memory_is_explained("loading the weights"):
@@ -227,7 +228,9 @@ class Engine:
         )
         self.context = self._tables_and_backends()
         self._batch_builder = BatchBuilder(self.context, self._staging)
-        self._sampler = Sampler(self._comm, self.context.token_pool_RL, model, self._extra_staging)
+        self._sampler = Sampler(
+            self._vocab, self.context.token_pool_RL, model.eos_ids, self._extra_staging
+        )
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
         self._graphs = self._make_graph_runner(config, is_trial=is_trial)
 
@@ -373,21 +376,17 @@ class Engine:
         self._write_tables(prepared.writes)
 
         replay = prepared.replay
-        sampling_graph_key = None
         if replay is None:
             hidden_YD, sampling_inputs = self._run_eagerly(plan)
         else:
             assert self._graphs is not None
             hidden_YD, sampling_inputs = self._graphs.replay(replay)
-            if not replay.needs_eager_filters:
-                sampling_graph_key = replay.key
 
         prompt_outputs = PromptOutputs.of(
-            plan, hidden_YD, self._model.logits, self.context.token_pool_RL
+            plan, hidden_YD, self._collect_logits, self.context.token_pool_RL
         )
-        return LaunchedStep(
-            plan.sampling_slices, sampling_inputs, sampling_graph_key, prompt_outputs
-        )
+        graph_key = replay.key if replay else None
+        return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
@@ -408,8 +407,11 @@ class Engine:
         return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
 
     def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
-        key = launched.sampling_graph_key
-        return self._graphs.sampling_graph(key) if self._graphs and key else None
+        key = launched.graph_key
+        if self._graphs is None or key is None:
+            return None
+        is_filtered = launched.sampling_inputs.args.is_filtered
+        return self._graphs.sampling_graph(key, is_filtered=is_filtered)
 
     def _write_tables(self, writes: TableWrites) -> None:
         page_table_RP = self.context.page_table_RP
@@ -446,7 +448,11 @@ class Engine:
         self.context.attn_backend.prepare_on_device(batch)
         return self._model.forward(batch, self.context)
 
-    def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _collect_logits(self, hidden_XD: Tensor) -> Tensor | None:
+        """Logits of the whole vocabulary on rank 0, None on the others."""
+        return self._vocab.collect(self._model.logits(hidden_XD))
+
+    def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What a graph captures: there, every returned hidden state also becomes logits."""
         hidden_YD = self._forward(batch)
         return hidden_YD, self._model.logits(hidden_YD)

@@ -44,13 +44,13 @@ from minisgl.engine.sampling_batch import (
 )
 from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CannotBeCaptured, cuda_kernels_for, look_up, scatter
-from minisgl.layers import Context
+from minisgl.layers import Context, VocabShard
 from minisgl.utils.progress import ProgressBar
 from minisgl.utils.staging import StagedCopy, fixed_staging
 
 logger = logging.getLogger(__name__)
 
-ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor | None]]
+ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,15 @@ class CapturedStep:
     Attributes:
         forward_graph: from the inputs to hidden states and logits.
         hidden_YD: what the forward graph leaves, with padding.
-        sampling_graph: from the logits to tokens; None where tokens are chosen eagerly.
+        sampling_graphs: from the logits to tokens, by whether they look at filters
+            (`BatchSamplingArgs.is_filtered`). Where one is missing tokens are chosen eagerly.
         sampling_inputs: what is sampled from.
     """
 
     metadata: BaseAttnMetadata
     forward_graph: Graph
     hidden_YD: Tensor
-    sampling_graph: SamplingGraph | None
+    sampling_graphs: dict[bool, SamplingGraph]
     sampling_inputs: SamplingInputs
 
 
@@ -106,7 +107,8 @@ class GraphRunner:
         self._num_row_pages = context.page_table_RP.shape[1]
         self._padding_row = num_rows - 1
         self._padding_page = int(context.page_table_RP[-1, 0])
-        self._captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
+        captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
+        self._filter_choices = _filter_choices(captures_filters, sampler.vocab)
 
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
         largest = max(key.num_tokens + key.num_slices for some in keys.values() for key in some)
@@ -135,9 +137,8 @@ class GraphRunner:
         """
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
-        needs_eager_filters = not self._captures_filters and has_filters(sampling)
         copy = self._stage(inputs, writes, sampling)
-        return PreparedReplay(key, inputs, copy, needs_eager_filters)
+        return PreparedReplay(key, inputs, copy, has_filters(sampling))
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
         """Compute a captured step up to its logits.
@@ -154,14 +155,14 @@ class GraphRunner:
         captured.forward_graph.replay()
 
         sampling_inputs = captured.sampling_inputs
-        if prepared.needs_eager_filters:
+        if prepared.is_filtered and not sampling_inputs.args.is_filtered:
             args = replace(sampling_inputs.args, is_filtered=True)
             sampling_inputs = replace(sampling_inputs, args=args)
         return captured.hidden_YD, sampling_inputs
 
-    def sampling_graph(self, key: GraphKey) -> SamplingGraph | None:
+    def sampling_graph(self, key: GraphKey, *, is_filtered: bool) -> SamplingGraph | None:
         """The graph that chooses the tokens of a captured step; None if there is none."""
-        return self._captured[key].sampling_graph
+        return self._captured[key].sampling_graphs.get(is_filtered)
 
     def _stage(
         self, inputs: GraphInputs, writes: TableWrites, sampling: SamplingArrays
@@ -217,20 +218,22 @@ class GraphRunner:
         copy = self._stage(inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
         page_index_B, page_B, token_index_B, *others = copy.start()
         num_sampling = len(SamplingArrays._fields)
-        args = BatchSamplingArgs(self._captures_filters, True, *others[:num_sampling])
+        args = BatchSamplingArgs(self._filter_choices[0], True, *others[:num_sampling])
 
         call = self._forward_call(key, page_index_B, page_B, others[num_sampling:])
         forward_graph, (hidden_YD, logits_BV) = self._device_capture.capture(call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
-        sampling_graph = None
+        sampling_graphs: dict[bool, SamplingGraph] = {}
         if self._device_capture.takes_sampling:
-            choose = partial(self._sampler.choose, sampling_inputs)
-            sampling_graph = SamplingGraph(*self._device_capture.capture(choose))
+            for is_filtered in self._filter_choices:
+                choice = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
+                choose = partial(self._sampler.choose, choice)
+                sampling_graphs[is_filtered] = SamplingGraph(*self._device_capture.capture(choose))
 
-        if logits_BV is not None:  # the next graph uses their memory too
-            sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
+        # The next graph uses the memory of the logits too.
+        sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
         return CapturedStep(
-            call.metadata, forward_graph, hidden_YD, sampling_graph, sampling_inputs
+            call.metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs
         )
 
     def _forward_call(
@@ -264,6 +267,17 @@ class GraphRunner:
         )
 
 
+def _filter_choices(captures_filters: bool, vocab: VocabShard) -> list[bool]:
+    """Whether the graphs from logits to tokens look at filters.
+
+    Over a whole vocabulary one graph serves all steps: where there is no filter, to look for one
+    takes no time. Over a sharded one, logits of all ranks would be joined for nothing.
+    """
+    if not captures_filters:
+        return [False]
+    return [True] if vocab.is_whole else [False, True]
+
+
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
     """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
@@ -282,7 +296,7 @@ class _ForwardCall:
     returned_B: Tensor | None
     metadata: BaseAttnMetadata
 
-    def __call__(self) -> tuple[Tensor, Tensor | None]:
+    def __call__(self) -> tuple[Tensor, Tensor]:
         context = self.context
         scatter(context.page_table_RP, self.page_index_B, self.page_B)
         input_ids_T, slot_T = look_up(

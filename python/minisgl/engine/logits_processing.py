@@ -1,6 +1,7 @@
 """Changes the logits of some requests before their tokens are chosen: bias, bans, penalties.
 
-Only the rows of those requests are touched, in copies of float32. How often a token was there
+Only the rows of those requests are touched, in copies of float32. Each rank changes the logits of
+its own tokens. How often a token was there
 before is counted on the device, in the token pool, so that nothing has to wait for the tokens of
 the step before.
 """
@@ -39,36 +40,46 @@ def process_logits(
     slices: list[ReqSlice],
     token_pool_RL: Tensor,
     eos_ids: frozenset[int],
+    shard: range,
     staging: Staging,
 ) -> None:
-    """Apply bias, bans and penalties of the slices to their rows, in place."""
-    _add_biases(logits_XV, slices, eos_ids, staging)
+    """Apply bias, bans and penalties of the slices to their rows, in place.
+
+    Args:
+        shard: the tokens of the first columns; there may be more columns.
+    """
+    _add_biases(logits_XV, slices, eos_ids, shard, staging)
     if any(_has_penalty(req_slice.req.params) for req_slice in slices):
-        _penalize(logits_XV, slices, token_pool_RL, staging)
+        _penalize(logits_XV, slices, token_pool_RL, shard, staging)
 
 
 def _add_biases(
-    logits_XV: Tensor, slices: list[ReqSlice], eos_ids: frozenset[int], staging: Staging
+    logits_XV: Tensor,
+    slices: list[ReqSlice],
+    eos_ids: frozenset[int],
+    shard: range,
+    staging: Staging,
 ) -> None:
     """Bans are biases that outweigh every logit."""
     rows: list[int] = []
-    tokens: list[int] = []
+    columns: list[int] = []
     values: list[float] = []
     for x, req_slice in enumerate(slices):
         biases = list(req_slice.req.params.logit_bias.items())
         biases += [(token, _BAN) for token in _banned_tokens(req_slice, eos_ids)]
         for token, value in biases:
-            rows.append(x)
-            tokens.append(token)
-            values.append(value)
+            if token in shard:
+                rows.append(x)
+                columns.append(token - shard.start)
+                values.append(value)
     if not rows:
         return
-    row_Z, token_Z, value_Z = staging.send(
+    row_Z, column_Z, value_Z = staging.send(
         np.array(rows, dtype=np.int32),
-        np.array(tokens, dtype=np.int32),
+        np.array(columns, dtype=np.int32),
         np.array(values, dtype=np.float32),
     )
-    logits_XV.index_put_((row_Z.long(), token_Z.long()), value_Z, accumulate=True)
+    logits_XV.index_put_((row_Z.long(), column_Z.long()), value_Z, accumulate=True)
 
 
 def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> set[int]:
@@ -92,21 +103,27 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _penalize(
-    logits_XV: Tensor, slices: list[ReqSlice], token_pool_RL: Tensor, staging: Staging
+    logits_XV: Tensor,
+    slices: list[ReqSlice],
+    token_pool_RL: Tensor,
+    shard: range,
+    staging: Staging,
 ) -> None:
     row_X, prompt_X, end_X, presence_X, frequency_X, repetition_X = staging.send(
         *_penalty_arrays(slices)
     )
 
-    # The tokens of each request so far. What follows the end of a row may be anything.
+    # The tokens of each request so far, as columns. What follows the end of a row may be anything.
     position_L = torch.arange(max(req_slice.end for req_slice in slices), device=logits_XV.device)
-    is_known_XL = position_L < end_X[:, None]
+    column_XL = token_pool_RL[row_X.long(), : len(position_L)].long() - shard.start
+    is_here_XL = (column_XL >= 0) & (column_XL < len(shard))
+    is_known_XL = is_here_XL & (position_L < end_X[:, None])
     is_answer_XL = is_known_XL & (position_L >= prompt_X[:, None])
-    token_XL = token_pool_RL[row_X.long(), : len(position_L)].long().masked_fill(~is_known_XL, 0)
+    column_XL.masked_fill_(~is_known_XL, 0)
 
     # How often each token stands in the answer, and whether in prompt or answer.
-    count_XV = torch.zeros_like(logits_XV).scatter_add_(1, token_XL, is_answer_XL.float())
-    seen_XV = torch.zeros_like(logits_XV).scatter_add_(1, token_XL, is_known_XL.float()) > 0
+    count_XV = torch.zeros_like(logits_XV).scatter_add_(1, column_XL, is_answer_XL.float())
+    seen_XV = torch.zeros_like(logits_XV).scatter_add_(1, column_XL, is_known_XL.float()) > 0
 
     repetition_X1 = repetition_X[:, None]
     factor_XV = torch.where(logits_XV > 0, 1 / repetition_X1, repetition_X1)

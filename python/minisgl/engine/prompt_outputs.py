@@ -29,7 +29,8 @@ class PromptOutputs:
 
     Args:
         hidden_YD: of all slices, one after the other; padding may follow.
-        logits: the model's; rank 0 alone gets them, but all ranks call it for the same rows.
+        logits: makes logits of the whole vocabulary; rank 0 alone gets them, but all ranks call it
+            for the same rows.
     """
 
     def __init__(

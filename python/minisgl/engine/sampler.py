@@ -5,14 +5,19 @@ the softmax of logits / temperature (Gumbel 1954; Maddison et al. 2014, arXiv:14
 is a function of the request's seed, the position and the token id (`kernel/noise.py`). A request's
 token therefore depends on its own logits, parameters, seed and position, and on no other request.
 
+With several ranks each has a part of the vocabulary (`layers/vocabulary.py`). It masks, changes and
+scores its own logits, and chooses the best of its tokens. Ranks exchange one number a request, its
+token and score, and all take the best. Filters look at the whole vocabulary: logits are joined on
+all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
+
 What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host
 writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
 penalties). Such steps run `choose` eagerly, then sample the changed rows again.
 
     Engine.sample            a launched step: choose, then start the copy to the host
     Sampler.sample_slices    replay the graph or choose eagerly; take logprobs
-    Sampler.choose           mask, sample, broadcast, write to the token pool
-    sample                   filters, then the kernel
+    Sampler.choose           mask, sample, write to the token pool
+    sample                   filters, then the kernel, then the best of all ranks
     kernel.choose_tokens     add noise, take the argmax
 """
 
@@ -29,13 +34,12 @@ import torch
 from torch import Tensor
 
 from minisgl.core import ReqSlice
-from minisgl.distributed import DistributedCommunicator
 from minisgl.engine.graph_capture import Graph
 from minisgl.engine.logits_processing import process_logits, processing_room, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput
 from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_room
-from minisgl.kernel import choose_tokens, lowest_kept, mask_logits, scatter
-from minisgl.models import ModelConfig
+from minisgl.kernel import choose_scored_tokens, choose_tokens, lowest_kept, scatter
+from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging, room_for
 
 _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
@@ -46,7 +50,7 @@ class SamplingInputs:
     """What the sampler reads of a step whose logits are being computed; padding comes last.
 
     Attributes:
-        logits_BV: None on ranks that do not sample, and where no slice samples.
+        logits_BV: of this rank's tokens; None where no slice samples.
         token_index_B: int32, flat indices of the token pool: where the tokens are written.
     """
 
@@ -84,16 +88,22 @@ class SampledTokens:
     logprobs: LogprobsOutput | None
 
 
-def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
-    """Choose one token a request, of logits that are masked: int32 [B]."""
+def sample(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard) -> Tensor:
+    """Choose one token a request, of this rank's logits, which are masked.
+
+    Returns:
+        token_B: int32, the same on all ranks.
+    """
     lowest_B = None
     if args.is_filtered:
+        whole_BV = vocab.join(logits_BV)
         lowest_B = lowest_kept(
-            logits_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B
+            whole_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B
         )
-    return choose_tokens(
-        logits_BV, lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B
-    )
+    numbers = (lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B)
+    if vocab.is_whole:
+        return choose_tokens(logits_BV, *numbers)
+    return vocab.agree(choose_scored_tokens(logits_BV, *numbers, vocab.first_token))
 
 
 def sampler_room(num_slices: int, num_eos: int) -> int:
@@ -105,12 +115,13 @@ def sampler_room(num_slices: int, num_eos: int) -> int:
 
 
 class Sampler:
-    """Samples on rank 0 and broadcasts the tokens.
+    """Chooses the tokens of a step, equally on all ranks.
 
     Args:
         staging: for what is sent between a step's logits and its tokens.
 
     Attributes:
+        vocab: the tokens of this rank.
         masks_XW: the grammar masks of the step that is sampled next, as `mask_logits` takes them.
             They stay on the host: a step reads them once, so a copy to the device would cost a
             launch and save nothing.
@@ -118,16 +129,16 @@ class Sampler:
 
     def __init__(
         self,
-        comm: DistributedCommunicator,
+        vocab: VocabShard,
         token_pool_RL: Tensor,
-        model: ModelConfig,
+        eos_ids: frozenset[int],
         staging: Staging,
     ) -> None:
-        self._comm = comm
+        self.vocab = vocab
         self._token_pool_RL = token_pool_RL
-        self._eos_ids = model.eos_ids
+        self._eos_ids = eos_ids
         self._staging = staging
-        num_words = -(-model.vocab_size // 32)
+        num_words = -(-vocab.size // 32)
         self.masks_XW = torch.full(
             (len(token_pool_RL), num_words),
             -1,
@@ -158,9 +169,10 @@ class Sampler:
             for i, req_slice in special
             if req_slice.req.params.logprobs is not None
         }
-        unmasked_XV = None
-        if num_top and inputs.logits_BV is not None:
-            unmasked_XV = inputs.logits_BV[self.to_device_index(num_top)]
+        unmasked_XV = None  # and on other ranks than the first
+        if num_top:
+            assert inputs.logits_BV is not None
+            unmasked_XV = self.vocab.collect(inputs.logits_BV[self.to_device_index(num_top)])
 
         if processed:
             graph = None  # it would choose from the model's logits
@@ -181,16 +193,14 @@ class Sampler:
             processed: the slices whose logits are to be changed, with their index; none when this
                 is captured.
         """
-        if inputs.logits_BV is None:
-            token_B = torch.empty_like(inputs.token_index_B)
-        else:
-            if inputs.args.is_masked:
-                mask_logits(inputs.logits_BV, inputs.args.mask_B, self.masks_XW)
-            token_B = sample(inputs.logits_BV, inputs.args)
-            for begin in range(0, len(processed), _MAX_PROCESSED_ROWS):
-                some = processed[begin : begin + _MAX_PROCESSED_ROWS]
-                self._choose_again(token_B, inputs.logits_BV, some)
-        self._comm.broadcast(token_B)
+        logits_BV = inputs.logits_BV
+        assert logits_BV is not None
+        if inputs.args.is_masked:
+            self.vocab.mask(logits_BV, inputs.args.mask_B, self.masks_XW)
+        token_B = sample(logits_BV, inputs.args, self.vocab)
+        for begin in range(0, len(processed), _MAX_PROCESSED_ROWS):
+            some = processed[begin : begin + _MAX_PROCESSED_ROWS]
+            self._choose_again(token_B, logits_BV, some)
         scatter(self._token_pool_RL, inputs.token_index_B, token_B)
         return token_B
 
@@ -200,8 +210,16 @@ class Sampler:
         index_X = self.to_device_index(i for i, _ in processed)
         slices = [req_slice for _, req_slice in processed]
         logits_XV = logits_BV[index_X].float()
-        process_logits(logits_XV, slices, self._token_pool_RL, self._eos_ids, self._staging)
-        token_B[index_X] = sample(logits_XV, BatchSamplingArgs.of(slices, self._staging))
+        process_logits(
+            logits_XV,
+            slices,
+            self._token_pool_RL,
+            self._eos_ids,
+            self.vocab.tokens,
+            self._staging,
+        )
+        args = BatchSamplingArgs.of(slices, self._staging)
+        token_B[index_X] = sample(logits_XV, args, self.vocab)
 
     def to_device_index(self, rows: Iterable[int]) -> Tensor:
         """Send numbers of rows to the device, as an index of its tensors: int64."""

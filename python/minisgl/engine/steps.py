@@ -27,14 +27,13 @@ class PreparedReplay:
     Attributes:
         copy: the inputs, the table writes and the sampling parameters, ready to go to where the
             graph reads them.
-        needs_eager_filters: whether a request has a filter that the graph from logits to tokens
-            does not compute. Then the tokens are chosen without this graph.
+        is_filtered: whether a request has a filter.
     """
 
     key: GraphKey
     inputs: GraphInputs
     copy: StagedCopy
-    needs_eager_filters: bool
+    is_filtered: bool
 
 
 @dataclass(slots=True)
@@ -60,12 +59,11 @@ class LaunchedStep:
     Attributes:
         sampling_slices: the slices that sample, in the order of the plan.
         sampling_inputs: what their tokens are chosen from, with padding.
-        sampling_graph_key: of the captured step whose graph chooses the tokens; None if they are
-            chosen eagerly.
+        graph_key: of a captured step, which may also have a graph that chooses the tokens.
         prompt_outputs: what some requests want to know of their prompts.
     """
 
     sampling_slices: list[ReqSlice]
     sampling_inputs: SamplingInputs
-    sampling_graph_key: GraphKey | None = None
+    graph_key: GraphKey | None = None
     prompt_outputs: PromptOutputs | None = None

@@ -34,7 +34,7 @@ from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
-from minisgl.kernel.noise import choose_tokens, gumbel_noise
+from minisgl.kernel.noise import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
@@ -57,6 +57,7 @@ __all__ = [
     "attend_prompts",
     "attend_prompts_reference",
     "causal_softmax",
+    "choose_scored_tokens",
     "choose_tokens",
     "common_prefix_length",
     "cuda_kernels_for",

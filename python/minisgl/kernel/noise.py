@@ -44,17 +44,66 @@ def choose_tokens(
             logits_BV, lowest_B, temperature_B, seed_B2, position_B
         )
         return token_B
-    token_B = argmax(logits_BV)
+    token_B, _ = _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, 0)
+    return token_B
+
+
+def choose_scored_tokens(
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
+    first_token: int,
+) -> Tensor:
+    """Choose like `choose_tokens`, among a part of the vocabulary.
+
+    Args:
+        logits_BV: of the tokens from `first_token` on, at least one. Columns behind the end of the
+            vocabulary are minus infinity.
+
+    Returns:
+        scored_B: int64, the token in the low 32 bits, its score in the high ones. They are those of
+            the float32, turned around: a better score is a smaller number. So the smallest of the
+            numbers of all parts has the token that `choose_tokens` chooses among the whole.
+    """
+    kernels = kernels_for(logits_BV)
+    if kernels is not None and logits_BV.is_cuda:
+        scored_B: Tensor = kernels.choose_scored_tokens(
+            logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token
+        )
+        return scored_B
+    token_B, score_B = _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token)
+    # Both zeros are equal scores. A NaN is as good as a banned token.
+    score_B = torch.nan_to_num(score_B, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
+    bits_B = score_B.view(torch.int32)
+    ascending_B = torch.where(bits_B < 0, bits_B ^ 0x7FFFFFFF, bits_B)
+    return (~ascending_B).long() << 32 | (token_B + first_token).long()
+
+
+def _choose(
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
+    first_token: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the column that wins in each row, int32, and its score, float32."""
+    column_B = argmax(logits_BV)
+    score_B = logits_BV.gather(1, column_B.long()[:, None])[:, 0].float()
     index_X = temperature_B.nonzero().flatten()  # the requests that are not greedy
     if len(index_X):
         score_XV = logits_BV[index_X].float()
         if lowest_B is not None:
             score_XV.masked_fill_(score_XV < lowest_B[index_X, None], -torch.inf)
         seed_X = seed_B2[index_X].contiguous().view(torch.int64).flatten()
-        noise_XV = gumbel_noise(seed_X, position_B[index_X].long(), logits_BV.shape[1])
+        noise_XV = gumbel_noise(seed_X, position_B[index_X].long(), logits_BV.shape[1], first_token)
         noisy_XV = torch.addcmul(score_XV, temperature_B[index_X, None], noise_XV)
-        token_B[index_X] = argmax(noisy_XV)
-    return token_B
+        column_X = argmax(noisy_XV)
+        column_B[index_X] = column_X
+        score_B[index_X] = noisy_XV.gather(1, column_X.long()[:, None])[:, 0]
+    return column_B, score_B
 
 
 def argmax(logits_BV: Tensor) -> Tensor:
@@ -71,8 +120,10 @@ def argmax(logits_BV: Tensor) -> Tensor:
     return token_B
 
 
-def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
-    """Return independent standard Gumbel noise for each request and token.
+def gumbel_noise(
+    seed_B: Tensor, position_B: Tensor, num_tokens: int, first_token: int = 0
+) -> Tensor:
+    """Return independent standard Gumbel noise for each request and some tokens.
 
     The argmax of logits plus this noise is a sample from the softmax of the logits.
 
@@ -86,7 +137,10 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
     key_B = _mix(_low_bits(seed_B >> 32) ^ key_B)
     key_B = _mix(_low_bits(seed_B) ^ key_B)
     key_B1 = key_B[:, None]
-    bits_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) ^ key_B1
+    token_V = torch.arange(
+        first_token, first_token + num_tokens, dtype=torch.int32, device=seed_B.device
+    )
+    bits_BV = token_V ^ key_B1
     _mix(bits_BV).bitwise_xor_(key_B1)
     _mix(bits_BV)
     # In (0, 1): 23 bits and a half are exact in float32.

@@ -13,6 +13,7 @@ from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, Line
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import FullWidthQKNorm, RMSNorm, RMSNormFused
 from minisgl.layers.rotary import RotaryEmbedding, RotaryTables, get_rope, set_rope_device
+from minisgl.layers.vocabulary import VocabShard
 
 __all__ = [
     "AttentionLayer",
@@ -31,6 +32,7 @@ __all__ = [
     "RotaryTables",
     "StateLessOP",
     "VocabParallelEmbedding",
+    "VocabShard",
     "WeightSource",
     "gelu_and_mul",
     "get_rope",

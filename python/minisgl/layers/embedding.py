@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator
 from minisgl.kernel import embed
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.linear import LinearBase
+from minisgl.layers.vocabulary import VocabShard
 from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
 
 
@@ -26,7 +26,7 @@ class VocabParallelEmbedding(BaseOP):
     def __init__(self, vocab_size: int, width: int, comm: DistributedCommunicator) -> None:
         self._shape = (vocab_size, width)
         self._comm = comm
-        self._shard = comm.info.shard_padded(vocab_size)
+        self._shard = VocabShard(vocab_size, comm).tokens
 
     def load(self, source: WeightSource, name: str = "") -> None:
         self.weight_VD = source.read(f"{name}.weight", self._shape, rows=self._shard)
@@ -44,7 +44,7 @@ class VocabParallelEmbedding(BaseOP):
 
 
 class ParallelLMHead(LinearBase):
-    """Logits; each rank computes those of its range of the vocabulary and rank 0 gathers them.
+    """Logits; each rank computes those of its range of the vocabulary.
 
     Args:
         tied: the embedding whose weight is also the head's, if the checkpoint says so.
@@ -58,22 +58,16 @@ class ParallelLMHead(LinearBase):
         tied: VocabParallelEmbedding | None,
     ) -> None:
         self._shape = (vocab_size, width)
-        self._comm = comm
         self._tied = tied
-        self._shard = comm.info.shard_padded(vocab_size)
+        self._vocab = VocabShard(vocab_size, comm)
 
     def load(self, source: WeightSource, name: str = "") -> None:
         if self._tied is not None:
             self._weight = LinearWeight(self._tied.weight_VD)  # held in the compute dtype
             return
-        shard = LayerShard(name, self._shape, outputs=self._shard)
+        shard = LayerShard(name, self._shape, outputs=self._vocab.tokens)
         self._weight = load_linear_weight(source, [shard])
 
-    def forward(self, x_BD: Tensor) -> Tensor | None:
-        """logits_BV on rank 0, None on the others."""
-        logits = self.multiply(x_BD)
-        padding = -(-self._shape[0] // self._comm.info.size) - len(self._shard)
-        if padding:
-            logits = F.pad(logits, (0, padding))
-        logits_BV = self._comm.gather(logits)
-        return None if logits_BV is None else logits_BV[:, : self._shape[0]]
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """logits_BV of this rank's `VocabShard`."""
+        return self._vocab.pad(self.multiply(x_BD))

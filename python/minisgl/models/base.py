@@ -121,6 +121,6 @@ class BaseLLMModel(BaseOP):
         """x_YD, the last hidden states of the tokens that `batch.returned_Y` selects."""
         return self.model.forward(batch, ctx)
 
-    def logits(self, x_BD: Tensor) -> Tensor | None:
-        """logits_BV in the model's dtype on rank 0; None on the others."""
+    def logits(self, x_BD: Tensor) -> Tensor:
+        """logits_BV in the model's dtype, of the tokens that this rank has (`VocabShard`)."""
         return self.lm_head.forward(x_BD)

@@ -18,12 +18,13 @@ from minisgl.kernel.gpu.linear import one_token_linear
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
-from minisgl.kernel.gpu.sample import choose_tokens
+from minisgl.kernel.gpu.sample import choose_scored_tokens, choose_tokens
 from minisgl.kernel.gpu.tables import list_pages, look_up, scatter
 
 __all__ = [
     "add_rms_norm",
     "attend_decode",
+    "choose_scored_tokens",
     "choose_tokens",
     "list_pages",
     "list_pairs",

@@ -33,12 +33,12 @@ def _gumbel(bits):
 
 
 @triton.jit(
-    do_not_specialize=["blocks_of_split", "num_splits"],
+    do_not_specialize=["blocks_of_split", "num_splits", "first_token"],
     do_not_specialize_on_alignment=["lowest", "temperature", "seed", "position", "best", "token"],
 )
 def _best_of_split(
     logits, lowest, temperature, seed, position, best, token,
-    stride_logits, vocab_size, blocks_of_split, num_splits,
+    stride_logits, num_tokens, blocks_of_split, num_splits, first_token,
     HAS_LOWEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -55,8 +55,10 @@ def _best_of_split(
     top = -float("inf")
     top_id = 2147483647
     for block in range(split * blocks_of_split, (split + 1) * blocks_of_split):
-        v = block * BLOCK + tl.arange(0, BLOCK)
-        score = tl.load(row + v, mask=v < vocab_size, other=-float("inf")).to(tl.float32)
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        v = first_token + column
+        score = tl.load(row + column, mask=column < num_tokens, other=-float("inf"))
+        score = score.to(tl.float32)
         score = tl.where(score >= border, score, -float("inf"))
         most = tl.max(score, axis=0)
         # Noise costs more than to find out whether it can matter, so bounds of it come first.
@@ -76,21 +78,28 @@ def _best_of_split(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits"],
+    do_not_specialize=["num_splits", "first_token"],
     do_not_specialize_on_alignment=["best", "token", "output"],
 )
 def _best_of_all(
-    best, token, output, num_splits, vocab_size, SPLITS_2: tl.constexpr, PDL: tl.constexpr
-):
+    best, token, output, num_splits, first_token,
+    SPLITS_2: tl.constexpr, KEEPS_SCORE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     split = tl.arange(0, SPLITS_2)
     mask = split < num_splits
     wait_for_inputs(PDL)
     score = tl.load(best + b * num_splits + split, mask=mask, other=-float("inf"))
     candidate = tl.load(token + b * num_splits + split, mask=mask, other=2147483647)
-    chosen = tl.min(tl.where(score == tl.max(score, axis=0), candidate, 2147483647), axis=0)
-    # Logits that are all NaN have no best token; the result is a valid id even then.
-    tl.store(output + b, tl.minimum(chosen, vocab_size - 1))
+    top = tl.max(score, axis=0)
+    chosen = tl.min(tl.where(score == top, candidate, 2147483647), axis=0)
+    # Where all logits are NaN or banned no token is the best; the result is a valid id even then.
+    chosen = tl.where(chosen == 2147483647, first_token, chosen)
+    if KEEPS_SCORE:
+        bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)  # both zeros are equal
+        ascending = tl.where(bits < 0, bits ^ 2147483647, bits)
+        chosen = ((~ascending).to(tl.int64) << 32) | chosen.to(tl.int64)
+    tl.store(output + b, chosen)
 
 
 def choose_tokens(
@@ -100,24 +109,50 @@ def choose_tokens(
     seed_B2: Tensor,
     position_B: Tensor,
 ) -> Tensor:
-    batch_size, vocab_size = logits_BV.shape
+    token_B = torch.empty(len(logits_BV), dtype=torch.int32, device=logits_BV.device)
+    _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, 0, token_B)
+    return token_B
+
+
+def choose_scored_tokens(
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
+    first_token: int,
+) -> Tensor:
+    scored_B = torch.empty(len(logits_BV), dtype=torch.int64, device=logits_BV.device)
+    _choose(logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token, scored_B)
+    return scored_B
+
+
+def _choose(
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
+    first_token: int,
+    output_B: Tensor,
+) -> None:
+    """Write tokens to an output of int32, tokens with their scores to one of int64."""
+    batch_size, num_tokens = logits_BV.shape
     device = logits_BV.device
 
     # As many splits as fill the device, each a whole number of blocks.
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = triton.cdiv(num_tokens, _BLOCK)
     blocks_of_split = triton.cdiv(num_blocks, triton.cdiv(_PROGRAMS, batch_size))
     num_splits = triton.cdiv(num_blocks, blocks_of_split)
 
     best = torch.empty(batch_size, num_splits, dtype=torch.float32, device=device)
     token = torch.empty(batch_size, num_splits, dtype=torch.int32, device=device)
-    output_B = torch.empty(batch_size, dtype=torch.int32, device=device)
     _best_of_split[(batch_size, num_splits)](
         logits_BV, logits_BV if lowest_B is None else lowest_B, temperature_B, seed_B2, position_B,
-        best, token, logits_BV.stride(0), vocab_size, blocks_of_split, num_splits,
+        best, token, logits_BV.stride(0), num_tokens, blocks_of_split, num_splits, first_token,
         HAS_LOWEST=lowest_B is not None, BLOCK=_BLOCK, num_warps=1, maxnreg=64, **pdl(logits_BV),
     )  # fmt: skip
     _best_of_all[(batch_size,)](
-        best, token, output_B, num_splits, vocab_size,
-        SPLITS_2=triton.next_power_of_2(num_blocks), num_warps=1, **pdl(logits_BV),
+        best, token, output_B, num_splits, first_token, SPLITS_2=triton.next_power_of_2(num_blocks),
+        KEEPS_SCORE=output_B.dtype == torch.int64, num_warps=1, **pdl(logits_BV),
     )  # fmt: skip
-    return output_B
