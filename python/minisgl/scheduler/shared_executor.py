@@ -21,11 +21,15 @@ _SHARE = 2**4  # times what a grammar has grown by, at most, are charged of what
 
 
 class SharedExecutor:
-    """The threads, and the memory that they took for nobody knows whom."""
+    """The threads, and the memory that they took for nobody knows whom.
 
-    def __init__(self) -> None:
+    Args:
+        num_threads: None: as llguidance chooses.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
         before = thread_ids()
-        self._executor = LLExecutor()
+        self._executor = LLExecutor(num_threads)
         self._threads = thread_ids() - before
         self._num_watched_steps = 0
         self._process_bytes = process_bytes_touched()
