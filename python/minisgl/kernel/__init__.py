@@ -25,7 +25,13 @@ from minisgl.kernel.attention import (
     attend_prompts_reference,
     causal_softmax,
 )
-from minisgl.kernel.cpu_graph import CannotBeCaptured, CpuGraph, CpuKernels
+from minisgl.kernel.cpu_graph import (
+    CannotBeCaptured,
+    CpuGraph,
+    CpuGraphMemory,
+    CpuKernels,
+    unheld,
+)
 from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
 from minisgl.kernel.embedding import embed
@@ -45,6 +51,7 @@ __all__ = [
     "BalancedDecode",
     "CannotBeCaptured",
     "CpuGraph",
+    "CpuGraphMemory",
     "CpuKernels",
     "CpuLinear",
     "HeadNorms",
@@ -85,4 +92,5 @@ __all__ = [
     "split_heads",
     "store_kv",
     "sum_reference",
+    "unheld",
 ]
