@@ -34,7 +34,7 @@ from minisgl.kernel.cpu_graph import (
 )
 from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
-from minisgl.kernel.embedding import embed
+from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
@@ -92,5 +92,6 @@ __all__ = [
     "split_heads",
     "store_kv",
     "sum_reference",
+    "take_rows",
     "unheld",
 ]
