@@ -1,7 +1,7 @@
 """Steps that a CPU replays give the logits and tokens of eager ones; the rest runs eagerly.
 
-Up to 8 rows are multiplied in another order than more (csrc/cpu_linear.cpp), and a captured step has
-more rows than its plan. So logits are equal bit by bit where both have more than 8 or neither has.
+Up to 8 rows are multiplied in another order than more (csrc/cpu_linear.cpp), and a captured step
+has more rows than its plan. So logits are equal bit by bit where both have more than 8, or neither.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def decode() -> ReqSlice:
 
 
 def pacer(costs: StepCosts, target_itl_ms: float | None, rooms: Sequence[int] = ()) -> StepPacer:
-    made = StepPacer(8192, target_itl_ms, Pace(16, 20.0), lambda num_decodes: rooms)
+    made = StepPacer(8192, target_itl_ms, Pace(16, 2.0, 20.0), lambda num_decodes: rooms)
     made.costs = costs
     return made
 
