@@ -1,16 +1,24 @@
-"""Decodes that a CPU replays give the tokens of eager ones; the rest runs eagerly."""
+"""Steps that a CPU replays give the logits and tokens of eager ones; the rest runs eagerly.
+
+Up to 8 rows are multiplied in another order than more (csrc/cpu_linear.cpp), and a captured step
+has more rows than its plan. So logits are equal bit by bit where both have more than 8, or neither.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl.core import SamplingParams
 from minisgl.engine.graph_key import GraphKind
+from minisgl.engine.sampler import SamplingInputs
+from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CpuGraph
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
@@ -28,9 +36,8 @@ def host_of(folder: Path, **options: Any) -> Host:
 def captured_sizes(host: Host) -> list[int]:
     graphs = host._engine._graphs
     assert graphs is not None
-    keys = graphs._keys[GraphKind.DECODES]
-    assert set(graphs._captured) == set(keys)
-    return [key.num_decodes for key in keys]
+    assert set(graphs._captured) == {key for keys in graphs._keys.values() for key in keys}
+    return [key.num_decodes for key in graphs._keys[GraphKind.DECODES]]
 
 
 def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraph]:
@@ -81,13 +88,65 @@ def test_logits_of_few_decodes_are_those_without_graphs(arch: str, checkpoint: C
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     eager = host_of(checkpoint(arch), cuda_graph_max_bs=0)
     replaying = host_of(checkpoint(arch))
-    assert captured_sizes(replaying) == list(range(1, 9))
+    assert captured_sizes(replaying) == [*range(1, 9), 12, 16, 20, 24, 28, 32]
     eager.ask(prompts, params)
     replaying.ask(prompts, params)
     expected = eager._engine.logits
     assert len(expected) == 4 * 30
     for place, logits_V in replaying._engine.logits.items():
         assert torch.equal(logits_V, expected[place])
+
+
+def count_keys(host: Host) -> Counter[GraphKind]:
+    """From now on, how many steps each kind of graph takes."""
+    counts = Counter[GraphKind]()
+    graphs = host._engine._graphs
+    assert graphs is not None
+    replay = graphs.replay
+
+    def counted(prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
+        counts[prepared.key.kind] += 1
+        return replay(prepared)
+
+    graphs.replay = counted  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("arch", CAPTURED)
+def test_logits_of_steps_with_prompts_are_those_without_graphs(
+    arch: str, page_size: int, checkpoint: Checkpoints
+) -> None:
+    """Beside nine and more decodes prompts come in chunks; the last one of each samples."""
+    prompts = random_prompts([2] * 9 + [100, 7, 1, 3, 60], VOCAB_SIZE)
+    params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
+    options = {"max_prefill_length": 24, "page_size": page_size}
+    eager = host_of(checkpoint(arch), cuda_graph_max_bs=0, **options)
+    replaying = host_of(checkpoint(arch), **options)
+    counts = count_keys(replaying)
+    eager.ask(prompts, params)
+    replaying.ask(prompts, params)
+    assert counts[GraphKind.WITH_PROMPTS] >= 7
+    expected = eager._engine.logits
+    assert len(expected) == len(prompts) * 25
+    for place, logits_V in replaying._engine.logits.items():
+        assert torch.equal(logits_V, expected[place])
+
+
+def test_logits_beside_few_decodes_are_nearly_those_without_graphs(
+    checkpoint: Checkpoints,
+) -> None:
+    prompts = random_prompts([3, 70, 40], VOCAB_SIZE)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    eager = host_of(checkpoint("qwen3"), cuda_graph_max_bs=0, max_prefill_length=10)
+    replaying = host_of(checkpoint("qwen3"), max_prefill_length=10)
+    counts = count_keys(replaying)
+    expected = eager.ask(prompts, params)
+    answers = replaying.ask(prompts, params)
+    assert counts[GraphKind.WITH_PROMPTS] >= 10
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    for place, logits_V in replaying._engine.logits.items():
+        torch.testing.assert_close(logits_V, eager._engine.logits[place], atol=0.05, rtol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -106,5 +165,5 @@ def test_what_torch_computes_runs_eagerly(
 
 def test_the_option_bounds_what_is_captured(checkpoint: Checkpoints) -> None:
     assert captured_sizes(host_of(checkpoint("llama"), cuda_graph_max_bs=2)) == [1, 2]
-    assert captured_sizes(host_of(checkpoint("llama"), max_running_requests=3)) == [1, 2, 3]
+    assert captured_sizes(host_of(checkpoint("llama"), max_running_requests=10))[-2:] == [8, 10]
     assert host_of(checkpoint("llama"), cuda_graph_max_bs=0)._engine._graphs is None

@@ -9,6 +9,7 @@ from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams, TableWrites
 from minisgl.engine.graph_key import (
     GraphKey,
     GraphKind,
+    cpu_graph_keys,
     find_graph_key,
     graph_keys,
     has_room_for_writes,
@@ -133,6 +134,43 @@ def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them
 def test_beside_too_many_decodes_there_is_no_room() -> None:
     assert prompt_room(graph_keys(256, 2048), 257) == []
     assert prompt_room(graph_keys(256, 0), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "samples", "expected"),
+    [
+        ([1] * 3, True, GraphKey(GraphKind.DECODES, 3)),
+        ([1] * 9, True, GraphKey(GraphKind.DECODES, 12)),
+        ([1] * 65, True, None),
+        ([30], True, with_prompts(0, 1, 32)),
+        ([65], True, None),
+        ([1, 20], True, with_prompts(4, 4, 24)),
+        ([1] * 8 + [20], False, with_prompts(8, 4, 24)),
+        ([1] * 8 + [20] * 3, False, with_prompts(8, 4, 64)),
+        ([1] * 8 + [4] * 5, False, None),
+        ([1] * 33 + [20], False, None),
+    ],
+    ids=str,
+)
+def test_a_cpu_captures_steps_of_few_tokens(
+    lengths: list[int], samples: bool, expected: GraphKey | None
+) -> None:
+    keys = cpu_graph_keys(256, 1000)
+    assert find_graph_key(plan(lengths, samples=samples), keys) == expected
+
+
+@pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
+@pytest.mark.parametrize("max_prompt_tokens", [1, 30, 1000])
+def test_what_a_cpu_captures_is_within_the_options(
+    max_decodes: int, max_prompt_tokens: int
+) -> None:
+    by_kind = cpu_graph_keys(max_decodes, max_prompt_tokens)
+    for keys in by_kind.values():
+        sizes = [(key.num_tokens, key.num_decodes) for key in keys]
+        assert sizes == sorted(set(sizes))
+        assert all(key.num_decodes <= max_decodes for key in keys)
+        assert all(key.num_prompt_tokens <= max_prompt_tokens for key in keys)
+    assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)
 
 
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:

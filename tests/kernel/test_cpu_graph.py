@@ -7,13 +7,24 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import CannotBeCaptured, CpuKernels, add_rms_norm, load_cpu_kernels, rms_norm
+from minisgl.kernel import (
+    CannotBeCaptured,
+    CpuGraph,
+    CpuGraphMemory,
+    CpuKernels,
+    add_rms_norm,
+    load_cpu_kernels,
+    rms_norm,
+    unheld,
+)
 
+ResultT = TypeVar("ResultT")
 WEIGHT_D = torch.rand(8)
 EPS = 1e-5
 
@@ -25,13 +36,17 @@ def kernels() -> CpuKernels:
     return kernels
 
 
+def capture(kernels: CpuKernels, call: Callable[[], ResultT]) -> tuple[CpuGraph, ResultT]:
+    return kernels.capture(call, CpuGraphMemory())
+
+
 def norm_twice(x_TD: Tensor) -> Tensor:
     return rms_norm(rms_norm(x_TD, WEIGHT_D, EPS), WEIGHT_D, EPS)
 
 
 def test_a_replay_computes_from_what_now_lies_there(kernels: CpuKernels) -> None:
     x_TD = torch.rand(3, 8)
-    graph, y_TD = kernels.capture(lambda: norm_twice(x_TD))
+    graph, y_TD = capture(kernels, lambda: norm_twice(x_TD))
     assert torch.equal(y_TD, norm_twice(x_TD))
     for _ in range(3):
         x_TD.copy_(torch.rand(3, 8))
@@ -42,7 +57,7 @@ def test_a_replay_computes_from_what_now_lies_there(kernels: CpuKernels) -> None
 def test_a_replay_changes_its_arguments_again(kernels: CpuKernels) -> None:
     x_TD = torch.ones(1, 8)
     residual_TD = torch.zeros(1, 8)
-    graph, _ = kernels.capture(lambda: add_rms_norm(x_TD, residual_TD, WEIGHT_D, EPS))
+    graph, _ = capture(kernels, lambda: add_rms_norm(x_TD, residual_TD, WEIGHT_D, EPS))
     graph.replay()
     graph.replay()
     assert residual_TD.tolist() == [[3.0] * 8]
@@ -50,7 +65,7 @@ def test_a_replay_changes_its_arguments_again(kernels: CpuKernels) -> None:
 
 def test_memory_of_a_graph_stays_its_own(kernels: CpuKernels) -> None:
     x_TD = torch.rand(64, 8)
-    graph, y_TD = kernels.capture(lambda: norm_twice(x_TD))
+    graph, y_TD = capture(kernels, lambda: norm_twice(x_TD))
     gc.collect()
     others = [torch.full((64, 8), 7.0) for _ in range(100)]
     graph.replay()
@@ -75,7 +90,7 @@ def test_what_torch_computes_is_not_captured(
     kernels: CpuKernels, compute: Callable[[Tensor], object]
 ) -> None:
     with pytest.raises(CannotBeCaptured, match="aten"):
-        kernels.capture(lambda: compute(torch.rand(2, 3)))
+        capture(kernels, lambda: compute(torch.rand(2, 3)))
 
 
 def test_views_and_new_memory_may_be_made(kernels: CpuKernels) -> None:
@@ -88,9 +103,52 @@ def test_views_and_new_memory_may_be_made(kernels: CpuKernels) -> None:
         kernels.rms_norm(second_TD.unflatten(1, (2, 4)).flatten(1), WEIGHT_D, EPS, y_TD)
         return rms_norm(y_TD, WEIGHT_D, EPS).unbind()[0]
 
-    graph, y_D = kernels.capture(call)
+    graph, y_D = capture(kernels, call)
     graph.replay()
     assert torch.equal(y_D, expected_D)
+
+
+def test_memory_on_the_way_is_used_again_by_the_next_calls_and_the_next_graph(
+    kernels: CpuKernels,
+) -> None:
+    def norm_often() -> Tensor:
+        y_TD = x_TD
+        for _ in range(10):
+            y_TD = rms_norm(y_TD, WEIGHT_D, EPS)
+        return y_TD
+
+    memory = CpuGraphMemory()
+    x_TD = torch.rand(3, 8)
+    graphs = [kernels.capture(norm_often, memory) for _ in range(5)]
+    assert memory.num_blocks == 6, "five results, and one more on the way"
+    x_TD.copy_(torch.rand(3, 8))
+    for graph, y_TD in graphs:
+        graph.replay()
+        assert torch.equal(y_TD, norm_often())
+
+
+def test_a_view_keeps_the_memory_on_the_way(kernels: CpuKernels) -> None:
+    x_TD = torch.rand(4, 8)
+
+    def call() -> tuple[Tensor, Tensor]:
+        first_TD = rms_norm(x_TD, WEIGHT_D, EPS)[1:]
+        return first_TD, norm_twice(first_TD)
+
+    graph, results = capture(kernels, call)
+    x_TD.copy_(torch.rand(4, 8))
+    graph.replay()
+    for result, expected in zip(results, call(), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_a_result_that_nothing_holds_is_read_where_it_lies(kernels: CpuKernels) -> None:
+    x_TD = torch.rand(3, 8)
+    graph, y_TD = capture(kernels, lambda: norm_twice(x_TD)[1:, 2:])
+    unheld_TD = unheld(y_TD)
+    del y_TD
+    x_TD.copy_(torch.rand(3, 8))
+    graph.replay()
+    assert torch.equal(unheld_TD, norm_twice(x_TD)[1:, 2:])
 
 
 def test_another_threads_calls_are_not_captured(kernels: CpuKernels) -> None:
@@ -105,7 +163,7 @@ def test_another_threads_calls_are_not_captured(kernels: CpuKernels) -> None:
         thread.start()
         thread.join()
 
-    graph, _ = kernels.capture(call)
+    graph, _ = capture(kernels, call)
     graph.replay()
     assert other_TD.tolist() == [[1.0] * 8], "once, by the thread"
 
@@ -113,8 +171,8 @@ def test_another_threads_calls_are_not_captured(kernels: CpuKernels) -> None:
 def test_calls_after_a_failed_capture_are_not_kept(kernels: CpuKernels) -> None:
     x_TD = torch.rand(1, 8)
     with pytest.raises(CannotBeCaptured):
-        kernels.capture(lambda: x_TD + 1)
+        capture(kernels, lambda: x_TD + 1)
     assert torch.equal(norm_twice(x_TD), norm_twice(x_TD))
-    graph, y_TD = kernels.capture(lambda: norm_twice(x_TD))
+    graph, y_TD = capture(kernels, lambda: norm_twice(x_TD))
     graph.replay()
     assert torch.equal(y_TD, norm_twice(x_TD))

@@ -41,7 +41,7 @@ def products(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Te
     return expected_TO, size_TO
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 31, 32, 33, 200])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 31, 128, 129, 200])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -61,11 +61,11 @@ def test_cpu_linear_equals_float64(
     assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[dtype] * size_TO).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 13, 60, 128])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [0, 1, 7, 40, 1001])
 @pytest.mark.parametrize("inputs", [1, 31, 32, 33, 100, 576])
-def test_few_tokens_are_summed_in_float32_and_rounded_once(
+def test_up_to_128_tokens_are_summed_in_float32_and_rounded_once(
     inputs: int, outputs: int, bias: bool, num_tokens: int
 ) -> None:
     random = torch.Generator().manual_seed(inputs)
@@ -82,25 +82,49 @@ def test_few_tokens_are_summed_in_float32_and_rounded_once(
     assert ((y_TO.double() - expected_TO).abs() <= rounding_TO + summing_TO).all()
 
 
+@pytest.mark.parametrize("counts", [range(1, 9), range(9, 129)], ids=["few", "more"])
 @pytest.mark.parametrize("inputs", [100, 576])
-def test_a_token_gets_the_same_result_beside_others(inputs: int) -> None:
+def test_a_token_gets_the_same_result_beside_others(inputs: int, counts: range) -> None:
+    """So a captured step, which is padded, computes what the step alone would."""
     random = torch.Generator().manual_seed(0)
     linear = CpuLinear(torch.randn(OUTPUTS, inputs, generator=random).bfloat16(), pack=True)
-    x_TI = torch.randn(8, inputs, generator=random).bfloat16()
-    alone = torch.cat([linear(x_TI[i : i + 1], None) for i in range(8)])
-    for num_tokens in range(2, 9):
-        assert torch.equal(linear(x_TI[:num_tokens], None), alone[:num_tokens])
+    x_TI = torch.randn(counts[-1], inputs, generator=random).bfloat16()
+    expected_TO = linear(x_TI, None)
+    for num_tokens in counts:
+        first = counts[-1] - num_tokens
+        assert torch.equal(linear(x_TI[:num_tokens], None), expected_TO[:num_tokens])
+        assert torch.equal(linear(x_TI[first:], None), expected_TO[first:])
 
 
-def test_infinities_and_nans_reach_their_outputs_only() -> None:
+def test_onednn_sees_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps code for each: a scheduler grew by 336 MiB."""
+    seen: set[int] = set()
+    by_onednn = CpuLinear._by_onednn
+
+    def watched(self: CpuLinear, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        seen.add(len(x_TI))
+        return by_onednn(self, x_TI, bias_O)
+
+    monkeypatch.setattr(CpuLinear, "_by_onednn", watched)
+    linear = CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), pack=True)
+    for num_tokens in range(1, 769):
+        y_TO = linear(torch.ones(num_tokens, INPUTS, dtype=torch.bfloat16), None)
+        assert y_TO.shape == (num_tokens, OUTPUTS)
+        assert (y_TO == INPUTS).all()
+    assert len(seen) == 20
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_infinities_and_nans_reach_their_outputs_only(num_tokens: int) -> None:
     weight_OI = torch.ones(3, 33, dtype=torch.bfloat16)
     weight_OI[0, 32] = torch.inf
     weight_OI[2, 0] = torch.nan
-    y_TO = CpuLinear(weight_OI, pack=False)(torch.ones(1, 33, dtype=torch.bfloat16), None)
-    assert str(y_TO.tolist()) == "[[inf, 33.0, nan]]"
+    x_TI = torch.ones(num_tokens, 33, dtype=torch.bfloat16)
+    for y_O in CpuLinear(weight_OI, pack=False)(x_TI, None):
+        assert str(y_O.tolist()) == "[inf, 33.0, nan]"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 9])
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 130])
 def test_a_view_with_strides_is_multiplied_like_a_copy(num_tokens: int) -> None:
     random = torch.Generator().manual_seed(0)
     linear = CpuLinear(torch.randn(OUTPUTS, INPUTS, generator=random).bfloat16(), pack=True)

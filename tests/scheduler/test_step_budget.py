@@ -149,7 +149,9 @@ def pacer(
     rooms: Sequence[int] = (),
     prompt_waves: PromptWaves = NO_WAVES,
 ) -> StepPacer:
-    made = StepPacer(8192, target_itl_ms, Pace(16, 20.0), lambda num_decodes: rooms, prompt_waves)
+    made = StepPacer(
+        8192, target_itl_ms, Pace(16, 2.0, 20.0), lambda num_decodes: rooms, prompt_waves
+    )
     made.costs = costs
     return made
 

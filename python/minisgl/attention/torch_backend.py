@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +32,14 @@ class TorchAttnMetadata(BaseAttnMetadata):
             position of that token, and its length; integers, on the host.
         token_B, row_B, position_B: of each decode its token in the batch, its row of the page
             table, and its position; integers.
+        prompt_row_X: of a captured step, where a replay finds the rows of its prompts.
     """
 
     prompt_4X: Tensor
     token_B: Tensor
     row_B: Tensor
     position_B: Tensor
+    prompt_row_X: Tensor | None = None
 
 
 class TorchAttentionBackend(BaseAttnBackend):
@@ -73,22 +76,34 @@ class TorchAttentionBackend(BaseAttnBackend):
         return TorchAttnMetadata(prompt_X4.T.contiguous(), *decodes_B3.T.contiguous())
 
     def make_capture_metadata(self, slices: CapturedSlices) -> TorchAttnMetadata:
-        assert not slices.num_prompt_tokens, "only decodes are captured"
+        decodes = slices.decodes
+        prompt_row_X = slices.prompts.row_X
         return TorchAttnMetadata(
-            prompt_4X=torch.empty((4, 0), dtype=torch.int64),
+            prompt_4X=torch.zeros((4, len(prompt_row_X)), dtype=torch.int64),
             token_B=torch.arange(slices.num_decodes),
-            row_B=slices.row_X,
+            row_B=decodes.row_X,
             position_B=torch.zeros(slices.num_decodes, dtype=torch.int32),
+            prompt_row_X=prompt_row_X,
         )
 
     def update_metadata(
-        self,
-        metadata: BaseAttnMetadata,
-        start_X: IntArray,
-        end_X: IntArray,  # noqa: ARG002 - of a decode, the one after start
+        self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
+        """The last slice of a step with prompts is padding: nothing is computed for it."""
         assert isinstance(metadata, TorchAttnMetadata)
-        metadata.position_B.numpy()[:] = start_X
+        num_decodes = len(metadata.token_B)
+        metadata.position_B.numpy()[:] = start_X[:num_decodes]
+        if metadata.prompt_row_X is None or len(metadata.prompt_row_X) == 0:
+            return
+        token_X, row_X, prompt_start_X, length_X = metadata.prompt_4X.numpy()
+        row_X[:] = metadata.prompt_row_X.numpy()
+        prompt_start_X[:] = start_X[num_decodes:]
+        length_X[:] = end_X[num_decodes:]
+        length_X -= prompt_start_X
+        length_X[-1] = 0
+        token_X[0] = num_decodes
+        np.cumsum(length_X[:-1], out=token_X[1:])
+        token_X[1:] += num_decodes
 
     def forward(
         self,

@@ -272,7 +272,7 @@ class Engine:
             if kernels is None:
                 return None
             capture = CpuGraphCapture(kernels)
-            keys = cpu_graph_keys(max_decodes)
+            keys = cpu_graph_keys(max_decodes, self.limits.num_row_tokens - 1)
         return GraphRunner(
             capture,
             keys,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.kernel import CpuKernels
+from minisgl.kernel import CpuGraphMemory, CpuKernels, unheld
 
 ResultT = TypeVar("ResultT")
 
@@ -76,15 +76,19 @@ class CudaGraphCapture(GraphCapture):
 
 
 class CpuGraphCapture(GraphCapture):
-    """Captures calls of compiled kernels. Filters and noise are computed by torch, so not those."""
+    """Captures calls of compiled kernels. Filters and noise are computed by torch, so not those.
+
+    As on a GPU all graphs share the memory of what they compute on the way.
+    """
 
     takes_sampling = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
+        self._memory = CpuGraphMemory()
 
     def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
-        return self._kernels.capture(call)
+        return self._kernels.capture(call, self._memory)
 
 
 class _Memory:
@@ -104,5 +108,5 @@ class _Memory:
 def unowned(x: Tensor) -> Tensor:
     """x itself, as a tensor that does not keep others from its memory."""
     if not x.is_cuda:
-        return x
+        return unheld(x)
     return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype)

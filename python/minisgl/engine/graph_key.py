@@ -30,7 +30,13 @@ _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
 _MAX_PROMPT_WORK = 45 * 10**12
-_MAX_CPU_DECODES = 8
+
+# On a CPU padding takes time: 0.25 ms a token of SmolLM2-135M, and launching it by Python 6 ms a
+# step. The products of the largest of these steps are still those of a compiled kernel.
+_CPU_DECODES = [*range(1, 9), 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+_CPU_DECODES_BESIDE_PROMPTS = [0, 4, 8, 16, 32]
+_CPU_PROMPT_TOKENS = [8, 16, 24, 32, 48, 64]
+_MAX_CPU_PROMPTS = 4
 
 
 class GraphKind(Enum):
@@ -163,15 +169,37 @@ def _keys_with_prompts(max_decodes: int, max_prompt_tokens: int) -> list[GraphKe
             num_prompt_tokens = size - num_decodes
             if _MIN_PROMPT_TOKENS <= num_prompt_tokens <= max_prompt_tokens:
                 keys.append(GraphKey(kind, num_decodes, MAX_PROMPTS, num_prompt_tokens))
+    return _smallest_first(keys)
+
+
+def _smallest_first(keys: list[GraphKey]) -> list[GraphKey]:
     return sorted(keys, key=lambda key: (key.num_tokens, key.num_decodes))
 
 
-def cpu_graph_keys(max_decodes: int) -> GraphKeys:
-    """What a CPU captures: few decodes. Of more, the work takes far longer than its calls."""
-    keys: GraphKeys = {kind: [] for kind in GraphKind}
-    for size in range(1, min(max_decodes, _MAX_CPU_DECODES) + 1):
-        keys[GraphKind.DECODES].append(GraphKey(GraphKind.DECODES, size))
-    return keys
+def cpu_graph_keys(max_decodes: int, max_prompt_tokens: int) -> GraphKeys:
+    """What a CPU captures: steps of few tokens. Of more, the work takes far longer than its calls.
+
+    Args:
+        max_prompt_tokens: of a request; padding stands in the row of one.
+    """
+    kind = GraphKind.WITH_PROMPTS
+    with_prompts = []
+    for num_decodes in _up_to(max_decodes, _CPU_DECODES_BESIDE_PROMPTS):
+        num_prompts = _MAX_CPU_PROMPTS if num_decodes else 1
+        for size in _CPU_PROMPT_TOKENS:
+            if size <= max_prompt_tokens:
+                with_prompts.append(GraphKey(kind, num_decodes, num_prompts, size))
+    decodes = _up_to(max_decodes, _CPU_DECODES)
+    return {
+        GraphKind.DECODES: [GraphKey(GraphKind.DECODES, size) for size in decodes],
+        GraphKind.SHARED_PREFIX: [],
+        GraphKind.WITH_PROMPTS: _smallest_first(with_prompts),
+    }
+
+
+def _up_to(most: int, sizes: list[int]) -> list[int]:
+    """The sizes that are not larger, and the largest possible one."""
+    return sorted({min(size, most) for size in sizes})
 
 
 def size_ladder(largest: int) -> list[int]:

@@ -25,10 +25,16 @@ from minisgl.kernel.attention import (
     attend_prompts_reference,
     causal_softmax,
 )
-from minisgl.kernel.cpu_graph import CannotBeCaptured, CpuGraph, CpuKernels
+from minisgl.kernel.cpu_graph import (
+    CannotBeCaptured,
+    CpuGraph,
+    CpuGraphMemory,
+    CpuKernels,
+    unheld,
+)
 from minisgl.kernel.decode import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
-from minisgl.kernel.embedding import embed
+from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
@@ -45,6 +51,7 @@ __all__ = [
     "BalancedDecode",
     "CannotBeCaptured",
     "CpuGraph",
+    "CpuGraphMemory",
     "CpuKernels",
     "CpuLinear",
     "HeadNorms",
@@ -86,4 +93,6 @@ __all__ = [
     "split_heads",
     "store_kv",
     "sum_reference",
+    "take_rows",
+    "unheld",
 ]

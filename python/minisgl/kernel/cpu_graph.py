@@ -3,11 +3,14 @@
 A decode of one token is a few hundred calls. Apart from products, each has a few microseconds of
 work; as many go to Python, to the tensors that it makes, and to the way into the library. A
 `CpuGraph` is to such a step what a CUDA graph is on a GPU. Its calls read and write the memory that
-they did when they were captured, so the graph keeps this memory.
+they did when they were captured, so the graph keeps this memory. What is computed on the way lies
+in a `CpuGraphMemory`: the next layer uses the same again, and finds it in the processor's cache.
 """
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -33,6 +36,45 @@ class CannotBeCaptured(Exception):
     """A call computes something with torch, which a graph would not repeat."""
 
 
+class CpuGraphMemory:
+    """What captured calls compute on the way. It is used again once no tensor lies there.
+
+    Graphs may share it if one is replayed after the other. What one leaves, no tensor holding it,
+    is then valid until the next replay.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+        self._free: list[Tensor] = []
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._addresses)
+
+    def place(self, x: Tensor) -> Tensor:
+        """A tensor like x, of any content, in this memory."""
+        num_bytes = x.untyped_storage().nbytes()
+        if num_bytes == 0:
+            return x
+        block = self._take(num_bytes)
+        lease = block.numpy()[:num_bytes]  # which lives as long as a tensor in it
+        weakref.finalize(lease, self._free.append, block).atexit = False
+        return torch.from_numpy(lease).view(x.dtype).as_strided(x.shape, x.stride())
+
+    def lend(self, x: Any) -> Any:
+        """A tensor in this memory without holding it; anything else as it is."""
+        return unheld(x) if isinstance(x, Tensor) and _memory(x) in self._addresses else x
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """The smallest free block that has room."""
+        fitting = [i for i, block in enumerate(self._free) if len(block) >= num_bytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._addresses.add(block.data_ptr())
+        return block
+
+
 class CpuKernels:
     """The functions of a library, as attributes. Within `capture_calls` each call is kept too."""
 
@@ -46,7 +88,9 @@ class CpuKernels:
         setattr(self, name, kernel)
         return kernel
 
-    def capture(self, call: Callable[[], ResultT]) -> tuple[CpuGraph, ResultT]:
+    def capture(
+        self, call: Callable[[], ResultT], memory: CpuGraphMemory
+    ) -> tuple[CpuGraph, ResultT]:
         """Call once, and keep the calls of kernels.
 
         Returns:
@@ -55,10 +99,10 @@ class CpuKernels:
         Raises:
             CannotBeCaptured: torch computed something as well.
         """
-        calls = _Calls()
+        calls = _Calls(memory)
         token = self._captured.set(calls)
         try:
-            with _NothingIsComputed():  # type: ignore[no-untyped-call]
+            with _NothingIsComputed(memory):
                 result = call()
         finally:
             self._captured.reset(token)
@@ -70,6 +114,7 @@ class CpuGraph:
 
     def __init__(self, repeat: tvm_ffi.Function, calls: _Calls) -> None:
         self._repeat = repeat
+        self._memory = calls.memory
         self._functions = tvm_ffi.convert(calls.functions)
         self._arguments = tvm_ffi.convert(calls.arguments)
 
@@ -78,9 +123,14 @@ class CpuGraph:
 
 
 class _Calls:
-    def __init__(self) -> None:
+    def __init__(self, memory: CpuGraphMemory) -> None:
+        self.memory = memory
         self.functions: list[tvm_ffi.Function] = []
         self.arguments: list[tuple[Any, ...]] = []
+
+    def keep(self, function: tvm_ffi.Function, arguments: tuple[Any, ...]) -> None:
+        self.functions.append(function)
+        self.arguments.append(tuple(self.memory.lend(argument) for argument in arguments))
 
 
 class _Kernel:
@@ -96,12 +146,15 @@ class _Kernel:
         self._function(*arguments)
         calls = self._captured.get()
         if calls is not None:
-            calls.functions.append(self._function)
-            calls.arguments.append(arguments)
+            calls.keep(self._function, arguments)
 
 
 class _NothingIsComputed(TorchDispatchMode):
     """Lets torch allocate memory and make views of it, and nothing else."""
+
+    def __init__(self, memory: CpuGraphMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph_memory = memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,10 +170,18 @@ class _NothingIsComputed(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
-            return result
+            return self._graph_memory.place(result)
         if func._schema.is_mutable or not _is_view(result, args):
             raise CannotBeCaptured(str(func))
         return result
+
+
+def unheld(x: Tensor) -> Tensor:
+    """A tensor of the same memory that does not keep it."""
+    storage = x.untyped_storage()
+    memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+    bytes_of_x = torch.frombuffer(memory, dtype=torch.uint8)
+    return bytes_of_x.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _is_view(result: Any, args: tuple[Any, ...]) -> bool:

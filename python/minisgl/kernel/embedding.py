@@ -1,6 +1,7 @@
 """Rows of a table by their index, as an embedding reads them."""
 
-# Dimensions: D model width, T tokens of a step, V vocabulary.
+# Dimensions: D model width, T tokens of a step, V vocabulary, Y tokens whose hidden states are
+# returned.
 
 from __future__ import annotations
 
@@ -22,3 +23,17 @@ def embed(token_T: Tensor, weight_VD: Tensor) -> Tensor:
     x_TD = weight_VD.new_empty((len(token_T), weight_VD.shape[1]))
     kernels.take_rows(weight_VD, token_T, x_TD)
     return x_TD
+
+
+def take_rows(x_TD: Tensor, index_Y: Tensor) -> Tensor:
+    """Return x_YD = x_TD[index_Y] as a new tensor.
+
+    Args:
+        index_Y: of 32 or 64 bits, in [0, T); not range-checked on a CPU.
+    """
+    kernels = None if x_TD.is_cuda else kernels_for(x_TD)
+    if kernels is None:
+        return x_TD[index_Y]
+    x_YD = x_TD.new_empty((len(index_Y), x_TD.shape[1]))
+    kernels.take_rows(x_TD, index_Y, x_YD)
+    return x_YD

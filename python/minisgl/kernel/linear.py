@@ -1,10 +1,11 @@
 """Products with a linear layer's weight; the best kernel depends on the number of tokens.
 
-For a few tokens the product is bound by reading the weight. On a CPU a compiled kernel reads it at
-the speed of memory (`csrc/cpu_linear.cpp`); torch's own does for one token, oneDNN takes longer. At
-eight tokens both take as long, and a step of the compiled kernel can be captured. For more tokens
-oneDNN is faster, by up to two times if the weight was packed into its blocked layout beforehand.
-The packed copy doubles the memory, so the caller decides whether to make it.
+On a CPU a compiled kernel (`csrc/cpu_linear.cpp`) multiplies up to 128 tokens: it reads the weight
+at the speed of memory, and a step of it can be captured. oneDNN, which multiplies more, takes as
+long at 128 tokens and longer at fewer; it is faster by up to two times if the weight was packed
+into its blocked layout beforehand. The packed copy doubles the memory, so the caller decides
+whether to make it. oneDNN keeps code for each number of tokens that it has seen, up to 1.8 MiB for
+the products of a layer; tokens are therefore padded to few numbers.
 """
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
@@ -19,7 +20,11 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
 
-_FEW_TOKENS = 8  # that the compiled kernel of a CPU takes
+# What the compiled kernel of a CPU takes; of more tokens oneDNN sees multiples of a number. All
+# products of SmolLM2-135M on two cores of an AMD EPYC with AVX512-BF16, by kernel and by oneDNN:
+# 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and 33, 256 in 63 and 60.
+_MOST_OF_CPU_KERNEL = 128
+_TOKENS_OF_ONEDNN = 32
 # The compiled kernel of a GPU takes so many tokens, and is faster than torch if the weight has no
 # more numbers than this. On an H200, 8 tokens: 2048 to 1024 in 3.4 instead of 5.9 µs, 1024 to 4096
 # in 4.5 instead of 5.3; but 1024 to 6144 in 6.5 instead of 5.9.
@@ -100,25 +105,33 @@ class CpuLinear:
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         assert x_TI.dtype == self._weight_OI.dtype
         num_tokens = x_TI.shape[0]
-        if 1 <= num_tokens <= _FEW_TOKENS and self._kernels is not None:
-            return self._few_tokens(self._kernels, x_TI, bias_O)
+        if 1 <= num_tokens <= _MOST_OF_CPU_KERNEL and self._kernels is not None:
+            return self._by_kernel(self._kernels, x_TI, bias_O)
         if num_tokens == 1 and x_TI.dtype == torch.bfloat16:
             return self._one_token(x_TI, bias_O)
-        if num_tokens == 0 or self._packed is None:
+        if num_tokens > _MOST_OF_CPU_KERNEL and x_TI.dtype == torch.bfloat16:
+            return self._by_onednn(_padded(x_TI), bias_O)[:num_tokens]
+        return self._by_onednn(x_TI, bias_O)
+
+    def _by_onednn(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if len(x_TI) == 0 or self._packed is None:
             return F.linear(x_TI, self._weight_OI, bias_O)
         y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_TI, self._packed, bias_O, "none", [], ""
         )
         return y_TO
 
-    def _few_tokens(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Sum in float32, round once. What a token gets does not depend on those beside it."""
+    def _by_kernel(self, kernels: Any, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Sum in float32, round once.
+
+        What a token gets does not depend on those beside it, but on whether they are more than 8.
+        """
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         if bias_O is None:
             bias_O = self._no_bias_O
         y_TO = x_TI.new_empty((x_TI.shape[0], self._num_outputs))
-        kernels.few_token_linear(x_TI, self._weight_OI, bias_O, y_TO)
+        kernels.linear(x_TI, self._weight_OI, bias_O, y_TO)
         return y_TO
 
     def _one_token(self, x_1I: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -129,3 +142,9 @@ class CpuLinear:
             return F.linear(x_1I, self._weight_OI, bias_O)
         finally:
             torch._C._set_mkldnn_enabled(was_enabled)
+
+
+def _padded(x_TI: Tensor) -> Tensor:
+    """The same tokens and some more, so that oneDNN sees few numbers of them."""
+    missing = -len(x_TI) % _TOKENS_OF_ONEDNN
+    return F.pad(x_TI, (0, 0, 0, missing)) if missing else x_TI

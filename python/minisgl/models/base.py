@@ -20,6 +20,7 @@ from torch import Tensor
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
+from minisgl.kernel import take_rows
 from minisgl.layers import (
     BaseOP,
     Context,
@@ -87,8 +88,9 @@ class Decoder(BaseOP):
         # No token attends to the others any more: what follows is computed for those alone whose
         # hidden states are returned.
         if batch.returned_Y is not None:
-            x_TD = x_TD[batch.returned_Y]
-            residual_TD = None if residual_TD is None else residual_TD[batch.returned_Y]
+            x_TD = take_rows(x_TD, batch.returned_Y)
+            if residual_TD is not None:
+                residual_TD = take_rows(residual_TD, batch.returned_Y)
         x_TD, residual_TD = last.mlp_sublayer(x_TD, residual_TD, ctx)
         return self.norm.forward(x_TD, residual_TD)[0]
 

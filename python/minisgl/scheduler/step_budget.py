@@ -16,9 +16,6 @@ from minisgl.core import PromptWaves, ReqSlice
 from minisgl.scheduler.prefill import OldestPrompt
 from minisgl.scheduler.step_costs import StepCosts, StepWork
 
-# What the bound is if the user does not say it: a step may take this many times as long as it would
-# without prompts.
-_AUTO_FACTOR = 2.0
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
 _DOUBLING = 0.7
 # ... so many times at most.
@@ -38,17 +35,20 @@ class Pace:
         min_tokens: of prompts in any step, so that they advance. On a GPU fewer are no faster. On a
             CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
             would count as a decode, and the costs of steps with prompts would not be measured.
+        auto_factor: what the bound is if the user does not say it: a step may take this many times
+            as long as it would without prompts.
         auto_ms: the least bound if the user does not say it.
     """
 
     min_tokens: int
+    auto_factor: float
     auto_ms: float
 
 
 # A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
 # more than anybody reads.
-GPU_PACE = Pace(min_tokens=64, auto_ms=57.0)
-CPU_PACE = Pace(min_tokens=4, auto_ms=20.0)
+GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
+CPU_PACE = Pace(min_tokens=4, auto_factor=2.0, auto_ms=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class StepPacer:
         """Seconds that a step may take as long as prompts do not wait too long."""
         if self._target_itl_ms is not None:
             return self._target_itl_ms / 1e3
-        return max(self._pace.auto_ms / 1e3, _AUTO_FACTOR * without_prompts)
+        return max(self._pace.auto_ms / 1e3, self._pace.auto_factor * without_prompts)
 
     def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:
         """Tokens within the options that take so long, at the place where the oldest prompt is."""

@@ -1,6 +1,8 @@
-// The product of a few tokens with a bfloat16 weight, bound by reading the weight once.
+// The product of tokens with a bfloat16 weight, which is read once.
 //
-// A vector holds pairs of neighbours in a row.
+// A vector holds pairs of neighbours in a row. With few tokens a product is bound by reading the
+// weight, so a vector has inputs of one output, and its sums are added up at the end. With more, a
+// tile of the weight is turned first: a vector has the pairs of one place, of neighbouring outputs.
 //
 // Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
 
@@ -13,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "cpu.h"
 
@@ -80,25 +83,155 @@ void multiply(const TensorView& x_TI, const TensorView& weight_OI, const bf16* b
     multiply_rows<1, kTokens>(x_TI, weight_OI, bias, y_TO, o, 0);
 }
 
-constexpr int64_t kMaxTokens = 8;
+constexpr int64_t kTileOutputs = 2 * kFloats;  // two vectors
+constexpr int64_t kMaxTileTokens = kFloats == 16 ? 12 : 5;  // whose sums registers hold
+constexpr int64_t kCacheLine = 64;
+
+// Of two vectors in groups of `width` lanes: every second group of both, in turns.
+constexpr Ints every_second_group(int width, int first) {
+  Ints order{};
+  for (int i = 0; i < kFloats; ++i) {
+    int group = i / width, lane = i % width;
+    order[i] = group % 2 * kFloats + (group / 2 * 2 + first) * width + lane;
+  }
+  return order;
+}
+
+// Turn the rows of a square into columns.
+template <int kWidth = 1>
+inline void transpose(Pairs (&square)[kFloats]) {
+  if constexpr (kWidth < kFloats) {
+    for (int i = 0; i < kFloats; ++i) {
+      if (i & kWidth) continue;
+      Pairs a = square[i], b = square[i + kWidth];
+      square[i] = __builtin_shuffle(a, b, every_second_group(kWidth, 0));
+      square[i + kWidth] = __builtin_shuffle(a, b, every_second_group(kWidth, 1));
+    }
+    transpose<2 * kWidth>(square);
+  }
+}
+
+// The weights of kTileOutputs outputs, and after the last output those of the last one again. Pairs
+// of one place lie side by side; after the last input come zeros.
+class Tile {
+ public:
+  explicit Tile(const TensorView& weight_OI)
+      : weight_OI_(weight_OI),
+        num_squares_((weight_OI.size(1) + kInputs - 1) / kInputs),
+        pairs_(2 * kFloats * num_squares_) {}
+
+  void read(int64_t output) {
+    output_ = output;
+    int64_t width = weight_OI_.size(1), last = weight_OI_.size(0) - 1;
+    for (int part = 0; part < 2; ++part)
+      for (int64_t s = 0; s < num_squares_; ++s) {
+        Pairs square[kFloats];
+        int64_t length = std::min<int64_t>(kInputs, width - s * kInputs);
+        for (int r = 0; r < kFloats; ++r) {
+          int64_t o = std::min(output + part * kFloats + r, last);
+          const bf16* weight = row<const bf16>(weight_OI_, o) + s * kInputs;
+          square[r] = length == kInputs ? load(weight) : load(weight, length);
+        }
+        transpose(square);
+        for (int i = 0; i < kFloats; ++i) pairs_[2 * (s * kFloats + i) + part] = square[i];
+      }
+  }
+
+  // Cache lines of the next tile that a group fetches, if so many groups fetch all.
+  int64_t lines_of_next(int64_t num_groups) const {
+    return kTileOutputs * weight_OI_.size(1) * int64_t(sizeof(bf16)) / kCacheLine / num_groups;
+  }
+
+  // The outputs of kTokens tokens. Meanwhile the group's part of the next tile is fetched.
+  template <int kTokens>
+  void multiply(const TensorView& x_TI, int64_t first, const bf16* bias, const TensorView& y_TO,
+                int64_t group, int64_t num_lines) const {
+    const bf16* x[kTokens];
+    for (int t = 0; t < kTokens; ++t) x[t] = row<const bf16>(x_TI, first + t);
+    Floats sum[kTokens][2] = {};
+    auto add = [&](int64_t i, int64_t length) {
+      const Pairs* weight = &pairs_[2 * i];
+      for (int t = 0; t < kTokens; ++t) {
+        uint32_t pair = 0;
+        std::memcpy(&pair, x[t] + 2 * i, length * sizeof(bf16));
+        for (int part = 0; part < 2; ++part)
+          sum[t][part] = multiply_add(weight[part], Pairs{} + pair, sum[t][part]);
+      }
+    };
+    const char* next = (const char*)row<const bf16>(weight_OI_, output_ + kTileOutputs);
+    next += group * num_lines * kCacheLine;
+    int64_t width = x_TI.size(1), whole = width / 2, fetching = std::min(num_lines, whole);
+    for (int64_t i = 0; i < fetching; ++i) {
+      __builtin_prefetch(next + i * kCacheLine);
+      add(i, 2);
+    }
+    for (int64_t i = fetching; i < whole; ++i) add(i, 2);
+    if (width % 2) add(whole, 1);
+    for (int t = 0; t < kTokens; ++t) write(sum[t], bias, row<bf16>(y_TO, first + t));
+  }
+
+ private:
+  void write(const Floats (&sum)[2], const bf16* bias, bf16* y) const {
+    float sums[kTileOutputs];
+    std::memcpy(sums, sum, sizeof(sum));
+    int64_t num_outputs = std::min(kTileOutputs, weight_OI_.size(0) - output_);
+    for (int64_t i = 0; i < num_outputs; ++i)
+      put(y[output_ + i], bias ? sums[i] + get(bias[output_ + i]) : sums[i]);
+  }
+
+  const TensorView& weight_OI_;
+  int64_t num_squares_, output_ = 0;
+  std::vector<Pairs> pairs_;
+};
+
+// The last group of tokens begins earlier if it would not be full: some outputs are computed twice.
+template <int kTokens>
+void multiply_tiles(const TensorView& x_TI, const TensorView& weight_OI, const bf16* bias,
+                    const TensorView& y_TO) {
+  int64_t num_tokens = x_TI.size(0), num_groups = (num_tokens + kTokens - 1) / kTokens;
+#pragma omp parallel if (weight_OI.numel() > kParallelWork)
+  {
+    Tile tile(weight_OI);
+    int64_t num_lines = tile.lines_of_next(num_groups);
+#pragma omp for schedule(static)
+    for (int64_t o = 0; o < weight_OI.size(0); o += kTileOutputs) {
+      tile.read(o);
+      for (int64_t g = 0; g < num_groups; ++g) {
+        int64_t first = std::min(g * kTokens, num_tokens - kTokens);
+        tile.multiply<kTokens>(x_TI, first, bias, y_TO, g, num_lines);
+      }
+    }
+  }
+}
+
+constexpr int64_t kMaxTokens = 8;  // that need no tiles
 
 // Functions for 1, 2, ... tokens.
 template <int... kIndex>
 constexpr auto functions(std::integer_sequence<int, kIndex...>) {
   return std::array{&multiply<kIndex + 1>...};
 }
+template <int... kIndex>
+constexpr auto tile_functions(std::integer_sequence<int, kIndex...>) {
+  return std::array{&multiply_tiles<kIndex + 1>...};
+}
 
 }  // namespace
 
-// y = x @ weight.T + bias for a few tokens, in bfloat16; a bias without elements is zero. Rows of a
-// tensor may lie apart.
-void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
+// y = x @ weight.T + bias in bfloat16; a bias without elements is zero. Rows of a tensor may lie
+// apart. In which order a sum is added up depends on whether there are more than kMaxTokens tokens,
+// and on nothing else.
+void linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
   static constexpr auto kMultiply = functions(std::make_integer_sequence<int, kMaxTokens>());
+  static constexpr auto kMultiplyTiles =
+      tile_functions(std::make_integer_sequence<int, kMaxTileTokens>());
   int64_t num_tokens = x_TI.size(0);
-  if (num_tokens < 1 || num_tokens > kMaxTokens)
-    TVM_FFI_THROW(ValueError) << "expected 1 to " << kMaxTokens << " tokens, got " << num_tokens;
+  if (num_tokens < 1) TVM_FFI_THROW(ValueError) << "expected tokens, got none";
   const bf16* bias = bias_O.numel() ? row<const bf16>(bias_O, 0) : nullptr;
-  kMultiply[num_tokens - 1](x_TI, weight_OI, bias, y_TO);
+  if (num_tokens <= kMaxTokens) return kMultiply[num_tokens - 1](x_TI, weight_OI, bias, y_TO);
+  int64_t num_groups = (num_tokens + kMaxTileTokens - 1) / kMaxTileTokens;
+  int64_t size = (num_tokens + num_groups - 1) / num_groups;
+  kMultiplyTiles[size - 1](x_TI, weight_OI, bias, y_TO);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_token_linear, few_token_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
