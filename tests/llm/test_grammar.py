@@ -20,6 +20,7 @@ from minisgl.grammar import compiler
 from minisgl.llm import LLM
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.scheduler import Scheduler
+from minisgl.scheduler.grammar_budget import GrammarBudget
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.llm.test_llm import ARCH, ids_of, make
 from tests.llm.test_parameters import ENGINES
@@ -339,6 +340,31 @@ def test_a_grammar_that_has_grown_too_large_is_compiled_again(
         texts = [answer(seed) for seed in range(3)]
     assert any(texts)
     assert all(re.fullmatch(regex, text) for text in texts if text)
+
+
+def test_answers_end_whose_grammar_takes_more_than_the_budget(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Several answers follow it at once. Those of other grammars come as before."""
+    regex = "(a|b)*a(a|b){24}c"
+
+    def answer(seed: int) -> None:
+        asked = [
+            params("regex", regex, temperature=1.0, seed=seed * 16 + index, max_tokens=100)
+            for index in range(16)
+        ]
+        llm.generate([PROMPT] * 16, asked, use_tqdm=False)
+
+    with make(checkpoint(ARCH)) as llm:
+        assert isinstance(llm._scheduler, Scheduler)
+        grammars = llm._scheduler.grammars
+        grammars._budget = GrammarBudget(grammars.known, 3 * 2**20, check_bytes=2**18)
+        with pytest.raises(RequestError, match="may take 3 MiB together"):
+            for seed in range(100):
+                answer(seed)
+        assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
+        answer(0)
+        llm._scheduler.check_integrity()
 
 
 FORCING = "The answer is [0-9]{2}, and the quick brown fox jumps over (cats|dogs) again\\."
