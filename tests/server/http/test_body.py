@@ -125,8 +125,6 @@ def test_a_worker_that_is_started_has_its_process_before_the_first_body(
     process = worker._process._process
     assert process is not None
     assert process.is_alive()
-    run(worker.pack([bytes_of({"model": "m", "prompt": "a"})], CompletionRequest))
-    assert worker._process._process is process
 
 
 def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed(
