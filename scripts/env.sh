@@ -34,10 +34,10 @@ install_torch() {
     "$PYTHON" -c 'import torch' 2>/dev/null && return
     echo "Installing torch ..."
     if has_gpu; then
-        pip_install 'torch>=2.11'
+        pip_install 'torch>=2.11,<2.15'
     else
         pip_install 'torch==2.13.0+cpu' 2>/dev/null ||
-            pip_install 'torch>=2.11' --index-url https://download.pytorch.org/whl/cpu
+            pip_install 'torch>=2.11,<2.15' --index-url https://download.pytorch.org/whl/cpu
     fi
 }
 
