@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -40,12 +41,12 @@ def in_a_thread(act: Callable[[], None]) -> None:
     thread.join()
 
 
-def test_a_thread_that_fills_new_memory_has_touched_it() -> None:
+def check_one_thread() -> None:
     return_free_memory()
     assert growth(bytes_touched, lambda: fill(64 * MIB)) >= 64 * MIB
 
 
-def test_what_another_thread_does_is_its_own_and_the_processs() -> None:
+def check_another_thread() -> None:
     def act() -> None:
         in_a_thread(lambda: fill(64 * MIB))
 
@@ -53,7 +54,7 @@ def test_what_another_thread_does_is_its_own_and_the_processs() -> None:
     assert growth(process_bytes_touched, act) >= 64 * MIB
 
 
-def test_threads_are_known_by_their_ids() -> None:
+def check_thread_ids() -> None:
     before = thread_ids()
     is_over = threading.Event()
     may_fill = threading.Event()
@@ -77,3 +78,12 @@ def test_threads_are_known_by_their_ids() -> None:
     assert growth(lambda: bytes_touched_by(new), let_it_fill) >= 64 * MIB
     is_over.set()
     thread.join()
+
+
+@pytest.mark.parametrize("check", [check_one_thread, check_another_thread, check_thread_ids])
+def test_memory_is_counted_where_it_is_touched_first(check: Callable[[], None]) -> None:
+    """In a process of its own: one of tests has huge pages, and memory that it has touched."""
+    process = multiprocessing.get_context("spawn").Process(target=check)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
