@@ -22,7 +22,7 @@ _DOUBLING = 0.7
 _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
 _PATIENT_STEPS = 24
-# A step is captured if the largest of these has room for this part of the tokens within the bound.
+# A captured step is chosen if the largest one has room for this part of what fits within the bound.
 _MOST_OF_A_STEP = 0.7
 _SHORTEST_S = 1e-6
 
