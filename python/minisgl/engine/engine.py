@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from minisgl.engine.graph_key import (
     cpu_graph_keys,
     graph_keys,
     has_room_for_writes,
+    most_decodes,
     most_prompt_tokens,
 )
 from minisgl.engine.graph_runner import GraphRunner
@@ -55,6 +57,7 @@ from minisgl.engine.memory import (
     largest_step,
     most_tokens,
     num_pages,
+    num_rows,
     out_of_memory_is_explained,
     reserve_pinned_memory,
     return_memory,
@@ -127,19 +130,21 @@ class Engine:
         self._weight_bytes = loaded.weight_bytes
         kernel_builds.wait()
 
-        num_rows = config.max_running_requests
+        page_bytes = self._page_bytes(config)
+        rows = num_rows(config, page_bytes, self._device, self._comm)
+        config = replace(config, max_running_requests=rows)
+        assert config.page_size
         # For what a step sends in front of the model, ...
-        self._staging = Staging(self._device, batch_room(most_tokens(config), num_rows))
+        self._staging = Staging(self._device, batch_room(most_tokens(config), rows))
         # ... and for what few steps send, at any time.
-        room = sampler_room(num_rows, len(self._model_config.eos_ids))
+        room = sampler_room(rows, len(self._model_config.eos_ids))
         self._extra_staging = Staging(self._device, max(room, 2 * room_for(_MAX_WRITES)))
-        self._host_copier = HostCopier(self._device, num_rows)
+        self._host_copier = HostCopier(self._device, rows)
         step_bytes = 0
         if self._device.type == "cuda":
             with out_of_memory_is_explained("trying the largest step"):
                 step_bytes = self._try_largest_step(config, max_seq_len)
         with out_of_memory_is_explained("making the KV cache"):
-            page_bytes = self._page_bytes(config)
             pages = num_pages(config, page_bytes, self._device, self._comm, step_bytes)
             self._make_context(config, min(max_seq_len, pages * config.page_size), pages)
         if self._device.type == "cuda":
@@ -218,6 +223,7 @@ class Engine:
         """Make what steps need besides weights: tables, pool, and what holds on to them."""
         model = self._model_config
         assert config.page_size
+        assert config.max_running_requests
         self.limits = EngineLimits(
             num_pages=pages,
             page_size=config.page_size,
@@ -258,7 +264,7 @@ class Engine:
 
     def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
-        max_decodes = min(config.cuda_graph_max_bs, self.limits.num_rows)
+        max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
         if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
             return None
         capture: GraphCapture

@@ -151,6 +151,7 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
+        trials: of rank 0, if they were opened before; they are opened with the first grammar else.
         peers: the other ranks, with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
@@ -163,6 +164,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
+        trials: GrammarTrials | None = None,
         peers: Peers | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -179,10 +181,12 @@ class Scheduler:
         self.decode = DecodeManager(self.cache)
         self.grammars = GrammarMatchers(executor.grammar_masks, for_gpu=is_on_gpu)
         grammar_args = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
+        if leads and trials is None:
+            trials = GrammarTrials(*grammar_args)
         self.pending_grammars = PendingGrammars(
             self.grammars.known,
             GrammarCompiler(*grammar_args),
-            GrammarTrials(*grammar_args) if leads else None,
+            trials,
             inbox.post,
             num_matchers=MATCHERS_ON_GPU if is_on_gpu else 1,
         )

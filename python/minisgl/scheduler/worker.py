@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
+from minisgl.grammar import GrammarTrials
 from minisgl.message import BackendMsg, BatchBackendMsg, StepDigestMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
@@ -40,14 +43,27 @@ def scheduler_worker(
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
     peers = inbox if config.tp > 1 else None
+    trials = _open_trials(config) if rank == 0 else None
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
-    scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0, peers=peers)
+    scheduler = Scheduler(
+        config, engine, inbox, outbox, leads=rank == 0, trials=trials, peers=peers
+    )
     scheduler.pending_grammars.get_ready()
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
     engine.close()
     outbox.close()
+
+
+def _open_trials(config: SchedulerConfig) -> GrammarTrials:
+    """Start the trial process: it reads the tokenizer for seconds, while the engine is made."""
+    assert config.model
+    folder = Path(config.model)
+    model = ModelConfig.from_folder(folder)
+    trials = GrammarTrials(folder, model.vocab_size, sorted(model.eos_ids))
+    trials.open()
+    return trials
 
 
 def _queues(
