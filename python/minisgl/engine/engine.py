@@ -1,7 +1,9 @@
 """One rank's engine: how it starts, and how it ends. How it steps is in `model_runner.py`.
 
-    load the model (`model_loader.py`) ─▶ on a GPU, try the largest step over one page ─▶
-    as many pages as fit (`memory.py`), tables, graphs ─▶ on a GPU, the first steps (`first_steps.py`)
+    the model is loaded (`model_loader.py`)
+    on a GPU, the largest step is tried over a pool of one page
+    the pool gets the pages that fit (`memory.py`); graphs are captured
+    on a GPU, the first steps run (`first_steps.py`)
 
 Next to read: `model_loader.py`.
 """
