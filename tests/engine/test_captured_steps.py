@@ -37,8 +37,7 @@ from minisgl.core import (
     TableWrites,
 )
 from minisgl.distributed import DistributedInfo
-from minisgl.engine import Engine, ForwardOutput, sampler
-from minisgl.engine import engine as engine_module
+from minisgl.engine import Engine, ForwardOutput, model_runner, sampler
 from minisgl.engine import graph_runner as graph_module
 from minisgl.engine.graph_capture import CudaGraphCapture, Graph, GraphCapture
 from minisgl.engine.graph_key import GraphKey, GraphKind, graph_keys, most_prompt_tokens
@@ -130,7 +129,7 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
     log = Counter[str]()
 
     monkeypatch.setattr(
-        engine_module, "create_attention_backend", lambda _, *args: CapturableAttention(*args)
+        model_runner, "create_attention_backend", lambda _, *args: CapturableAttention(*args)
     )
 
     def make(
@@ -145,7 +144,7 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config, info, rendezvous)
 
-        longest = most_prompt_tokens(engine.limits.num_row_tokens - 1, engine._weight_bytes)
+        longest = most_prompt_tokens(engine.limits.num_row_tokens - 1, engine._loaded.weight_bytes)
         engine._graphs = GraphRunner(
             RepeatedCalls(log),
             graph_keys(MAX_DECODES, longest),

@@ -15,8 +15,7 @@ import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine, memory
-from minisgl.engine import engine as engine_module
+from minisgl.engine import Engine, kernel_builds, memory
 from minisgl.engine.memory import (
     largest_step,
     may_pack,
@@ -238,7 +237,7 @@ def test_kernels_are_built_before_the_engine_is_ready(
 ) -> None:
     """Else the first request would wait for the compiler."""
     built: list[torch.dtype] = []
-    monkeypatch.setattr(engine_module, "kernels_for", lambda x: built.append(x.dtype))
+    monkeypatch.setattr(kernel_builds, "kernels_for", lambda x: built.append(x.dtype))
     Engine(config_of(checkpoint("llama"), dtype="bfloat16"), SingleCommunicator().info)
     assert built == [torch.bfloat16]
 

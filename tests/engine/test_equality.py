@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from minisgl.core import SamplingParams
-from minisgl.engine import engine as engine_module
+from minisgl.engine import model_runner
 from minisgl.utils.staging import Numbers
 from tests.checkpoints import (
     ARCHITECTURES,
@@ -180,7 +180,7 @@ def test_long_prompts_go_to_the_tables_in_pieces(
         lengths.extend(map(len, arrays))
         return send(*arrays)
 
-    monkeypatch.setattr(engine_module, "_MAX_WRITES", 10)
+    monkeypatch.setattr(model_runner, "_MAX_WRITES", 10)
     monkeypatch.setattr(llama._extra_staging, "send", counting)
     answers = Host(llama, config_of(Path())).ask([PROMPTS[-1]], GREEDY)
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.core import BatchPlan, SamplingParams
-from minisgl.engine import EngineLimits
+from minisgl.engine import EngineLimits, model_runner
 from minisgl.engine import engine as engine_module
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_room
+from minisgl.engine.engine import bytes_of_steps
 from minisgl.engine.first_steps import first_choices, first_plans
 from minisgl.engine.graph_key import find_graph_key, graph_keys
 from minisgl.engine.memory import most_tokens
@@ -127,7 +128,7 @@ def test_memory_that_a_process_takes_once_is_counted_once(
     readings = iter([700, 900])  # in the trial, and after it
     monkeypatch.setattr(engine_module, "free_bytes", lambda *_: next(readings))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert engine._try_largest_step(config, SMALL["max_seq_len"]) == 900 - 700
+    assert bytes_of_steps(config, engine._loaded) == 900 - 700
 
 
 class WatchedStaging(Staging):
@@ -145,8 +146,8 @@ def test_nothing_that_is_sent_to_the_device_needs_more_room_than_there_is(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every token returns a hidden state, and every request changes as many logits as it may."""
-    monkeypatch.setattr(engine_module, "Staging", WatchedStaging)
-    monkeypatch.setattr(engine_module, "_MAX_WRITES", 8)
+    monkeypatch.setattr(model_runner, "Staging", WatchedStaging)
+    monkeypatch.setattr(model_runner, "_MAX_WRITES", 8)
     monkeypatch.setattr(WatchedStaging, "most", 0.0)
     config = config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL)
     engine = WatchedEngine(config)
@@ -214,7 +215,7 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
     monkeypatch.setattr(sampler_module, "choose_tokens", gpu.choose_tokens)
     monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)
-    monkeypatch.setattr(engine_module, "Staging", lambda _, capacity: FixedStaging(capacity))
+    monkeypatch.setattr(model_runner, "Staging", lambda _, capacity: FixedStaging(capacity))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_gpu_engine.py does it")

@@ -25,7 +25,7 @@ from minisgl.message import (
     encode,
 )
 from minisgl.server.api_server import ServedModel, create_app
-from minisgl.server.frontend import Frontend, connect_tokenizers
+from minisgl.server.frontend import Frontend
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
 
@@ -111,14 +111,14 @@ async def restartable_frontend() -> AsyncIterator[
         replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
             Addresses(folder).frontends[0], decoder(FrontendMsg)
         )
-        frontend = Frontend(connect_tokenizers(Addresses(folder)), replies, max_open_requests=8)
+        frontend = Frontend(Addresses(folder), replies, max_open_requests=8)
         workers = [FakeWorker(Addresses(folder))]
         running = asyncio.create_task(frontend.run())
 
         async def restart() -> FakeWorker:
             addresses = Addresses(folder, epoch=len(workers))
             workers.append(FakeWorker(addresses))
-            frontend.resume(connect_tokenizers(addresses))
+            frontend.resume(addresses)
             return workers[-1]
 
         try:
@@ -146,7 +146,7 @@ async def replaceable_frontend(
         replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
             addresses.frontends[0], decoder(FrontendMsg)
         )
-        frontend = Frontend(connect_tokenizers(addresses), replies, max_open_requests=8)
+        frontend = Frontend(addresses, replies, max_open_requests=8)
         workers = [FakeWorker(addresses)]
         running = asyncio.create_task(frontend.run())
 
@@ -174,6 +174,8 @@ async def running_frontend(
     max_open_requests: int = 8,
     num_tokenizer: int = 1,
     request_timeout_s: float | None = None,
+    *,
+    num_api: int = 1,
     **options: Any,
 ) -> AsyncIterator[tuple[Frontend, FakeWorker]]:
     """A running frontend and the worker that it talks to.
@@ -182,12 +184,11 @@ async def running_frontend(
         options: of `Frontend`.
     """
     with private_folder() as folder:
-        addresses = Addresses(folder, num_tokenizer)
-        queues = [PushQueue[TokenizerMsg](address, encode) for address in addresses.tokenizers]
+        addresses = Addresses(folder, num_tokenizer, num_api=num_api)
         replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
             addresses.frontends[0], decoder(FrontendMsg)
         )
-        frontend = Frontend(queues, replies, max_open_requests, request_timeout_s, **options)
+        frontend = Frontend(addresses, replies, max_open_requests, request_timeout_s, **options)
         worker = FakeWorker(addresses)
         running = asyncio.create_task(frontend.run())
         try:
@@ -198,12 +199,8 @@ async def running_frontend(
             with contextlib.suppress(asyncio.CancelledError, zmq.ZMQError):
                 await running
             await worker.stop()
-            for (
-                queue
-            ) in queues:  # writers before readers: they wait for what they have put to be taken
-                queue.close()
+            frontend.close()  # writers before readers: they wait for what they have put to be taken
             worker.close()
-            replies.close()
 
 
 def token_replies(*pieces: str, num_prompt: int = 3, num_cached: int = 0) -> Script:

@@ -588,14 +588,14 @@ def test_gauges_are_zero_from_the_end_of_an_epoch_to_the_first_step_of_the_next(
         return [float(values[f"minisgl_{gauge}"]) for gauge in gauges]
 
     async def scenario() -> None:
-        async with running_frontend() as (frontend, worker):
+        async with restartable_frontend() as (frontend, worker, restart):
             worker.send_message(BatchFrontendMsg([], stats))
             await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
             frontend.suspend("it died", 1)
             assert seen(frontend) == [0, 0, 0, 0]
             frontend._take_stats(stats)
             assert seen(frontend) == [0, 0, 0, 0]
-            frontend.resume([])
+            await restart()
             assert seen(frontend) == [0, 0, 0, 0]
             frontend._take_stats(stats)
             assert seen(frontend) == [3, 2, 0.5, 64]

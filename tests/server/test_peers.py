@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from minisgl.errors import Unavailable
 from minisgl.message import EngineStats, MetricSample, PeerMsg, RefuseMsg, SuspendMsg
 from minisgl.server import peers as peers_module
-from minisgl.server.http.metrics import Metrics
+from minisgl.server.metrics import Metrics
 from minisgl.server.peers import Peers
 from minisgl.utils.mp import Addresses
 from minisgl.utils.private_folder import private_folder

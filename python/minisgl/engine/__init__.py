@@ -1,9 +1,11 @@
 """Runs a batch: weights, KV pool, attention and sampling of one tensor-parallel rank.
 
-    engine.py             `Engine`: makes everything once, then prepares, launches and samples plans
+    engine.py             `Engine`: its start and its end
+    model_runner.py       prepares, launches and samples plans
     steps.py              a step between these phases
     limits.py             what an engine can hold
-    model_loader.py       the model and its weights
+    model_loader.py       the model with its weights, on its rank
+    kernel_builds.py      what is compiled meanwhile
     memory.py             how many pages fit
     first_steps.py        what runs once before the engine serves
     batch_builder.py      a plan as tensors, for eager steps
@@ -18,7 +20,7 @@
     graph_capture.py      a call as a CUDA graph
     forward_output.py     what the host waits for
 
-Does not know which requests there are; that is the scheduler's. Read `engine.py`.
+Does not know which requests there are; that is the scheduler's. Read `model_runner.py`.
 """
 
 from minisgl.config import EngineConfig

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a device side by side, while the weights are loaded."""
+"""Which kernels are compiled at a start, side by side, while the weights are loaded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,56 @@ import concurrent.futures
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
+import torch
+
+from minisgl.attention import PromptModules
+from minisgl.config import backend_names
+from minisgl.kernel import cuda_kernels_for, kernels_for
+from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 from minisgl.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
 _BLINK_S = 0.5  # how often the bar counts the seconds
+
+
+def fastest_attention(prompt_modules: Callable[[], PromptModules]) -> str:
+    """The attention backend of a GPU, if none is asked for.
+
+    Args:
+        prompt_modules: makes FlashInfer's, if they are needed.
+    """
+    if find_cuda_toolkit() is None and prompt_modules().missing:
+        logger.warning(
+            "there is no CUDA compiler (nvcc), so attention and some kernels are slower; "
+            "pip install 'minisgl[cuda]' brings one"
+        )
+        return "torch"
+    return "fi"
+
+
+def kernels_to_build(
+    device: torch.device,
+    dtype: torch.dtype,
+    attn: str,
+    prompt_modules: Callable[[], PromptModules],
+) -> dict[str, Callable[[], object]]:
+    """What can be compiled before the first step, by names that a person reads.
+
+    Args:
+        attn: one attention backend or two.
+        prompt_modules: makes FlashInfer's; it takes a second, since it imports the library.
+    """
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    builds: dict[str, Callable[[], object]] = {
+        "kernels": partial(kernels_for, nothing),
+        "CUDA kernels": partial(cuda_kernels_for, nothing),
+    }
+    if backend_names(attn)[0] == "fi":
+        builds["FlashInfer"] = lambda: prompt_modules().build()
+    return builds
 
 
 class KernelBuilds:

@@ -1,19 +1,30 @@
-"""A model with its weights on the device, and a kernel chosen for each linear layer."""
+"""From options to a model on the device of one rank, ready to compute.
+
+This is all of a start that needs no KV cache: the device, the communicator, compiled kernels, the
+weights. Kernels are compiled while the weights are loaded. Next to read: `engine.py`.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from minisgl.attention import PromptModules
 from minisgl.config import EngineConfig
-from minisgl.distributed import DistributedCommunicator
-from minisgl.engine.memory import may_pack
-from minisgl.layers import set_rope_device
+from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
+from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
+from minisgl.engine.limits import context_length
+from minisgl.engine.memory import may_pack, out_of_memory_is_explained
+from minisgl.kvcache import MHAKVCache
+from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
-from minisgl.models import BaseLLMModel, ModelConfig, load_weight
+from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
+from minisgl.utils.arch import keep_freed_memory, use_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -22,47 +33,121 @@ _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}  # bits of the signif
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to compute.
+    """A model with its weights, and the rank that computes it.
 
     Attributes:
+        config: the model's.
+        vocab: the tokens of this rank.
+        dtype: of weights, activations, keys and values.
+        attn: one attention backend or two, as `create_attention_backend` takes them.
+        max_seq_len: tokens of a prompt and its answer together, if the KV cache holds so many.
         weight_bytes: of its linear layers, the most that a rank has.
     """
 
     model: BaseLLMModel
+    config: ModelConfig
+    comm: DistributedCommunicator
+    vocab: VocabShard
+    device: torch.device
+    dtype: torch.dtype
+    attn: str
+    max_seq_len: int
     weight_bytes: int
 
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, this rank's kv heads, head width."""
+        num_kv_heads = len(self.comm.info.shard_kv_heads(self.config.num_kv_heads))
+        return self.config.num_layers, num_kv_heads, self.config.head_dim
 
-@torch.inference_mode()
+    def bytes_of_tokens(self, num_tokens: int) -> int:
+        """What their keys and values take on this rank."""
+        return MHAKVCache.page_bytes(*self.kv_shape, num_tokens, self.dtype.itemsize)
+
+
 def load_model(
-    model_class: type[BaseLLMModel],
-    config: EngineConfig,
-    model_config: ModelConfig,
-    comm: DistributedCommunicator,
-    max_seq_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, info: DistributedInfo, rendezvous: Path | None = None
 ) -> LoadedModel:
-    """
+    """Join the ranks of the group, and load this rank's part of the model.
+
+    Args:
+        config, rendezvous: see `Engine`.
+
     Raises:
-        CheckpointError: the files are unusable.
+        ConfigError, CheckpointError: the options do not fit the model, or its files are unusable.
     """
     assert config.model
-    if comm.info.leads:
-        _log_rounding(model_config.stored_dtype, config.dtype)
-    model = model_class(model_config, comm, max_seq_len, dtype)
-    load_weight(
-        model,
-        Path(config.model),
-        dtype,
-        device,
-        model_config.quantization,
-        dummy=config.dummy_weight,
+    assert config.dtype
+    model_config = ModelConfig.from_folder(Path(config.model))
+    model_class = get_model_class(model_config.architecture)
+    device = _set_up_device(config, info)
+    dtype = getattr(torch, config.dtype)
+    prompt_modules = partial(
+        PromptModules, device, dtype, model_config.head_dim, model_config.attention
     )
-    set_rope_device(model, device)
+    attn = config.attn or fastest_attention(prompt_modules)
+    kernel_builds = KernelBuilds(kernels_to_build(device, dtype, attn, prompt_modules))
+    comm = create_communicator(info, device, rendezvous, config.comm)
+    vocab = VocabShard(model_config.vocab_size, comm)
 
+    max_seq_len = context_length(config, model_config)
+    with torch.inference_mode(), out_of_memory_is_explained("loading the weights"):
+        if info.leads:
+            _log_rounding(model_config.stored_dtype, config.dtype)
+        model = model_class(model_config, comm, max_seq_len, dtype)
+        load_weight(
+            model,
+            Path(config.model),
+            dtype,
+            device,
+            model_config.quantization,
+            dummy=config.dummy_weight,
+        )
+        set_rope_device(model, device)
+        weight_bytes = _choose_kernels(model, config, comm, device)
+    if device.type == "cpu":
+        use_huge_pages()
+    kernel_builds.wait()
+    return LoadedModel(
+        model=model,
+        config=model_config,
+        comm=comm,
+        vocab=vocab,
+        device=device,
+        dtype=dtype,
+        attn=attn,
+        max_seq_len=max_seq_len,
+        weight_bytes=weight_bytes,
+    )
+
+
+def _set_up_device(config: EngineConfig, info: DistributedInfo) -> torch.device:
+    assert config.device
+    if config.device == "cuda":
+        device = torch.device(f"cuda:{info.rank}")
+        torch.cuda.set_device(device)
+        return device
+    keep_freed_memory()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
+    return torch.device("cpu")
+
+
+def _log_rounding(stored: str | None, computed: str) -> None:
+    """Say that weights lose digits, which a user may not want."""
+    if _PRECISION.get(stored or "", 0) > _PRECISION[computed]:
+        logger.info("the checkpoint is in %s and is rounded to %s; see --dtype", stored, computed)
+
+
+def _choose_kernels(
+    model: BaseLLMModel,
+    config: EngineConfig,
+    comm: DistributedCommunicator,
+    device: torch.device,
+) -> int:
+    """Choose a kernel for each linear layer; returns `LoadedModel.weight_bytes`."""
+    linears = [op for op in model.walk() if isinstance(op, LinearBase)]
     # Ranks may have different numbers of bytes, but must capture the same graphs, and these depend
     # on the number.
-    linears = [op for op in model.walk() if isinstance(op, LinearBase)]
     num_bytes = sum(linear.num_bytes for linear in linears)
     smallest_negative = comm.all_reduce_min(torch.tensor([-num_bytes], device=device))
     weight_bytes = -int(smallest_negative)
@@ -70,10 +155,4 @@ def load_model(
     pack = may_pack(config, weight_bytes, device)
     for linear in linears:
         linear.choose_kernel(pack=pack)
-    return LoadedModel(model, weight_bytes)
-
-
-def _log_rounding(stored: str | None, computed: str | None) -> None:
-    """Say that weights lose digits, which a user may not want."""
-    if _PRECISION.get(stored or "", 0) > _PRECISION[computed or "float32"]:
-        logger.info("the checkpoint is in %s and is rounded to %s; see --dtype", stored, computed)
+    return weight_bytes

@@ -14,7 +14,7 @@ What every request needs is one function, `Sampler.choose`, which graphs capture
 writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
 penalties). Such steps run `choose` eagerly, then sample the changed rows again.
 
-    Engine.sample            a launched step: choose, then start the copy to the host
+    ModelRunner.sample       a launched step: choose, then start the copy to the host
     Sampler.sample_slices    replay the graph or choose eagerly; take logprobs
     Sampler.choose           mask, sample, write to the token pool
     sample                   filters, then the kernel, then the best of all ranks

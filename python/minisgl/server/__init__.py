@@ -8,12 +8,14 @@
     api_worker.py   the other API processes; peers.py is how they speak to each other
     api_process.py  what every API process has
     api_server.py   `create_app`: the HTTP application
-    frontend.py     open requests: from a prompt to a stream of replies
+    frontend.py     from a prompt to a stream of replies; it has the tokenizers' queues
+                    (tokenizer_queues.py), requests (open_requests.py, generation.py), questions
+    metrics.py      the numbers at /metrics
     shell.py        the chat
     openai/         OpenAI's endpoints: requests, objects and builders of answers
     native/         /generate, /tokenize and /detokenize
     parsing/        what the text of a model means: content, reasoning, tool calls
-    http/           routes, middleware, errors, metrics, the OpenAPI document
+    http/           routes, middleware, errors, the OpenAPI document
 
 Only light modules are imported here, because this package is imported before the workers start.
 Read `launch.py`, then `api_server.py`.

@@ -17,7 +17,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.message import FrontendMsg, ServeMsg, decoder
 from minisgl.server.api_server import create_app, warm_up
 from minisgl.server.args import ServerConfig
-from minisgl.server.frontend import Frontend, connect_tokenizers
+from minisgl.server.frontend import Frontend
 from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
@@ -100,18 +100,16 @@ async def make_api_process(
         api: which of them.
     """
     assert config.max_connections is not None
-    num_api = addresses.num_api
-    shared = SharedNumbers(addresses.folder if num_api > 1 else None)
+    shared = SharedNumbers(addresses.folder if addresses.num_api > 1 else None)
     replies: AsyncPullQueue[FrontendMsg] = AsyncPullQueue(
         addresses.frontends[api], decoder(FrontendMsg)
     )
     frontend = Frontend(
-        connect_tokenizers(addresses),
+        addresses,
         replies,
         config.max_open_requests,
         config.request_timeout_s,
         api=api,
-        num_api=num_api,
         shared=shared,
     )
     key_limits = None if start.key_limits is None else KeyLimits(start.key_limits, shared)

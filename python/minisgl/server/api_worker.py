@@ -23,7 +23,6 @@ from minisgl.message import (
 )
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig
-from minisgl.server.frontend import connect_tokenizers
 from minisgl.server.peers import Peers
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses
@@ -105,7 +104,7 @@ class _Follower:
                 frontend.suspend(reason, outage_s)
             case ResumeMsg(epoch):
                 self._addresses = self._addresses.in_epoch(epoch)
-                frontend.resume(connect_tokenizers(self._addresses))
+                frontend.resume(self._addresses)
             case ReplaceMsg(name, life, reason):
                 self._addresses = self._addresses.in_life(name, life)
                 frontend.replace_worker(name, self._addresses, reason)

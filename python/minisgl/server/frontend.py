@@ -1,8 +1,8 @@
-"""Open requests: from a prompt to a stream of replies.
+"""From a prompt to a stream of replies, and from a question to its answer.
 
-Owns the table of open uids in the API process. A request leaves it with its last reply, or when its
-generation is closed, which aborts it. Everything runs in one event loop. Next to read:
-`tokenizer/server.py`.
+Sends both to the tokenizers, and delivers what comes back. A request is open until its last reply
+has come, or until its generation is closed, which aborts it. Everything runs in one event loop.
+Next to read: `tokenizer/server.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import (
-    EngineFailed,
-    InvalidRequest,
-    QueueFull,
-    RequestTimeout,
-    Unavailable,
-)
+from minisgl.errors import EngineFailed, InvalidRequest, RequestTimeout, Unavailable
 from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
@@ -35,61 +27,28 @@ from minisgl.message import (
     EngineStats,
     FlushCacheMsg,
     FrontendMsg,
-    NewDetokenizerMsg,
     Prompt,
-    ShutdownMsg,
     TokenIds,
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
-    encode,
     open_prompt,
     pack_ids,
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.generation import Generation
-from minisgl.server.http.metrics import Metrics, Stopwatch
+from minisgl.server.metrics import Metrics, Stopwatch
+from minisgl.server.open_requests import OpenRequest, OpenRequests, Places
 from minisgl.server.questions import Questions
+from minisgl.server.tokenizer_queues import TokenizerQueues
 from minisgl.utils.garbage import collect_when_idle
-from minisgl.utils.mp import (
-    DETOKENIZER,
-    Addresses,
-    AsyncPullQueue,
-    PushQueue,
-    tokenizer_of,
-    uids_of_api,
-)
+from minisgl.utils.mp import DETOKENIZER, Addresses, AsyncPullQueue, uids_of_api
 from minisgl.utils.shared_numbers import SharedNumbers
 
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _IDLE_CHECK_S = 0.05
 _DEADLINE_CHECK_S = 0.25
-
-
-@dataclass(slots=True)
-class _OpenRequest:
-    """A request without its final reply.
-
-    Attributes:
-        deadline: when it ends with an error, by `time.monotonic`.
-        unanswered: its message, until the first reply; with it the request can be sent again.
-        is_second_try: whether it was.
-    """
-
-    generation: Generation
-    stopwatch: Stopwatch
-    deadline: float
-    unanswered: TokenizeMsg | None
-    is_second_try: bool = False
-
-    @property
-    def can_be_sent_again(self) -> bool:
-        return self.unanswered is not None and not self.is_second_try
-
-
-def connect_tokenizers(addresses: Addresses) -> list[PushQueue[TokenizerMsg]]:
-    return [PushQueue(address, encode) for address in addresses.tokenizers]
 
 
 class Frontend:
@@ -100,35 +59,31 @@ class Frontend:
     one is nobody's. Aborts may be lost with a tokenizer; such a reply aborts its request again.
 
     Args:
+        addresses: of the workers.
+        replies: what workers send to this process.
         max_open_requests: in all API processes.
         request_timeout_s: a request that takes longer ends with an error; None is no limit.
-        api, num_api: which of how many API processes this is.
+        api: which of the API processes this is.
         shared: numbers that all of them share.
     """
 
     def __init__(
         self,
-        tokenizers: list[PushQueue[TokenizerMsg]],
+        addresses: Addresses,
         replies: AsyncPullQueue[FrontendMsg],
         max_open_requests: int,
         request_timeout_s: float | None = None,
         *,
         api: int = 0,
-        num_api: int = 1,
         shared: SharedNumbers | None = None,
     ) -> None:
-        self._tokenizers = tokenizers
+        self._tokenizers = TokenizerQueues(addresses)
         self._incoming = replies
-        self._max_open = max_open_requests
         self._timeout_s = request_timeout_s
-        self._open: dict[int, _OpenRequest] = {}
+        self._uids = uids_of_api(api, addresses.num_api)
+        self._places = Places(max_open_requests, shared or SharedNumbers())
+        self._requests = OpenRequests(self._places)
         self._questions = Questions()
-        self._first_safe_uid = 0  # messages about smaller ones may be lost with a dead worker
-        self._strays: set[int] = set()  # uids that are nobody's, and were aborted once more
-        self._num_api = num_api
-        self._uids = uids_of_api(api, num_api)
-        self._shared = shared or SharedNumbers()
-        self._num_open_in_all = self._shared.array("open-requests", 1)
         # Each refused request gets an error of its own: one that is raised again keeps the frames
         # of all who raised it, and what is in them.
         self._end: Callable[[], Unavailable | EngineFailed] | None = None  # of the server
@@ -138,7 +93,7 @@ class Frontend:
     @property
     def max_open(self) -> int:
         """The number of requests that may be open."""
-        return self._max_open
+        return self._places.limit
 
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
@@ -149,12 +104,12 @@ class Frontend:
     @property
     def num_open(self) -> int:
         """Requests and questions that are open in this process."""
-        return len(self._open) + len(self._questions)
+        return len(self._requests) + len(self._questions)
 
     @property
     def num_open_in_all(self) -> int:
         """Those that are open in all API processes."""
-        return int(self._num_open_in_all[0])
+        return self._places.num_taken
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
         """Send prompts to the tokenizers.
@@ -180,10 +135,10 @@ class Frontend:
             uids, itertools.product(prompts, samplings), strict=True
         ):
             msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
-            self._tokenizer_of(uid).put(msg)
+            self._tokenizers.send(uid, msg)
             stopwatch = Stopwatch(self.metrics)
             generation.stopwatches.append(stopwatch)
-            self._open[uid] = _OpenRequest(generation, stopwatch, deadline, msg)
+            self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
         return generation
 
     def check_num_answers(self, num_prompts: int, n: int) -> None:
@@ -192,9 +147,9 @@ class Frontend:
             InvalidRequest: a request of so many prompts alone has more answers than may be open.
         """
         num_answers = n * num_prompts
-        if num_answers > self._max_open:
+        if num_answers > self.max_open:
             raise InvalidRequest(
-                f"{num_answers} answers in one request; this server takes at most {self._max_open}",
+                f"{num_answers} answers in one request; this server takes at most {self.max_open}",
                 param=None if n == 1 else "n",
             )
 
@@ -202,21 +157,7 @@ class Frontend:
         """Count requests or questions as open, if there may be so many more."""
         if self.refusal:
             raise self.refusal
-        with self._shared.locked():
-            if self.num_open_in_all + number > self._max_open:
-                raise QueueFull(self.num_open_in_all, self._max_open)
-            self._num_open_in_all[0] += number
-
-    def _give_places_back(self, number: int) -> None:
-        with self._shared.locked():
-            self._num_open_in_all[0] -= number
-
-    def _close(self, uid: int) -> bool:
-        """Count a request as open no more; returns whether it was."""
-        if self._open.pop(uid, None) is None:
-            return False
-        self._give_places_back(1)
-        return True
+        self._places.take(number)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> list[int]:
         """The tokens of a text or a conversation; see `EncodeMsg`.
@@ -272,7 +213,7 @@ class Frontend:
         self._take_places(1)
         uid = next(self._uids)
         msg = make_msg(uid)
-        self._tokenizer_of(uid).put(msg)
+        self._tokenizers.send(uid, msg)
         answer = self._questions.begin(uid, msg)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -286,17 +227,17 @@ class Frontend:
             raise RequestTimeout(self._timeout_s) from None
         finally:
             self._questions.end(uid)
-            self._give_places_back(1)
+            self._places.give_back(1)
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
-        if self._close(uid):
+        if self._requests.end(uid):
             self.metrics.aborts.inc()
             self._send_abort(uid)
 
     def _send_abort(self, uid: int) -> None:
         if self._outage is None:
-            self._tokenizer_of(uid).put(AbortMsg(uid))
+            self._tokenizers.send(uid, AbortMsg(uid))
 
     async def run(self) -> None:
         """Deliver replies, and end requests at their deadlines, for ever."""
@@ -309,9 +250,7 @@ class Frontend:
     async def _end_late_requests(self) -> None:
         while self._timeout_s is not None:
             await asyncio.sleep(_DEADLINE_CHECK_S)
-            now = time.monotonic()
-            requests = self._open.values()
-            for generation in {each.generation for each in requests if each.deadline < now}:
+            for generation in self._requests.late(time.monotonic()):
                 generation.close()
                 generation.fail(RequestTimeout(self._timeout_s))
 
@@ -349,26 +288,18 @@ class Frontend:
             self._questions.answer(uid, num_tokens)
 
     def _deliver(self, reply: UserReply) -> None:
-        request = self._open.get(reply.uid)
         if self._outage is not None:  # an epoch has ended
             return
+        request = self._requests.find(reply.uid)
         if request is None:  # its generation was closed, or it has another uid
-            self._drop_stray(reply)
+            if self._requests.note_stray(reply):
+                self._send_abort(reply.uid)
             return
         request.unanswered = None
         request.stopwatch.observe(reply)
         if reply.is_final:
-            self._close(reply.uid)
+            self._requests.end(reply.uid)
         request.generation.put(reply)
-
-    def _drop_stray(self, reply: UserReply) -> None:
-        """Abort whose reply it is once more, if its abort may be lost."""
-        uid = reply.uid
-        if reply.is_final:
-            self._strays.discard(uid)
-        elif uid < self._first_safe_uid and uid not in self._strays:
-            self._strays.add(uid)
-            self._send_abort(uid)
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
@@ -383,10 +314,7 @@ class Frontend:
         """End every open request with an error, and refuse new ones."""
         self._end = partial(EngineFailed, reason)
         failure = EngineFailed(reason)
-        for generation in {request.generation for request in self._open.values()}:
-            generation.fail(failure)
-        for uid in list(self._open):
-            self._close(uid)
+        self._requests.fail(failure)
         self._questions.fail(failure)
 
     def suspend(self, reason: str, outage_s: int) -> None:
@@ -395,41 +323,18 @@ class Frontend:
         New requests are refused. Of the open ones, those that have begun to answer end with an
         error, and so do those that were sent twice; the others wait.
         """
-        for queue in self._tokenizers:
-            queue.drop()
-        self._tokenizers = []
+        self._tokenizers.drop()
         self._outage = partial(Unavailable, f"the engine starts again: {reason}", outage_s)
         self._questions.fail(self._outage())
         self.metrics.end_epoch()
-        failure = EngineFailed(f"the engine failed: {reason}")
-        self._end_lost(self._open.values(), failure)
+        self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))
 
-    def _end_lost(self, requests: Iterable[_OpenRequest], failure: EngineFailed) -> None:
-        """End those of lost requests that cannot be sent again."""
-        for generation in {each.generation for each in requests if not each.can_be_sent_again}:
-            for uid in generation.uids:
-                if self._close(uid):
-                    self._send_abort(uid)
-            generation.fail(failure)
-
-    def resume(self, tokenizers: list[PushQueue[TokenizerMsg]]) -> None:
-        """Send what waits to new workers, and accept new requests."""
-        self._tokenizers = tokenizers
+    def resume(self, addresses: Addresses) -> None:
+        """Send what waits to the workers of a new epoch, and accept new requests."""
+        self._tokenizers.connect(addresses)
         self._outage = None
-        waiting = self._open
-        self._open = {}
-        for uid, request in waiting.items():
-            self._send_again(uid, request)
-
-    def _send_again(self, uid: int, request: _OpenRequest) -> None:
-        """Send a request that had this uid, with a new one."""
-        new_uid = next(self._uids)
-        request.generation.rename(uid, new_uid)
-        assert request.unanswered is not None
-        request.unanswered = msgspec.structs.replace(request.unanswered, uid=new_uid)
-        request.is_second_try = True
-        self._tokenizer_of(new_uid).put(request.unanswered)
-        self._open[new_uid] = request
+        for uid in self._requests.uids:
+            self._send_again(uid)
 
     def replace_worker(self, name: str, addresses: Addresses, reason: str) -> None:
         """Go on with the successor of a tokenizer or the detokenizer, which has failed.
@@ -441,56 +346,44 @@ class Frontend:
             addresses: with the successor's.
         """
         has_detokenizer = name == DETOKENIZER
-        numbers = {i for i, each in enumerate(addresses.tokenizer_names) if each == name}
-        for number in numbers:
-            self._tokenizers[number].drop()
-            self._tokenizers[number] = PushQueue(addresses.tokenizers[number], encode)
-        for queue in self._tokenizers:
-            queue.put(NewDetokenizerMsg(addresses.life_of(DETOKENIZER)))
-        self._first_safe_uid = next(self._uids)
-        self._strays.clear()
-        lost = list(self._open) if has_detokenizer else self._waiting_in(numbers)
-        failure = f"a worker failed: {reason}"
-        self._send_lost_again(lost, EngineFailed(failure))
+        numbers = self._tokenizers.replace(name, addresses)
+        self._requests.doubt_aborts(first_safe_uid=next(self._uids))
+
+        def went_there(uid: int) -> bool:
+            return self._tokenizers.number_of(uid) in numbers
 
         def is_lost(uid: int, msg: TokenizerMsg) -> bool:
             is_flush = isinstance(msg, FlushCacheMsg)  # its answer comes through the detokenizer
-            return self._number_of(uid) in numbers or (has_detokenizer and is_flush)
+            return went_there(uid) or (has_detokenizer and is_flush)
 
-        for uid, msg in self._questions.try_again(is_lost, Unavailable(failure)).items():
-            self._tokenizer_of(uid).put(msg)
-
-    def _waiting_in(self, numbers: set[int]) -> list[int]:
-        """The requests without a reply whose way is through these tokenizers."""
-        waiting = (uid for uid, request in self._open.items() if request.unanswered is not None)
-        return [uid for uid in waiting if self._number_of(uid) in numbers]
-
-    def _send_lost_again(self, uids: list[int], failure: EngineFailed) -> None:
-        """Send requests again that may be lost, or end them if that cannot be."""
-        self._end_lost([self._open[uid] for uid in uids], failure)
-        for uid in uids:
-            request = self._open.pop(uid, None)
-            if request is not None:
+        lost = self._requests.uids
+        if not has_detokenizer:
+            lost = [uid for uid in self._requests.waiting if went_there(uid)]
+        failure = f"a worker failed: {reason}"
+        ended = self._requests.end_lost(lost, EngineFailed(failure))
+        for uid in ended:
+            self._send_abort(uid)
+        for uid in lost:
+            if self._requests.find(uid):
                 self._send_abort(uid)
-                self._send_again(uid, request)
+                self._send_again(uid)
+        for uid, msg in self._questions.try_again(is_lost, Unavailable(failure)).items():
+            self._tokenizers.send(uid, msg)
+
+    def _send_again(self, uid: int) -> None:
+        """Send a request again that had this uid, with a new one."""
+        new_uid = next(self._uids)
+        self._tokenizers.send(new_uid, self._requests.rename(uid, new_uid))
 
     def shut_down(self) -> None:
         """Let the workers end, and close the queues."""
-        for i, queue in enumerate(self._tokenizers):
-            queue.put(ShutdownMsg(stops_scheduler=i == 0))
+        self._tokenizers.shut_down()
         self.close()
 
     def close(self) -> None:
         """Close the queues; the workers go on."""
-        for queue in self._tokenizers:
-            queue.close()
+        self._tokenizers.close()
         self._incoming.close()
-
-    def _tokenizer_of(self, uid: int) -> PushQueue[TokenizerMsg]:
-        return self._tokenizers[self._number_of(uid)]
-
-    def _number_of(self, uid: int) -> int:
-        return tokenizer_of(uid, self._num_api, len(self._tokenizers))
 
 
 def _seed_after(seed: int | None, i: int) -> int | None:

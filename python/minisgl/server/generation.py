@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError, SlowReader
 from minisgl.message import UserReply, join_replies
-from minisgl.server.http.metrics import Stopwatch
+from minisgl.server.metrics import Stopwatch
 
 _MAX_UNREAD = 64  # replies to a uid; they are joined then
 _MAX_UNREAD_LOGPROBS = 2**17  # of a request, about 16 MiB

@@ -22,7 +22,7 @@ from collections import deque
 
 from minisgl.errors import EngineFailed, MiniSGLError
 from minisgl.message import ReplaceMsg, ResumeMsg, SuspendMsg
-from minisgl.server.frontend import Frontend, connect_tokenizers
+from minisgl.server.frontend import Frontend
 from minisgl.server.peers import Peers
 from minisgl.server.workers import Workers
 from minisgl.utils.supervisor import Failure
@@ -98,6 +98,6 @@ class Recovery:
             raise
         except MiniSGLError as error:
             raise EngineFailed(f"{failure.reason}; it does not start again: {error}") from None
-        self._frontend.resume(connect_tokenizers(self._workers.addresses))
+        self._frontend.resume(self._workers.addresses)
         self._peers.tell(ResumeMsg(self._workers.addresses.epoch))
         logger.info("the engine is ready again, after %d s", self._workers.start_s)

@@ -10,7 +10,6 @@
     access_log.py   a line in the log and an id for each request
     tracing.py      spans of requests for OpenTelemetry
     tenants.py      cached prefixes are found by the key that computed them
-    metrics.py      the numbers at /metrics
     openapi.py      the OpenAPI document
 
 The application is made in `api_server.py`.

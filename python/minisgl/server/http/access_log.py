@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.generation import Generation
-from minisgl.server.http.metrics import Metrics, Stopwatch
+from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.server.openai.common import Usage
 
 logger = logging.getLogger(__name__)

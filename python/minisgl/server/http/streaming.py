@@ -17,7 +17,7 @@ from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.generation import Generation
 from minisgl.server.http.access_log import note_error
 from minisgl.server.http.body_writer import BodyWriter, body_writer_of
-from minisgl.server.http.metrics import Metrics
+from minisgl.server.metrics import Metrics
 from minisgl.server.openai.builder import AnswerBuilder
 
 T = TypeVar("T")

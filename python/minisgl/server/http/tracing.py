@@ -32,7 +32,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.server.http.access_log import RequestRecord, record_of
-from minisgl.server.http.metrics import Stopwatch
+from minisgl.server.metrics import Stopwatch
 from minisgl.utils.logger import limit_repeats
 from minisgl.version import __version__
 

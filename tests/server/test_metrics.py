@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
-from minisgl.server.http.metrics import Metrics, Stopwatch
+from minisgl.server.metrics import Metrics, Stopwatch
 from tests.server.harness import CHAT, TEXT, App, run_with_app, token_replies, wait_until
 from tests.server.http.test_middleware import KEYS, bearer
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 FEATURES = DOCS / "features.md"
 SUFFIXES = ("", "_total", "_bucket", "_count", "_sum")
 Samples = dict[str, float]
@@ -62,7 +62,7 @@ def test_an_answer_is_counted_token_by_token_and_timed_once() -> None:
 
 def test_times_are_those_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 10.5, 10.75, 12.75, 13.0])
-    monkeypatch.setattr("minisgl.server.http.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("minisgl.server.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     watch = Stopwatch(metrics)
     watch.observe(UserReply(0, num_output=1))
@@ -83,7 +83,7 @@ def test_the_time_to_the_first_token_is_waiting_and_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([10.0, 10.75, 11.0])
-    monkeypatch.setattr("minisgl.server.http.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("minisgl.server.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
     watch = Stopwatch(metrics)
     watch.observe(UserReply(0, num_output=1, prefill_s=0.5))

@@ -1,0 +1,291 @@
+"""Runs steps: a plan is prepared, then launched, then its tokens are sampled.
+
+Owns the KV pool, the device's page table and token pool, and the captured graphs. Tokens stay on
+the device between steps: a step writes what it samples to the token pool, and the next step reads
+its inputs there. So the host can plan a step before it knows the tokens of the one before. Next to
+read: `batch_builder.py`, `sampler.py`, `kernel/tables.py`, then `models/base.py`.
+"""
+
+# Dimensions: B requests of a step, D model width, L positions of a sequence, P pages, R rows of the
+# tables, V vocabulary, W words of 32 bits, X a selection out of another dimension, Y tokens whose
+# hidden states are returned, Z entries of a flat list.
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minisgl.attention import create_attention_backend
+from minisgl.config import EngineConfig
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, TableWrites
+from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
+from minisgl.engine.forward_output import ForwardOutput, HostCopier
+from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
+from minisgl.engine.graph_key import (
+    GraphKeys,
+    cpu_graph_keys,
+    graph_keys,
+    has_room_for_writes,
+    most_decodes,
+    most_prompt_tokens,
+)
+from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.limits import EngineLimits
+from minisgl.engine.memory import free_if_out_of_memory, most_tokens
+from minisgl.engine.model_loader import LoadedModel
+from minisgl.engine.prompt_outputs import PromptOutputs
+from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room
+from minisgl.engine.steps import LaunchedStep, PreparedStep
+from minisgl.errors import ConfigError
+from minisgl.kernel import load_cpu_kernels, scatter
+from minisgl.kvcache import create_kvcache_pool
+from minisgl.layers import Context
+from minisgl.moe import create_moe_backend
+from minisgl.utils.staging import Staging, room_for
+
+_MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
+
+
+class ModelRunner:
+    """Runs steps of one rank over a pool of a given size.
+
+    It captures its graphs when it is made.
+
+    Args:
+        limits: of the pool and the tables.
+        is_trial: capture few graphs, to estimate how much memory all would take.
+
+    Attributes:
+        context: the tables, the pool and the backends.
+        grammar_masks: int32 [X, W], as `mask_logits` takes them: where those of a step are put
+            before its tokens are chosen.
+
+    Raises:
+        ConfigError: the limits are too large for the tables.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        limits: EngineLimits,
+        *,
+        is_trial: bool = False,
+    ) -> None:
+        self.limits = limits
+        self._loaded = loaded
+        self._model = loaded.model
+        self._vocab = loaded.vocab
+        self._device = loaded.device
+        self.context = self._make_context()
+
+        # For what a step sends in front of the model, ...
+        self._staging = Staging(self._device, batch_room(most_tokens(config), limits.num_rows))
+        # ... and for what few steps send, at any time.
+        room = sampler_room(limits.num_rows, len(limits.eos_ids))
+        self._extra_staging = Staging(self._device, max(room, 2 * room_for(_MAX_WRITES)))
+        self._host_copier = HostCopier(self._device, limits.num_rows)
+
+        self._batch_builder = BatchBuilder(self.context, self._staging)
+        self._sampler = Sampler(
+            self._vocab, self.context.token_pool_RL, limits.eos_ids, self._extra_staging
+        )
+        self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
+        self._graphs = self._make_graph_runner(config, is_trial=is_trial)
+
+    def _make_context(self) -> Context:
+        """Tables and pool have a padding row and a padding page after those of the scheduler."""
+        limits = self.limits
+        loaded = self._loaded
+        pool = create_kvcache_pool(
+            *loaded.kv_shape, limits.num_pages + 1, limits.page_size, loaded.dtype, self._device
+        )
+        page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages)
+        page_table_RP.fill_(limits.num_pages)
+        num_heads = len(loaded.comm.info.shard(loaded.config.num_heads, "attention heads"))
+        return Context(
+            page_table_RP=page_table_RP,
+            token_pool_RL=self._zeros(limits.num_rows + 1, limits.num_row_tokens),
+            kv_pool=pool,
+            attn_backend=create_attention_backend(
+                loaded.attn, pool, page_table_RP, num_heads, loaded.config.attention
+            ),
+            moe_backend=create_moe_backend(self._device, loaded.dtype),
+        )
+
+    def _zeros(self, *shape: int) -> Tensor:
+        if math.prod(shape) >= 2**31:
+            raise ConfigError(
+                f"{shape[0] - 1} requests of up to {shape[1]} tokens are more than the tables "
+                "can hold"
+            )
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
+        """The runner, which captures when it is made; None where steps cannot be captured."""
+        max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
+        if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
+            return None
+        capture: GraphCapture
+        keys: GraphKeys
+        if self._device.type == "cuda":
+            capture = CudaGraphCapture()
+            longest = most_prompt_tokens(self.limits.num_row_tokens - 1, self._loaded.weight_bytes)
+            keys = graph_keys(max_decodes, longest)
+        else:
+            kernels = load_cpu_kernels()
+            if kernels is None:
+                return None
+            capture = CpuGraphCapture(kernels)
+            keys = cpu_graph_keys(max_decodes, self.limits.num_row_tokens - 1)
+        return GraphRunner(
+            capture,
+            keys,
+            self._forward_to_logits,
+            self._sampler,
+            self.context,
+            is_trial=is_trial,
+        )
+
+    @property
+    def prompt_waves(self) -> PromptWaves:
+        """In which portions the device attends for the tokens of prompts."""
+        return self.context.attn_backend.prompt_waves
+
+    def prompt_room(self, num_decodes: int) -> list[int]:
+        """How many tokens of prompts captured steps have room for beside so many decodes.
+
+        They ascend. There are none if no such step is captured.
+        """
+        return self._graphs.prompt_room(num_decodes) if self._graphs else []
+
+    @property
+    def bytes_not_captured(self) -> int:
+        """Estimated memory of the graphs that a trial leaves out."""
+        return self._graphs.bytes_not_captured if self._graphs else 0
+
+    def prepare(self, plan: BatchPlan) -> PreparedStep:
+        """Do the host work that is possible before the previous step is sampled.
+
+        That is all host work of a captured step, and none of an eager one.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full; the step can be planned again.
+        """
+        return free_if_out_of_memory(self._prepare, plan)
+
+    def _prepare(self, plan: BatchPlan) -> PreparedStep:
+        key = self._graphs.find_key(plan) if self._graphs else None
+        if self._graphs is None or key is None:
+            return PreparedStep(plan, plan.writes)
+        if has_room_for_writes(key, plan.writes):
+            return PreparedStep(plan, NO_WRITES, self._graphs.prepare(plan, plan.writes, key))
+        return PreparedStep(plan, plan.writes, self._graphs.prepare(plan, NO_WRITES, key))
+
+    def launch(self, prepared: PreparedStep) -> LaunchedStep:
+        """Start computing logits. The previous step must have been sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full. The table writes of the plan may be done
+                in part. The step can be planned again with the same writes.
+        """
+        return free_if_out_of_memory(self._launch, prepared)
+
+    @torch.inference_mode()
+    def _launch(self, prepared: PreparedStep) -> LaunchedStep:
+        plan = prepared.plan
+        self._write_tables(prepared.writes)
+
+        replay = prepared.replay
+        if replay is None:
+            hidden_YD, sampling_inputs = self._run_eagerly(plan)
+        else:
+            assert self._graphs is not None
+            hidden_YD, sampling_inputs = self._graphs.replay(replay)
+
+        prompt_outputs = PromptOutputs.of(
+            plan, hidden_YD, self._collect_logits, self.context.token_pool_RL
+        )
+        graph_key = replay.key if replay else None
+        return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+        """Start choosing the tokens of the step that was launched last.
+
+        The steps after it find them in the token pool.
+        """
+        prompt_outputs = launched.prompt_outputs
+        if not launched.sampling_slices:
+            empty = torch.empty(0, dtype=torch.int32, device=self._device)
+            return self._host_copier.start(empty, None, prompt_outputs)
+
+        # No local variable holds the graph: if an exception is raised, its traceback would keep the
+        # graph alive, and NCCL could not leave its group.
+        sampled = self._sampler.sample_slices(
+            launched.sampling_slices, launched.sampling_inputs, self._sampling_graph(launched)
+        )
+        return self._host_copier.start(sampled.token_B, sampled.logprobs, prompt_outputs)
+
+    def _sampling_graph(self, launched: LaunchedStep) -> SamplingGraph | None:
+        key = launched.graph_key
+        if self._graphs is None or key is None:
+            return None
+        is_filtered = launched.sampling_inputs.args.is_filtered
+        return self._graphs.sampling_graph(key, is_filtered=is_filtered)
+
+    def _write_tables(self, writes: TableWrites) -> None:
+        page_table_RP = self.context.page_table_RP
+        token_pool_RL = self.context.token_pool_RL
+        self._scatter(page_table_RP, writes.page_index, writes.pages)
+        self._scatter(token_pool_RL, writes.token_index, writes.tokens)
+        for copy in writes.copies:
+            num_pages = copy.num_tokens // self.limits.page_size
+            page_table_RP[copy.target, :num_pages] = page_table_RP[copy.source, :num_pages]
+            tokens = slice(0, copy.num_tokens)
+            token_pool_RL[copy.target, tokens] = token_pool_RL[copy.source, tokens]
+
+    def _scatter(self, table: Tensor, index: IntArray, values: IntArray) -> None:
+        """Write to a table, in pieces: the buffers on the way need not hold a whole context."""
+        for begin in range(0, len(index), _MAX_WRITES):
+            piece = slice(begin, begin + _MAX_WRITES)
+            index_Z, value_Z = self._extra_staging.send(index[piece], values[piece])
+            scatter(table, index_Z, value_Z)
+
+    def _run_eagerly(self, plan: BatchPlan) -> tuple[Tensor, SamplingInputs]:
+        """The hidden states that are returned, and the logits of the slices that sample."""
+        built = self._batch_builder.build(plan)
+        hidden_YD = self._forward(built.batch)
+        logits_BV = None
+        num_sampling = len(built.token_index_B)
+        if num_sampling:
+            hidden_BD = hidden_YD
+            if len(hidden_YD) > num_sampling:
+                hidden_BD = hidden_YD[self._sampler.to_device_index(sampled_hidden_states(plan))]
+            logits_BV = self._model.logits(hidden_BD)
+        return hidden_YD, SamplingInputs(logits_BV, built.sampling_args, built.token_index_B)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        self.context.attn_backend.prepare_on_device(batch)
+        return self._model.forward(batch, self.context)
+
+    def _collect_logits(self, hidden_XD: Tensor) -> Tensor | None:
+        """Logits of the whole vocabulary on rank 0, None on the others."""
+        return self._vocab.collect(self._model.logits(hidden_XD))
+
+    def _forward_to_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What a graph captures: there, every returned hidden state also becomes logits."""
+        hidden_YD = self._forward(batch)
+        return hidden_YD, self._model.logits(hidden_YD)
+
+    def close(self) -> None:
+        """Free the device's memory that the pool, the tables and the graphs take.
+
+        To be called once. Whoever keeps this object can use nothing of it then but `limits`. NCCL
+        cannot leave its group as long as a graph that uses it is alive.
+        """
+        del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
+        del self._staging, self._extra_staging, self._host_copier
+        del self._model, self._vocab, self._loaded

@@ -1,0 +1,160 @@
+"""Requests without their final reply.
+
+Owns those of an API process, and the count of what is open in all of them. A request that has no
+reply can be sent again, once, if it may be lost with a worker. It has a new uid then, so that a
+reply to the old one is nobody's. Questions to the workers are in `questions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from minisgl.errors import EngineFailed, QueueFull
+from minisgl.message import TokenizeMsg, UserReply
+from minisgl.server.generation import Generation
+from minisgl.server.metrics import Stopwatch
+from minisgl.utils.shared_numbers import SharedNumbers
+
+
+class Places:
+    """How many requests and questions are open in all API processes, and how many may be.
+
+    Args:
+        shared: numbers that all API processes share.
+    """
+
+    def __init__(self, limit: int, shared: SharedNumbers) -> None:
+        self.limit = limit
+        self._shared = shared
+        self._num_taken = shared.array("open-requests", 1)
+
+    @property
+    def num_taken(self) -> int:
+        return int(self._num_taken[0])
+
+    def take(self, number: int) -> None:
+        """
+        Raises:
+            QueueFull: there are not so many.
+        """
+        with self._shared.locked():
+            if self.num_taken + number > self.limit:
+                raise QueueFull(self.num_taken, self.limit)
+            self._num_taken[0] += number
+
+    def give_back(self, number: int) -> None:
+        with self._shared.locked():
+            self._num_taken[0] -= number
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request without its final reply.
+
+    Attributes:
+        deadline: when it ends with an error, by `time.monotonic`.
+        unanswered: its message, until the first reply; with it the request can be sent again.
+        is_second_try: whether it was.
+    """
+
+    generation: Generation
+    stopwatch: Stopwatch
+    deadline: float
+    unanswered: TokenizeMsg | None
+    is_second_try: bool = False
+
+    @property
+    def can_be_sent_again(self) -> bool:
+        return self.unanswered is not None and not self.is_second_try
+
+
+class OpenRequests:
+    """Requests by their uids. Each has a place, and gives it back when it ends."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._open: dict[int, OpenRequest] = {}
+        self._first_safe_uid = 0  # aborts of smaller ones may be lost with a dead worker
+        self._strays: set[int] = set()  # uids that are nobody's, and were aborted once more
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def uids(self) -> list[int]:
+        return list(self._open)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The uids of those without a reply."""
+        return [uid for uid, request in self._open.items() if request.unanswered is not None]
+
+    def begin(self, uid: int, request: OpenRequest) -> None:
+        """Note a request that was sent, and has a place."""
+        self._open[uid] = request
+
+    def find(self, uid: int) -> OpenRequest | None:
+        return self._open.get(uid)
+
+    def end(self, uid: int) -> bool:
+        """Count a request as open no more; returns whether it was."""
+        if self._open.pop(uid, None) is None:
+            return False
+        self._places.give_back(1)
+        return True
+
+    def late(self, now: float) -> set[Generation]:
+        """The generations with a request whose deadline is over."""
+        return {each.generation for each in self._open.values() if each.deadline < now}
+
+    def fail(self, failure: EngineFailed) -> None:
+        """End all with an error."""
+        for generation in {request.generation for request in self._open.values()}:
+            generation.fail(failure)
+        for uid in self.uids:
+            self.end(uid)
+
+    def end_lost(self, uids: Iterable[int], failure: EngineFailed) -> list[int]:
+        """End those of lost requests that cannot be sent again, and what belongs to them.
+
+        Returns:
+            the uids that have ended.
+        """
+        lost = [self._open[uid] for uid in uids]
+        ended: list[int] = []
+        for generation in {each.generation for each in lost if not each.can_be_sent_again}:
+            ended += [uid for uid in generation.uids if self.end(uid)]
+            generation.fail(failure)
+        return ended
+
+    def rename(self, uid: int, new_uid: int) -> TokenizeMsg:
+        """Give a request that has no reply another uid; returns what is to be sent again."""
+        request = self._open.pop(uid)
+        request.generation.rename(uid, new_uid)
+        assert request.unanswered is not None
+        request.unanswered = structs.replace(request.unanswered, uid=new_uid)
+        request.is_second_try = True
+        self._open[new_uid] = request
+        return request.unanswered
+
+    def doubt_aborts(self, first_safe_uid: int) -> None:
+        """Aborts of smaller uids may be lost with a worker."""
+        self._first_safe_uid = first_safe_uid
+        self._strays.clear()
+
+    def note_stray(self, reply: UserReply) -> bool:
+        """Note a reply to a uid that is nobody's; returns whether to abort that once more.
+
+        It is, once, if its abort may be lost.
+        """
+        uid = reply.uid
+        if reply.is_final:
+            self._strays.discard(uid)
+            return False
+        if uid >= self._first_safe_uid or uid in self._strays:
+            return False
+        self._strays.add(uid)
+        return True
