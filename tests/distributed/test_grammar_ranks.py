@@ -20,11 +20,10 @@ from minisgl.engine import Engine
 from minisgl.grammar import compiler
 from minisgl.message import (
     BackendMsg,
-    BatchBackendMsg,
     DetokenizeMsg,
     EngineStats,
     ExitMsg,
-    StepDigestMsg,
+    LeaderMsg,
     UserMsg,
     decoder,
     encode,
@@ -95,7 +94,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> list[str]:
     if info.leads:
         inbox = LeaderInbox(client, [PushQueue(address, encode)])
     else:
-        inbox = FollowerInbox(PullQueue(address, decoder(BatchBackendMsg | StepDigestMsg)))
+        inbox = FollowerInbox(PullQueue(address, decoder(LeaderMsg)))
         GrammarMatchers._fill_each = fill_backwards  # type: ignore[method-assign]
     config = config_of(model, tp=info.size)
     engine = Engine(config, info, folder / "rendezvous")

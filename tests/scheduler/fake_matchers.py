@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from minisgl.core import Grammar, ReqSlice
 from minisgl.errors import InvalidRequest
-from minisgl.message import ForgetGrammarMsg
-from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, MatchState, PendingMasks
+from minisgl.message import ForgetGrammarMsg, MatchState
+from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, PendingMasks
 from tests.scheduler.script import Script
 
 

@@ -23,8 +23,8 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     GrammarCompiledMsg,
+    LeaderMsg,
     ShutdownMsg,
-    StepDigestMsg,
     UserMsg,
     decoder,
     encode,
@@ -44,7 +44,6 @@ from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 
 NUM_FOLLOWERS = 2
-FromLeader = BatchBackendMsg | StepDigestMsg
 Connect = Callable[[int, object], tuple[PushQueue, PullQueue]]
 
 
@@ -163,7 +162,7 @@ def run_group(leader: Rank, followers: list[Rank], pushes: list[PushQueue]) -> N
 def test_leader_and_followers_make_the_same_plans(
     connect: Connect, seed: int, target_itl_ms: float | None
 ) -> None:
-    pushes, pulls = zip(*[connect(i, FromLeader) for i in range(NUM_FOLLOWERS)], strict=True)
+    pushes, pulls = zip(*[connect(i, LeaderMsg) for i in range(NUM_FOLLOWERS)], strict=True)
     followers = [Rank(FollowerInbox(pull), target_itl_ms) for pull in pulls]
     script = Script(random_parcels(Random(seed), num_steps=150))
     leader = Rank(LeaderInbox(script, list(pushes)), target_itl_ms)
@@ -202,7 +201,7 @@ class DeafInbox(FollowerInbox):
 def test_a_follower_that_misses_an_abort_is_found_before_it_launches_another_step(
     connect: Connect, seed: int
 ) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     inbox = DeafInbox(pull)
     follower = inbox.rank = Rank(inbox)
     leader = Rank(LeaderInbox(Script(random_parcels(Random(seed), num_steps=150)), [push]))
@@ -226,7 +225,7 @@ class ConfusedInbox(FollowerInbox):
 def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_step(
     connect: Connect, abort_step: int
 ) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     both: list[BackendMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
     parcels: list[list[BackendMsg]] = [both, *([] for _ in range(abort_step - 1))]
@@ -242,7 +241,7 @@ def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_s
 def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     connect: Connect, seed: int
 ) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     follower = Rank(FollowerInbox(pull))
     free = follower.scheduler.cache._free
     free[:] = free[::-1].copy()
@@ -255,7 +254,7 @@ def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
 
 
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [], [AbortBackendMsg(2), ExitMsg()]]
     for msgs in parcels:
         push.put(BatchBackendMsg(msgs))
@@ -265,7 +264,7 @@ def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Conn
 
 
 def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     inbox = LeaderInbox(Script([[], [AbortBackendMsg(1)], []]), [push])
     for _ in range(3):
         inbox.receive(block=False)
@@ -288,7 +287,7 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
 
 def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:
     push, pull = connect(0, BackendMsg)
-    writer, follower = connect(1, FromLeader)
+    writer, follower = connect(1, LeaderMsg)
     inbox = LeaderInbox(ZmqInbox(pull, push), [writer])
     msg = GrammarCompiledMsg(4)
     thread = threading.Thread(target=inbox.post, args=(msg,))

@@ -19,41 +19,27 @@ import numpy as np
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, IntArray, ReqSlice
-from minisgl.errors import InvalidRequest
 from minisgl.grammar import refusal
-from minisgl.message import ForgetGrammarMsg
+from minisgl.message import ForgetGrammarMsg, MatchState
 from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
 from minisgl.scheduler.shared_executor import SharedExecutor
 from minisgl.utils.heap import bytes_touched, return_free_memory
 
+IN_PROGRESS = MatchState()
+_COMPLETE = MatchState(is_complete=True)
+
 MATCHERS_ON_GPU = 8  # of a grammar
+_ALL_ALLOWED = -1  # a word of a mask
 _TRIM_BYTES = 2**23  # of grammars that are gone, after which memory is given back to the kernel
 
 
 @dataclass(frozen=True, slots=True)
-class MatchState:
-    """Where a match is after some tokens.
-
-    Attributes:
-        is_complete: whether the answer ends here.
-        error: set if the grammar turned out to be more than llguidance follows.
-    """
-
-    is_complete: bool = False
-    error: InvalidRequest | None = None
-
-
-IN_PROGRESS = MatchState()
-_COMPLETE = MatchState(is_complete=True)
-
-
-@dataclass(frozen=True, slots=True)
 class _Match:
-    """The match of one answer."""
+    """The match of one answer; it has no matcher if this rank has lost it."""
 
     known: KnownGrammar
-    matcher: LLMatcher
+    matcher: LLMatcher | None
 
 
 class PendingMasks:
@@ -75,7 +61,7 @@ class GrammarMatchers:
     as they go, and wait for each other. Where threads make masks there are several to copy from.
     Once the automaton has as many states as it may, every copy fails at the next new one. So a
     grammar is forgotten when a match fails. What automata and matches take is measured as they
-    grow, for `GrammarBudget`.
+    grow, for `GrammarBudget`. With several ranks, what is found here is this rank's (`Matching`).
 
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens
@@ -144,16 +130,21 @@ class GrammarMatchers:
         """Start making the masks for sampling slices whose requests have a grammar.
 
         All tokens before must have been accepted. If llguidance reaches a limit, a mask allows the
-        end of the sequence alone, and that token ends the request on all ranks.
+        end of the sequence alone, and whatever is sampled, the match has failed then. The mask of
+        a match that this rank has lost allows everything.
         """
         guided = [req_slice for req_slice in slices if req_slice.req.params.grammar is not None]
         masks_XW = self._masks_XW[: len(guided)]
-        matches: list[tuple[_Match, int]] = []
+        matches: list[tuple[KnownGrammar, LLMatcher, int]] = []
         for x, req_slice in enumerate(guided):
             if req_slice.end < req_slice.req.num_known:
                 _allow_only(masks_XW[x], int(req_slice.req.tokens[req_slice.end]))
+                continue
+            match = self._matches[req_slice.req.uid]
+            if match.matcher is None:
+                masks_XW[x] = _ALL_ALLOWED
             else:
-                matches.append((self._matches[req_slice.req.uid], x))
+                matches.append((match.known, match.matcher, x))
 
         if self._executor is None:
             self._fill_each(matches, masks_XW)
@@ -165,17 +156,19 @@ class GrammarMatchers:
         has_begun.wait()
         return PendingMasks(future)
 
-    def _fill_each(self, matches: list[tuple[_Match, int]], masks_XW: IntArray) -> None:
+    def _fill_each(
+        self, matches: list[tuple[KnownGrammar, LLMatcher, int]], masks_XW: IntArray
+    ) -> None:
         """Make masks one after the other, and measure by how much each grammar grows."""
-        for match, x in matches:
+        for known, matcher, x in matches:
             before = bytes_touched()
-            llguidance.numpy.fill_next_token_bitmask(match.matcher, masks_XW, x)
-            self._measure(match.known, before)
+            llguidance.numpy.fill_next_token_bitmask(matcher, masks_XW, x)
+            self._measure(known, before)
 
     def _fill(
         self,
         executor: SharedExecutor,
-        matches: list[tuple[_Match, int]],
+        matches: list[tuple[KnownGrammar, LLMatcher, int]],
         masks_XW: IntArray,
         has_begun: threading.Event,
     ) -> None:
@@ -184,20 +177,21 @@ class GrammarMatchers:
         if executor.is_watched:
             self._fill_each(matches, masks_XW)
         elif matches:
-            executor.fill([(match.matcher, x) for match, x in matches], masks_XW)
+            executor.fill([(matcher, x) for _, matcher, x in matches], masks_XW)
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         """Advance a request's match by its next tokens."""
         match = self._matches[uid]
         matcher = match.matcher
+        if matcher is None:
+            return IN_PROGRESS
         before = bytes_touched()
         matcher.consume_tokens(tokens)
         self._measure(match.known, before)
         if not matcher.is_stopped():
             return IN_PROGRESS
         if matcher.is_error():
-            self.known.discard(match.known.grammar)
-            return MatchState(error=refusal(matcher.get_error()))
+            return MatchState(error=str(refusal(matcher.get_error())))
         return _COMPLETE
 
     def forced_tokens(self, uid: int) -> list[int]:
@@ -206,10 +200,20 @@ class GrammarMatchers:
         A mask at this place allows the first of them alone. The match does not advance.
         """
         match = self._matches[uid]
+        if match.matcher is None:
+            return []
         before = bytes_touched()
         tokens = list(match.matcher.compute_ff_tokens())
         self._measure(match.known, before)
         return tokens
+
+    def forget(self, uid: int) -> None:
+        """Forget the grammar of a request whose match has failed: its automaton may be full."""
+        self.known.discard(self._matches[uid].known.grammar)
+
+    def lose(self, uid: int) -> None:
+        """Follow a request's match no longer: rank 0's stands elsewhere."""
+        self._matches[uid] = _Match(self._matches[uid].known, None)
 
 
 def _allow_only(mask_W: IntArray, token: int) -> None:

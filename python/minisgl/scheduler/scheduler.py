@@ -62,12 +62,8 @@ from minisgl.scheduler.events import (
 )
 from minisgl.scheduler.grammar import MATCHERS_ON_GPU, GrammarMatchers, PendingMasks
 from minisgl.scheduler.io import Inbox, Outbox, Peers
-from minisgl.scheduler.outputs import (
-    MIN_FORCED_ON_CPU,
-    MIN_FORCED_ON_GPU,
-    Output,
-    OutputProcessor,
-)
+from minisgl.scheduler.matching import MIN_FORCED_ON_CPU, MIN_FORCED_ON_GPU, Matching
+from minisgl.scheduler.outputs import Output, OutputProcessor
 from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
@@ -188,9 +184,8 @@ class Scheduler:
         )
         min_forced = MIN_FORCED_ON_GPU if is_on_gpu else MIN_FORCED_ON_CPU
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
-        self.outputs = OutputProcessor(
-            self.grammars, self.table, limits, self.events, min_forced, prefill_watch
-        )
+        matching = Matching(self.grammars, limits.eos_ids, min_forced, peers)
+        self.outputs = OutputProcessor(matching, self.table, limits, self.events, prefill_watch)
         self._leads = leads
         self._executor = executor
         self._limits = limits
@@ -501,8 +496,7 @@ class Scheduler:
     def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
         """Start making a step's masks, which need the tokens of the previous step.
 
-        Rank 0 alone applies them. The others make them too: a matcher grows by what it computes,
-        and one that had computed less would meet llguidance's limits in another step, or never.
+        Each rank applies the part that is about its tokens.
         """
         if previous:
             self._read_tokens(previous)
@@ -522,10 +516,8 @@ class Scheduler:
         """Wait for the tokens of a step, once, and append them to their requests."""
         assert step.sampled is not None
         if step.outputs is None:
-            pairs = zip(step.sampling_slices, step.sampled.wait(), strict=True)
-            step.outputs = [
-                self.outputs.append_sampled(req_slice, tokens) for req_slice, tokens in pairs
-            ]
+            sampled = step.sampled.wait()
+            step.outputs = self.outputs.append_sampled(step.sampling_slices, sampled)
 
     def _finish(self, step: InFlightStep) -> None:
         """Collect the outputs of a sampled step; release requests whose release waited for it."""
