@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 from llguidance import LLParserLimits
 
@@ -79,14 +81,15 @@ class Client:
                 self._num_open -= 1
 
 
-def fill_backwards(matchers: GrammarMatchers, matches: list, masks_XW: IntArray) -> None:
+def fill_backwards(matchers: GrammarMatchers, matches: list[Any], masks_XW: IntArray) -> None:
     in_order(matchers, matches[::-1], masks_XW)
 
 
 in_order = GrammarMatchers._fill_each
 
 
-def run_rank(model: Path, folder: Path, info: DistributedInfo) -> list[str]:
+def run_rank(model: Path, folder: Path, info: DistributedInfo) -> tuple[list[str], int]:
+    """How answers end, as rank 0 says, and how many matches this rank loses."""
     compiler._LIMITS["regex"] = WORK
     address = f"ipc://{folder}/queue"
     client = Client()
@@ -98,15 +101,21 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> list[str]:
         GrammarMatchers._fill_each = fill_backwards  # type: ignore[method-assign]
     config = config_of(model, tp=info.size)
     engine = Engine(config, info, folder / "rendezvous")
-    Scheduler(config, engine, inbox, client, leads=info.leads, peers=inbox).run()
-    return client.ends
+    with patch.object(
+        GrammarMatchers, "lose", autospec=True, side_effect=GrammarMatchers.lose
+    ) as lose:
+        Scheduler(config, engine, inbox, client, leads=info.leads, peers=inbox).run()
+    return client.ends, lose.call_count
 
 
 def test_ranks_stay_together_that_meet_a_grammars_limits_in_other_orders(
     checkpoint: Callable[[str], Path],
 ) -> None:
     with TemporaryDirectory() as folder:
-        ends, _ = in_processes(2, partial(run_rank, checkpoint("llama"), Path(folder)))
+        ranks = in_processes(2, partial(run_rank, checkpoint("llama"), Path(folder)))
+    [(ends, num_lost_by_leader), (_, num_lost)] = ranks
     assert len(ends) == NUM_ROUNDS * NUM_ANSWERS
     refusals = [end for end in ends if end.startswith("the grammar is refused: ")]
     assert len(refusals) > NUM_ROUNDS
+    assert num_lost_by_leader == 0
+    assert num_lost > 0
