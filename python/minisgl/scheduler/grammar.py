@@ -10,7 +10,7 @@ so a retracted request goes on where it was. Nothing here is on the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 
 from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.grammar import refusal
-from minisgl.message import ForgetGrammarMsg, MatchState
+from minisgl.message import BackendMsg, MatchState
 from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
 from minisgl.scheduler.shared_executor import SharedExecutor
@@ -29,7 +29,6 @@ from minisgl.utils.heap import bytes_touched, return_free_memory
 IN_PROGRESS = MatchState()
 _COMPLETE = MatchState(is_complete=True)
 
-MATCHERS_ON_GPU = 8  # of a grammar
 _ALL_ALLOWED = -1  # a word of a mask
 _TRIM_BYTES = 2**23  # of grammars that are gone, after which memory is given back to the kernel
 
@@ -66,14 +65,18 @@ class GrammarMatchers:
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens
             came that the next masks depend on.
+        post: sends a message to all ranks, on rank 0; None elsewhere.
         for_gpu: masks are made by threads beside the caller, which on a CPU would compete for cores
             with the model's.
     """
 
-    def __init__(self, masks_XW: IntArray, *, for_gpu: bool) -> None:
+    def __init__(
+        self, masks_XW: IntArray, post: Callable[[BackendMsg], None] | None, *, for_gpu: bool
+    ) -> None:
         self.known = KnownGrammars()
         self._budget = GrammarBudget(self.known)
         self._masks_XW = masks_XW
+        self._post = post
         self._executor = SharedExecutor() if for_gpu else None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._matches: dict[int, _Match] = {}
@@ -99,18 +102,20 @@ class GrammarMatchers:
         if match is not None:
             self.known.close(match.known)
 
-    def excess(self) -> list[ForgetGrammarMsg]:
-        """What has to go, because grammars take too much memory."""
-        return self._budget.excess((uid, match.known) for uid, match in self._matches.items())
+    def stay_in_budget(self) -> None:
+        """Say what has to go because grammars take too much memory, on rank 0.
 
-    def return_memory(self) -> None:
-        """Give the memory of large grammars that are gone back to the kernel, beside the caller.
-
-        What is used a second time is not measured, so it would not count in the budget.
+        The memory of large ones that are gone is given back to the kernel, beside the caller. What
+        is used a second time is not measured, so it would not count in the budget.
         """
         if self.known.freed_bytes >= _TRIM_BYTES:
             self.known.freed_bytes = 0
             self._helper.submit(return_free_memory)
+        if self._post is None:
+            return
+        opened = ((uid, match.known) for uid, match in self._matches.items())
+        for msg in self._budget.excess(opened):
+            self._post(msg)
 
     def _measure(self, known: KnownGrammar, before: int) -> None:
         """Count what this thread has taken for a grammar since it had touched so many bytes."""

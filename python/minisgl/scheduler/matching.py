@@ -40,7 +40,6 @@ class Matching:
 
     Args:
         eos_ids: of the model.
-        min_forced: fewer tokens are not fast-forwarded.
         peers: the other ranks, if there are any.
     """
 
@@ -48,12 +47,13 @@ class Matching:
         self,
         grammars: GrammarMatchers,
         eos_ids: frozenset[int],
-        min_forced: int,
         peers: Peers | None,
+        *,
+        for_gpu: bool,
     ) -> None:
         self._grammars = grammars
         self._eos_ids = eos_ids
-        self._min_forced = min_forced
+        self._min_forced = MIN_FORCED_ON_GPU if for_gpu else MIN_FORCED_ON_CPU
         self._peers = peers
 
     def advance(self, sampled: Sequence[tuple[Req, int]]) -> dict[int, MatchState]:
