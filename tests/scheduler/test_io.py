@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
     AbortBackendMsg,
@@ -38,12 +38,14 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
+from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 
 NUM_FOLLOWERS = 2
+GROWN = Grammar("regex", "(a|b)*c")
 Connect = Callable[[int, object], tuple[PushQueue, PullQueue]]
 
 
@@ -251,6 +253,33 @@ def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     assert follower.executor.plans == []
     words = "the ranks plan step 0 differently: tables 0x[0-9a-f]+ here, 0x[0-9a-f]+ on rank 0"
     assert re.fullmatch(words, str(follower.failure))
+
+
+def grow_without_end(rank: Rank) -> None:
+    """Let a rank measure that a grammar takes more than all may."""
+    grammars = rank.scheduler.grammars
+    grammars._budget = GrammarBudget(grammars.known, max_bytes=0, max_grown_bytes=0)
+    [known] = grammars.known.all()
+    grammars._budget.grow(known, 2**30)
+
+
+@pytest.mark.parametrize("leader_measures_it", [False, True])
+def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
+    connect: Connect, leader_measures_it: bool
+) -> None:
+    push, pull = connect(0, LeaderMsg)
+    follower = Rank(FollowerInbox(pull))
+    parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [AbortBackendMsg(1)]]
+    leader = Rank(LeaderInbox(Script(parcels), [push]))
+    ranks = [leader, follower]
+    for rank in ranks:
+        rank.scheduler.grammars.known.add(GROWN, [], 0)
+    grow_without_end(leader if leader_measures_it else follower)
+    run_group(leader, [follower], [push])
+
+    assert follower.failure is None
+    forgotten = [GROWN not in rank.scheduler.grammars.known for rank in ranks]
+    assert forgotten == [leader_measures_it] * 2
 
 
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
