@@ -88,7 +88,7 @@ class OutputProcessor:
             [
                 (req_slice.req, tokens[0])
                 for req_slice, tokens in pairs
-                if req_slice.req.params.grammar is not None and _gets_token(req_slice)
+                if _advances_match(req_slice)
             ]
         )
         return [
@@ -103,9 +103,10 @@ class OutputProcessor:
         req = req_slice.req
         if req.finish is not None:
             return None
-        if _wants_no_answer(req):
+        max_length = req.max_length
+        if max_length == req.num_prompt:  # max_tokens is 0: only the prompt's outputs are wanted
             return Output([], "length")
-        if not _gets_token(req_slice):
+        if req_slice.end < req.num_known:
             assert sampled == [req.tokens[req_slice.end]], "its mask allows the forced token alone"
             return None
         assert req_slice.end == req.num_known
@@ -115,7 +116,7 @@ class OutputProcessor:
             return self._follow(req, token, state)
         if req.params.ends_at(token, self._eos_ids):
             return Output(sampled, "stop")
-        return Output(sampled, "length" if req.num_known == req.max_length else None)
+        return Output(sampled, "length" if req.num_known == max_length else None)
 
     def _follow(self, req: Req, token: int, state: MatchState) -> Output:
         """Do what a match says after a sampled token."""
@@ -205,17 +206,12 @@ class OutputProcessor:
         )
 
 
-def _wants_no_answer(req: Req) -> bool:
-    """Whether max_tokens is 0: only the prompt's outputs are wanted."""
-    return req.max_length == req.num_prompt
-
-
-def _gets_token(req_slice: ReqSlice) -> bool:
-    """Whether what a slice samples is the next token of its request, which goes on."""
+def _advances_match(req_slice: ReqSlice) -> bool:
+    """Whether what a slice samples is the next token of an answer that follows a grammar."""
     req = req_slice.req
-    if req.finish is not None or _wants_no_answer(req):
+    if req.params.grammar is None or req.finish is not None or req.max_length == req.num_prompt:
         return False
-    return req_slice.end >= req.num_known  # else a grammar has forced the token before
+    return req_slice.end == req.num_known  # else the token was forced before
 
 
 def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:
