@@ -102,6 +102,13 @@ def test_a_match_that_fails_here_alone_goes_on_without_a_mask(compiler: GrammarC
     follower.matchers.close(UID)
 
 
+def test_a_token_that_another_rank_did_not_mask_is_refused_without_being_named(
+    compiler: GrammarCompiler,
+) -> None:
+    state = Follower(compiler, LETTERS).sample("x")
+    assert state.error == "the grammar is refused: a limit was met while it was followed"
+
+
 def test_other_forced_tokens_than_rank_0s_are_not_appended(compiler: GrammarCompiler) -> None:
     follower = Follower(compiler, TEXT)
     follower.leader.state = IN_PROGRESS

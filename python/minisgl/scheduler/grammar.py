@@ -30,6 +30,8 @@ IN_PROGRESS = MatchState()
 _COMPLETE = MatchState(is_complete=True)
 
 _ALL_ALLOWED = -1  # a word of a mask
+# What llguidance says of a token that is not allowed. Only a lost match lets one pass.
+_NOT_ALLOWED = "doesn't satisfy the grammar"
 _TRIM_BYTES = 2**23  # of grammars that are gone, after which memory is given back to the kernel
 
 
@@ -196,7 +198,7 @@ class GrammarMatchers:
         if not matcher.is_stopped():
             return IN_PROGRESS
         if matcher.is_error():
-            return MatchState(error=str(refusal(matcher.get_error())))
+            return MatchState(error=str(refusal(_reason(matcher.get_error()))))
         return _COMPLETE
 
     def forced_tokens(self, uid: int) -> list[int]:
@@ -219,6 +221,11 @@ class GrammarMatchers:
     def lose(self, uid: int) -> None:
         """Follow a request's match no longer: rank 0's stands elsewhere."""
         self._matches[uid] = _Match(self._matches[uid].known, None)
+
+
+def _reason(error: str) -> str:
+    """Why a match has failed, by what llguidance says of it."""
+    return "a limit was met while it was followed" if _NOT_ALLOWED in error else error
 
 
 def _allow_only(mask_W: IntArray, token: int) -> None:
