@@ -11,7 +11,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.grammar import GrammarTrials
-from minisgl.message import BackendMsg, BatchBackendMsg, StepDigestMsg, decoder, encode
+from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
@@ -70,15 +70,15 @@ def _queues(
     config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
 ) -> tuple[LeaderInbox | FollowerInbox, ZmqOutbox | DiscardOutbox]:
     if rank > 0:
-        from_leader: PullQueue[BatchBackendMsg | StepDigestMsg] = PullQueue(
-            addresses.rank(rank), decoder(BatchBackendMsg | StepDigestMsg), beat
+        from_leader: PullQueue[LeaderMsg] = PullQueue(
+            addresses.rank(rank), decoder(LeaderMsg), beat
         )
         return FollowerInbox(from_leader), DiscardOutbox()
     queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
         addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
     )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
-    followers: list[PushQueue[BatchBackendMsg | StepDigestMsg]] = [
+    followers: list[PushQueue[LeaderMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]
     return LeaderInbox(inbox, followers), ZmqOutbox(addresses)
