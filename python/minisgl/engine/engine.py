@@ -36,11 +36,13 @@ from minisgl.core import (
 )
 from minisgl.distributed import DistributedInfo, create_communicator
 from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
+from minisgl.engine.first_kernels import KernelSizes, call_kernels
 from minisgl.engine.first_steps import first_choices, first_plans
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graph_key import (
     GraphKeys,
+    GraphKind,
     cpu_graph_keys,
     graph_keys,
     has_room_for_writes,
@@ -111,6 +113,7 @@ class Engine:
         self._vocab = VocabShard(self._model_config.vocab_size, self._comm)
 
         max_seq_len = context_length(config, self._model_config)
+        kernel_builds.start(self._triton_builds(config, max_seq_len))
         with out_of_memory_is_explained("loading the weights"):
             loaded = load_model(
                 model_class,
@@ -177,6 +180,25 @@ class Engine:
             builds["FlashInfer"] = lambda: self._prompt_modules().build()
         return builds
 
+    def _triton_builds(
+        self, config: EngineConfig, max_seq_len: int
+    ) -> dict[str, Callable[[], object]]:
+        """Those that run on the GPU, so not before the ranks have measured their sums there."""
+        if self._device.type != "cuda":
+            return {}
+        keys = graph_keys(min(config.cuda_graph_max_bs, config.max_running_requests), 0)
+        sizes = KernelSizes(
+            model=self._model_config,
+            info=self._comm.info,
+            vocab=self._vocab,
+            limits=self._limits_of(config, max_seq_len, 0),
+            attn=self._attn,
+            shares_prefixes=bool(keys[GraphKind.SHARED_PREFIX]),
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return {"Triton kernels": partial(call_kernels, sizes)}
+
     def _prompt_modules(self) -> PromptModules:
         model = self._model_config
         return PromptModules(self._device, self._dtype, model.head_dim, model.attention)
@@ -216,23 +238,28 @@ class Engine:
         self, config: EngineConfig, max_seq_len: int, pages: int, *, is_trial: bool = False
     ) -> None:
         """Make what steps need besides weights: tables, pool, and what holds on to them."""
-        model = self._model_config
-        assert config.page_size
-        self.limits = EngineLimits(
-            num_pages=pages,
-            page_size=config.page_size,
-            max_seq_len=max_seq_len,
-            vocab_size=model.vocab_size,
-            eos_ids=model.eos_ids,
-            num_rows=config.max_running_requests,
-        )
+        self.limits = self._limits_of(config, max_seq_len, pages)
         self.context = self._tables_and_backends()
         self._batch_builder = BatchBuilder(self.context, self._staging)
         self._sampler = Sampler(
-            self._vocab, self.context.token_pool_RL, model.eos_ids, self._extra_staging
+            self._vocab,
+            self.context.token_pool_RL,
+            self._model_config.eos_ids,
+            self._extra_staging,
         )
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
         self._graphs = self._make_graph_runner(config, is_trial=is_trial)
+
+    def _limits_of(self, config: EngineConfig, max_seq_len: int, pages: int) -> EngineLimits:
+        assert config.page_size
+        return EngineLimits(
+            num_pages=pages,
+            page_size=config.page_size,
+            max_seq_len=max_seq_len,
+            vocab_size=self._model_config.vocab_size,
+            eos_ids=self._model_config.eos_ids,
+            num_rows=config.max_running_requests,
+        )
 
     def _drop_context(self) -> None:
         del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
