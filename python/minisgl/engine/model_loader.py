@@ -17,8 +17,9 @@ import torch
 from minisgl.attention import PromptModules
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
+from minisgl.engine.first_kernels import KernelSizes, call_kernels
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
-from minisgl.engine.limits import context_length
+from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import may_pack, out_of_memory_is_explained
 from minisgl.kvcache import MHAKVCache
 from minisgl.layers import VocabShard, set_rope_device
@@ -78,6 +79,7 @@ def load_model(
     """
     assert config.model
     assert config.dtype
+    assert config.page_size
     model_config = ModelConfig.from_folder(Path(config.model))
     model_class = get_model_class(model_config.architecture)
     device = _set_up_device(config, info)
@@ -91,6 +93,23 @@ def load_model(
     vocab = VocabShard(model_config.vocab_size, comm)
 
     max_seq_len = context_length(config, model_config)
+    if device.type == "cuda":  # these run there, so not before the ranks have measured their sums
+        sizes = KernelSizes(
+            model=model_config,
+            info=info,
+            vocab=vocab,
+            limits=EngineLimits(
+                num_pages=0,
+                page_size=config.page_size,
+                max_seq_len=max_seq_len,
+                vocab_size=model_config.vocab_size,
+                eos_ids=model_config.eos_ids,
+            ),
+            attn=attn,
+            dtype=dtype,
+            device=device,
+        )
+        kernel_builds.start({"Triton kernels": partial(call_kernels, sizes)})
     with torch.inference_mode(), out_of_memory_is_explained("loading the weights"):
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
