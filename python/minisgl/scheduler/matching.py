@@ -4,9 +4,10 @@
 
 Every rank follows every match, because it needs masks for its part of the vocabulary. What a match
 does to its answer must be equal on all ranks, though. It need not be: answers share an automaton,
-and its limits are met by whoever asks first, in the order of a rank's threads. So rank 0's states
-count. A rank that has found something else loses the match: its masks allow everything from then
-on. Rank 0's own match still refuses what the grammar does not allow, and the answer ends then.
+and the work of a new state counts for whoever asks first, in the order of a rank's threads. So what
+rank 0 has found counts. A rank that has found something else loses the match: its masks allow
+everything from then on. Rank 0's own match still refuses what the grammar does not allow, and the
+answer ends then.
 
 Decides which forced tokens are appended. Knows nothing of steps and messages.
 """
