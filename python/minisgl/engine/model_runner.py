@@ -31,8 +31,8 @@ from minisgl.engine.graph_key import (
     most_prompt_tokens,
 )
 from minisgl.engine.graph_runner import GraphRunner
-from minisgl.engine.limits import EngineLimits
-from minisgl.engine.memory import free_if_out_of_memory, most_tokens
+from minisgl.engine.limits import EngineLimits, most_tokens
+from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room

@@ -1,0 +1,104 @@
+"""How large the KV pool is: as many pages as fit beside the weights and the largest step.
+
+On a GPU the largest step is tried, over a pool of one page. On a CPU a step takes little beside the
+weights, and the options say which part of the memory the pool gets.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.config import EngineConfig
+from minisgl.distributed import DistributedCommunicator
+from minisgl.engine.first_steps import largest_step
+from minisgl.engine.limits import EngineLimits
+from minisgl.engine.memory import ADVICE, free_bytes, out_of_memory_is_explained, return_memory
+from minisgl.engine.model_loader import LoadedModel
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.errors import ConfigError
+from minisgl.kvcache import MHAKVCache
+
+_MAX_SLOTS = 2**31 - 2**16  # slots are int32; the padding page comes after them
+
+
+def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
+    """What an engine can hold beside weights and steps, equal on all ranks.
+
+    Raises:
+        ConfigError: not even one page fits.
+    """
+    assert config.page_size
+    step_bytes = 0
+    is_on_gpu = loaded.device.type == "cuda"
+    if is_on_gpu and config.num_pages is None:  # else the first steps show if it is too large
+        with out_of_memory_is_explained("trying the largest step"):
+            step_bytes = bytes_of_steps(config, loaded)
+    page_bytes = MHAKVCache.page_bytes(*loaded.kv_shape, config.page_size, loaded.dtype.itemsize)
+    pages = num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)
+    return _limits(config, loaded, pages, min(loaded.max_seq_len, pages * config.page_size))
+
+
+def bytes_of_steps(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes that steps take beside weights and KV: activations, workspaces, graphs.
+
+    They are measured over a pool of one page, before the KV cache is sized. What this process takes
+    once and keeps, as modules of kernels, is no longer free then, so it does not count.
+    """
+    return_memory()  # an earlier engine in this process may have left some
+    limits = _limits(config, loaded, 1, loaded.max_seq_len)
+    trial = ModelRunner(config, loaded, limits, is_trial=True)
+    plan = largest_step(config, limits.max_seq_len)
+    trial.sample(trial.launch(trial.prepare(plan))).wait()
+    torch.cuda.synchronize()
+    free_during = free_bytes(loaded.device, config.tp)
+    not_captured = trial.bytes_not_captured
+    trial.close()
+    return_memory()
+    return free_bytes(loaded.device, config.tp) - free_during + not_captured
+
+
+def num_pages(
+    config: EngineConfig,
+    page_bytes: int,
+    device: torch.device,
+    comm: DistributedCommunicator,
+    step_bytes: int = 0,
+) -> int:
+    """Pages of the pool, equal on all ranks: as many as the option says, or the memory allows.
+
+    What all running requests together cannot use holds cached prefixes.
+
+    Args:
+        step_bytes: memory that steps will take besides.
+
+    Raises:
+        ConfigError: not even one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    assert config.memory_ratio is not None
+    assert config.page_size is not None
+    pool_bytes = int((free_bytes(device, config.tp) - step_bytes) * config.memory_ratio)
+    affordable = pool_bytes // page_bytes
+    if affordable < 1:
+        raise ConfigError(
+            f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
+            f"steps {step_bytes:,}; lower {ADVICE}"
+        )
+    addressable = _MAX_SLOTS // config.page_size
+    agreed = torch.tensor([min(affordable, addressable)], dtype=torch.int64, device=device)
+    return int(comm.all_reduce_min(agreed).item())
+
+
+def _limits(
+    config: EngineConfig, loaded: LoadedModel, pages: int, max_seq_len: int
+) -> EngineLimits:
+    assert config.page_size
+    return EngineLimits(
+        num_pages=pages,
+        page_size=config.page_size,
+        max_seq_len=max_seq_len,
+        vocab_size=loaded.config.vocab_size,
+        eos_ids=loaded.config.eos_ids,
+        num_rows=config.max_running_requests,
+    )
