@@ -15,14 +15,11 @@ import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine, kernel_builds, memory
-from minisgl.engine.memory import (
-    largest_step,
-    may_pack,
-    num_pages,
-    num_rows,
-    out_of_memory_is_explained,
-)
+from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
+from minisgl.engine.first_steps import largest_step
+from minisgl.engine.memory import out_of_memory_is_explained
+from minisgl.engine.model_loader import may_pack
+from minisgl.engine.pool_size import num_pages, num_rows
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
@@ -109,14 +106,14 @@ def test_more_requests_run_where_memory_has_room_for_them(
     free: int, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token takes a byte here, so 2**20 are 2,048 for each of 512 requests."""
-    monkeypatch.setattr(memory, "free_bytes", lambda *_: free)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda *_: free)
     auto = {"max_running_requests": None, "page_size": 4, "memory_ratio": 1.0}
     config = replace(config_of(Path(), **{**auto, **options}), device="cuda")
     assert num_rows(config, 4, CPU, SingleCommunicator()) == expected
 
 
 def test_memory_is_not_why_a_cpu_runs_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda *_: 2**40)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda *_: 2**40)
     config = config_of(Path(), max_running_requests=None, memory_ratio=0.5)
     assert num_rows(config, 4, CPU, SingleCommunicator()) == 256
 
@@ -153,8 +150,9 @@ def test_a_full_gpu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_step_has_all_prompt_tokens_and_all_requests(
     rows: int, expected: list[int]
 ) -> None:
-    config = config_of(Path(), max_running_requests=rows, max_prefill_length=20)
-    plan = largest_step(config, max_seq_len=10)
+    config = config_of(Path(), max_prefill_length=20)
+    limits = EngineLimits(1, 4, 10, VOCAB_SIZE, frozenset(), num_rows=rows)
+    plan = largest_step(config, limits)
     assert [len(req_slice) for req_slice in plan.slices] == expected
     assert plan.num_decodes == expected.count(1)
 

@@ -21,14 +21,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.core import BatchPlan, SamplingParams
-from minisgl.engine import EngineLimits, model_runner
-from minisgl.engine import engine as engine_module
+from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_room
-from minisgl.engine.engine import bytes_of_steps
 from minisgl.engine.first_steps import first_choices, first_plans
 from minisgl.engine.graph_key import find_graph_key, graph_keys
-from minisgl.engine.memory import most_tokens
+from minisgl.engine.limits import most_tokens
+from minisgl.engine.pool_size import bytes_of_steps
 from minisgl.engine.sampler import sampler_room
 from minisgl.kernel import dispatch, gpu
 from minisgl.kernel.attention import attend_prompts_reference
@@ -74,7 +73,7 @@ def test_first_plans_are_plans_that_a_scheduler_makes(
         assert all(len(req_slice) > 1 for req_slice in prompts), "decodes come first"
         assert all(0 <= s.start < s.end <= max_seq_len for s in plan.slices)
         assert all(s.end < limits.num_row_tokens for s in plan.slices), "room for a token"
-        assert plan.num_tokens <= most_tokens(config)
+        assert plan.num_tokens <= most_tokens(config, num_rows)
     most = max(plan.num_tokens for plan in plans)
     assert plans[0].num_tokens >= most - num_rows, "the largest, but for a token a prompt"
 
@@ -126,9 +125,10 @@ def test_memory_that_a_process_takes_once_is_counted_once(
     engine = WatchedEngine(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL))
     config = replace(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL), num_pages=None)
     readings = iter([700, 900])  # in the trial, and after it
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: next(readings))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda *_: next(readings))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert bytes_of_steps(config, engine._loaded) == 900 - 700
+    limits = replace(engine.limits, num_pages=1)
+    assert bytes_of_steps(config, engine._loaded, limits) == 900 - 700
 
 
 class WatchedStaging(Staging):

@@ -22,7 +22,7 @@ from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
 from minisgl.llm import LLM
-from minisgl.llm.llm import _TextReader
+from minisgl.llm.answers import TextReader
 from minisgl.message import DetokenizeMsg
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.shared_executor import SharedExecutor
@@ -251,7 +251,7 @@ def test_a_refused_conversation_says_why(llm: LLM) -> None:
 
 
 def test_tokens_after_a_stop_text_are_cut_from_their_output(llm: LLM) -> None:
-    reader = _TextReader(llm._tokenizer.make_detokenizer())
+    reader = TextReader(llm._tokenizer.make_detokenizer())
     ids = ids_of("0 1 2 3 4")[-5:]
     texts = [llm._tokenizer.decode([token]) for token in ids]
     entries = [TokenLogprobs(-float(place), []) for place in range(5)]

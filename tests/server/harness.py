@@ -24,8 +24,9 @@ from minisgl.message import (
     decoder,
     encode,
 )
-from minisgl.server.api_server import ServedModel, create_app
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.application import create_app
+from minisgl.server.served_model import ServedModel
 from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
 

@@ -6,7 +6,8 @@
     limits.py             what an engine can hold
     model_loader.py       the model with its weights, on its rank
     kernel_builds.py      what is compiled meanwhile
-    memory.py             how many pages fit
+    pool_size.py          how many pages fit
+    memory.py             the device's memory, and what happens when it is full
     first_steps.py        what runs once before the engine serves
     batch_builder.py      a plan as tensors, for eager steps
     sampler.py            logits to tokens in the token pool

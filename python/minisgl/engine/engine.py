@@ -1,11 +1,11 @@
-"""One rank's engine: how it starts, and how it ends. How it steps is in `model_runner.py`.
+"""One rank's engine: how it starts, and how it ends.
 
-    the model is loaded (`model_loader.py`), which says how many requests may run
-    on a GPU, the largest step is tried over a pool of one page
-    the pool gets the pages that fit (`memory.py`); graphs are captured
-    on a GPU, the first steps run (`first_steps.py`)
+    model_loader.py  the model and its weights, on the device of this rank
+    pool_size.py     how many pages of KV fit beside them; on a GPU the largest step is tried
+    model_runner.py  the pool, the tables and the graphs are made
+    first_steps.py   on a GPU, what no later step shall do for the first time
 
-Next to read: `model_loader.py`.
+How it steps is in `model_runner.py`.
 """
 
 # Dimensions: B requests of a step, D model width.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,18 +23,10 @@ from minisgl.core import ReqSlice
 from minisgl.distributed import DistributedInfo
 from minisgl.engine.first_steps import first_choices, first_plans
 from minisgl.engine.forward_output import ForwardOutput
-from minisgl.engine.limits import EngineLimits
-from minisgl.engine.memory import (
-    free_bytes,
-    largest_step,
-    num_pages,
-    num_rows,
-    out_of_memory_is_explained,
-    reserve_pinned_memory,
-    return_memory,
-)
-from minisgl.engine.model_loader import LoadedModel, load_model
+from minisgl.engine.memory import out_of_memory_is_explained, reserve_pinned_memory
+from minisgl.engine.model_loader import load_model
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.pool_size import fit_limits
 from minisgl.engine.sampler import SamplingInputs
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -57,20 +48,12 @@ class Engine(ModelRunner):
     def __init__(
         self, config: EngineConfig, info: DistributedInfo, rendezvous: Path | None = None
     ) -> None:
-        assert config.page_size
         started = time.monotonic()
         loaded = load_model(config, info, rendezvous)
-        page_bytes = loaded.bytes_of_tokens(config.page_size)
-        rows = num_rows(config, page_bytes, loaded.device, loaded.comm)
-        config = replace(config, max_running_requests=rows)
-        is_on_gpu = loaded.device.type == "cuda"
-        step_bytes = 0
-        if is_on_gpu and config.num_pages is None:  # else the first steps show if it is too large
-            with out_of_memory_is_explained("trying the largest step"):
-                step_bytes = bytes_of_steps(config, loaded)
+        limits = fit_limits(config, loaded)
         with out_of_memory_is_explained("making the KV cache"):
-            super().__init__(config, loaded, _limits_in_memory(config, loaded, step_bytes))
-        if is_on_gpu:
+            super().__init__(config, loaded, limits)
+        if loaded.device.type == "cuda":
             with out_of_memory_is_explained("running the first steps"):
                 self.run_first_steps(config)
         logger.info(
@@ -130,49 +113,6 @@ class Engine(ModelRunner):
         comm = self._loaded.comm
         super().close()
         comm.close()
-
-
-def bytes_of_steps(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Bytes that steps take beside weights and KV: activations, workspaces, graphs.
-
-    They are measured over a pool of one page, before the KV cache is sized. What this process takes
-    once and keeps, as modules of kernels, is no longer free then, so it does not count.
-    """
-    return_memory()  # an earlier engine in this process may have left some
-    limits = _limits(config, loaded, 1, loaded.max_seq_len)
-    trial = ModelRunner(config, loaded, limits, is_trial=True)
-    plan = largest_step(config, limits.max_seq_len)
-    trial.sample(trial.launch(trial.prepare(plan))).wait()
-    torch.cuda.synchronize()
-    free_during = free_bytes(loaded.device, config.tp)
-    not_captured = trial.bytes_not_captured
-    trial.close()
-    return_memory()
-    return free_bytes(loaded.device, config.tp) - free_during + not_captured
-
-
-def _limits_in_memory(config: EngineConfig, loaded: LoadedModel, step_bytes: int) -> EngineLimits:
-    """What fits beside weights and steps, equal on all ranks."""
-    assert config.page_size
-    page_bytes = loaded.bytes_of_tokens(config.page_size)
-    pages = num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)
-    max_seq_len = min(loaded.max_seq_len, pages * config.page_size)
-    return _limits(config, loaded, pages, max_seq_len)
-
-
-def _limits(
-    config: EngineConfig, loaded: LoadedModel, pages: int, max_seq_len: int
-) -> EngineLimits:
-    assert config.page_size
-    assert config.max_running_requests
-    return EngineLimits(
-        num_pages=pages,
-        page_size=config.page_size,
-        max_seq_len=max_seq_len,
-        vocab_size=loaded.config.vocab_size,
-        eos_ids=loaded.config.eos_ids,
-        num_rows=config.max_running_requests,
-    )
 
 
 def _read(output: ForwardOutput) -> None:

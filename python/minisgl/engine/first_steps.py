@@ -24,7 +24,6 @@ from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
 from minisgl.engine.graph_key import MAX_PROMPTS
 from minisgl.engine.limits import EngineLimits
-from minisgl.engine.memory import largest_step
 
 # Tokens of each prompt where there are too many prompts for a captured step: kernels of attention
 # are made for up to 16 queries, and up to 64.
@@ -64,7 +63,7 @@ def first_plans(
     budget = config.max_prefill_length
     many = range(min(MAX_PROMPTS + 1, num_rows, budget))
     others = range(num_rows)[len(many) :]
-    plans = [largest_step(config, limits.max_seq_len), _largest_continued(config, limits)]
+    plans = [largest_step(config, limits), _largest_continued(config, limits)]
     for most_tokens in _TOKENS_OF_MANY_PROMPTS:
         num_tokens = min(most_tokens, budget // len(many))
         plans.append(_plan(limits, (), many, 0, num_tokens, (_SCORED, _EMBEDDED, _RESTRICTED)))
@@ -76,6 +75,25 @@ def first_plans(
     for num_decodes in (1, num_rows):
         plans.append(_plan(limits, range(num_decodes), (), 0, 0))
     return plans
+
+
+def largest_step(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
+    """The step that takes most memory; it also runs before the pool is sized.
+
+    It has as many prompt tokens as a step may have, all other requests decode, and each has the
+    sampling parameters that take memory.
+    """
+    assert config.max_prefill_length
+    params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
+    slices: list[ReqSlice] = []
+    num_left = config.max_prefill_length
+    for row in range(limits.num_rows):
+        length = max(1, min(limits.max_seq_len - 1, num_left))
+        num_left -= length
+        req = Req(row, np.zeros(length, dtype=np.int32), params, limits.max_seq_len, seed=0)
+        req.row = row
+        slices.insert(0, ReqSlice(req, 0, length, samples=True))
+    return BatchPlan(slices)
 
 
 def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:

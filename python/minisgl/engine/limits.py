@@ -53,3 +53,9 @@ def context_length(config: EngineConfig, model: ModelConfig) -> int:
             f"--max-seq-len must be <= {limit} (the model's context), got {config.max_seq_len}"
         )
     return config.max_seq_len or limit
+
+
+def most_tokens(config: EngineConfig, num_rows: int) -> int:
+    """The most tokens of a step: those of prompts, and a decode of every request."""
+    assert config.max_prefill_length
+    return config.max_prefill_length + num_rows

@@ -20,8 +20,7 @@ from minisgl.distributed import DistributedCommunicator, DistributedInfo, create
 from minisgl.engine.first_kernels import KernelSizes, call_kernels
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
 from minisgl.engine.limits import EngineLimits, context_length
-from minisgl.engine.memory import may_pack, out_of_memory_is_explained
-from minisgl.kvcache import MHAKVCache
+from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
@@ -30,6 +29,8 @@ from minisgl.utils.arch import keep_freed_memory, use_huge_pages
 logger = logging.getLogger(__name__)
 
 _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}  # bits of the significand
+# Weights are packed if a second copy takes at most this fraction of what is free.
+_MAX_PACKED_FRACTION = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,6 @@ class LoadedModel:
         """Layers, this rank's kv heads, head width."""
         num_kv_heads = len(self.comm.info.shard_kv_heads(self.config.num_kv_heads))
         return self.config.num_layers, num_kv_heads, self.config.head_dim
-
-    def bytes_of_tokens(self, num_tokens: int) -> int:
-        """What their keys and values take on this rank."""
-        return MHAKVCache.page_bytes(*self.kv_shape, num_tokens, self.dtype.itemsize)
 
 
 def load_model(
@@ -175,3 +172,10 @@ def _choose_kernels(
     for linear in linears:
         linear.choose_kernel(pack=pack)
     return weight_bytes
+
+
+def may_pack(config: EngineConfig, weight_bytes: int, device: torch.device) -> bool:
+    """Whether weights are packed: as the option says, else if a second copy of them fits easily."""
+    if config.pack_weights is not None:
+        return config.pack_weights
+    return weight_bytes <= _MAX_PACKED_FRACTION * free_bytes(device, config.tp)

@@ -32,8 +32,8 @@ from minisgl.engine.graph_key import (
     most_prompt_tokens,
 )
 from minisgl.engine.graph_runner import GraphRunner
-from minisgl.engine.limits import EngineLimits
-from minisgl.engine.memory import free_if_out_of_memory, most_tokens
+from minisgl.engine.limits import EngineLimits, most_tokens
+from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room
@@ -81,8 +81,9 @@ class ModelRunner:
         self._device = loaded.device
         self.context = self._make_context()
 
+        num_tokens = most_tokens(config, limits.num_rows)
         # For what a step sends in front of the model, ...
-        self._staging = Staging(self._device, batch_room(most_tokens(config), limits.num_rows))
+        self._staging = Staging(self._device, batch_room(num_tokens, limits.num_rows))
         # ... and for what few steps send, at any time.
         room = sampler_room(limits.num_rows, len(limits.eos_ids))
         self._extra_staging = Staging(self._device, max(room, 2 * room_for(_MAX_WRITES)))

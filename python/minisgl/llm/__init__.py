@@ -1,6 +1,15 @@
-"""The offline entrance: `LLM`, prompts in, texts out, without server processes."""
+"""The offline entrance: `LLM`, prompts in, texts out, without server processes.
+
+    llm.py           `LLM`: submits prompts, and steps its scheduler until they have finished
+    answers.py       from outputs of steps to texts and answers
+    local_queues.py  the queues of a scheduler in this process
+    rank_group.py    several ranks, in processes of their own
+
+Read `llm.py`.
+"""
 
 from minisgl.core import SamplingParams
-from minisgl.llm.llm import LLM, GenerationOutput, StreamOutput
+from minisgl.llm.answers import GenerationOutput, StreamOutput
+from minisgl.llm.llm import LLM
 
 __all__ = ["LLM", "GenerationOutput", "SamplingParams", "StreamOutput"]

@@ -8,108 +8,42 @@ run in processes of their own, as they do under the server (`rank_group.py`). Ne
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from minisgl.checkpoint import fetch_model
-from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
+from minisgl.core import IntArray, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest
+from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
+from minisgl.llm.local_queues import LocalQueues
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
     AbortBackendMsg,
-    BackendMsg,
     ChatMessage,
     Conversation,
     DetokenizeMsg,
-    EngineStats,
     ExitMsg,
     UserMsg,
     pack_ids,
 )
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.tokenizer import Detokenizer, Tokenizer
+from minisgl.tokenizer import Tokenizer
 from minisgl.utils import detect_hardware
 
 Prompt: TypeAlias = str | Sequence[int]
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOutput:
-    """Output of one step for one prompt: the new tokens, and the text that has become certain."""
-
-    index: int
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationOutput:
-    """A finished answer. An end-of-sequence token is among the ids but not in the text.
-
-    Attributes:
-        logprobs: of each token, if they were asked for.
-        prompt_logprobs: of each token of the prompt, if they were asked for; None for the first.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    num_prompt: int
-    num_cached: int
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-
-class LocalQueues:
-    """The scheduler's inbox and outbox as lists in this process."""
-
-    def __init__(self) -> None:
-        self._to_scheduler: SimpleQueue[BackendMsg] = SimpleQueue()
-        self._from_scheduler: list[DetokenizeMsg] = []
-
-    @property
-    def is_inbox_empty(self) -> bool:
-        return self._to_scheduler.empty()
-
-    def post(self, msg: BackendMsg) -> None:
-        """Leave a message for the scheduler's next step."""
-        self._to_scheduler.put(msg)
-
-    def drain_outputs(self) -> list[DetokenizeMsg]:
-        """Remove and return what the scheduler has sent."""
-        msgs = self._from_scheduler
-        self._from_scheduler = []
-        return msgs
-
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        msgs = [self._to_scheduler.get()] if block else []
-        while not self._to_scheduler.empty():
-            msgs.append(self._to_scheduler.get())
-        return msgs
-
-    # The outbox's contract has stats; nothing here shows them.
-    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002
-        self._from_scheduler += msgs
-
-    def redirect(self, life: int) -> None:
-        raise AssertionError(f"there is no detokenizer, and so none of life {life}")
 
 
 class LLM:
@@ -184,7 +118,7 @@ class LLM:
         """
         prompt_list = _as_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))
-        answers = [_PartialAnswer(params) for params in params_list]
+        answers = [PartialAnswer(params) for params in params_list]
         # Only stop texts need the text at each step; otherwise a whole answer is decoded once.
         wants_text = any(params.stop for params in params_list)
         num_tokens = 0
@@ -289,7 +223,7 @@ class LLM:
             the index of a prompt, its output of one step, and that output's text, if text is
             wanted.
         """
-        reader = _TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
+        reader = TextReader(self._tokenizer.make_detokenizer()) if wants_text else None
         unread: deque[DetokenizeMsg] = deque()
         uids = self._submit(prompts, params_list, unread)
         index_of = {uid: index for index, uid in enumerate(uids)}
@@ -366,92 +300,6 @@ class LLM:
             self._queues.post(AbortBackendMsg(uid))
         while uids & self._unread.keys():
             self._step()
-
-
-class _TextReader:
-    """Reads outputs as text, and cuts each after a stop text."""
-
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        self._detokenizer = detokenizer
-        self._num_tokens: Counter[int] = Counter()
-
-    def read(self, msg: DetokenizeMsg) -> tuple[DetokenizeMsg, str]:
-        """Return the output, without what follows a stop text, and its text.
-
-        It must not be called after the end of an answer.
-        """
-        reply = self._detokenizer.step(msg)
-        assert reply is not None
-        num_new = reply.num_output - self._num_tokens[msg.uid]
-        self._num_tokens[msg.uid] = reply.num_output
-        cut = structs.replace(
-            msg,
-            tokens=msg.tokens[:num_new],
-            logprobs=msg.logprobs[:num_new],
-            finish=reply.finish,
-            error=reply.error,
-        )
-        return cut, reply.text
-
-
-class _PartialAnswer:
-    """The outputs of one prompt so far."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._ids: list[int] = []
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] = []
-        self._prompt_tail: list[int] = []
-        self._last: DetokenizeMsg | None = None
-
-    def append(self, msg: DetokenizeMsg, text: str) -> None:
-        self._prompt_tail += msg.prompt_tail  # only the first output has any
-        self._ids += msg.tokens
-        self._texts.append(text)
-        self._logprobs += msg.logprobs
-        self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
-        self._last = msg
-
-    def output(self, detokenizer: Detokenizer | None) -> GenerationOutput:
-        """Return the finished answer.
-
-        Args:
-            detokenizer: reads the answer as a whole, where no text came with its steps.
-        """
-        last = self._last
-        assert last is not None
-        assert last.finish is not None
-        text = "".join(self._texts)
-        if detokenizer is not None:
-            text = self._read_whole(detokenizer, last)
-        return GenerationOutput(
-            text,
-            self._ids,
-            last.finish,
-            last.num_prompt,
-            last.num_cached,
-            logprobs=None if self._params.logprobs is None else self._logprobs,
-            prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
-        )
-
-    def _read_whole(self, detokenizer: Detokenizer, last: DetokenizeMsg) -> str:
-        """The text of all outputs, read as if one step had given them."""
-        # A stop token is the last one of the last output, or there is none.
-        ended_by_token = last.finish == "stop" and bool(last.tokens)
-        whole = structs.replace(
-            last,
-            tokens=self._ids,
-            logprobs=[],
-            params=self._params,
-            finish="stop" if ended_by_token else "length",
-            prompt_tail=self._prompt_tail,
-            prompt_logprobs=None,
-        )
-        reply = detokenizer.step(whole)
-        assert reply is not None
-        return reply.text
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,7 +7,6 @@
     serve.py        the first API process, and the end of the server
     api_worker.py   the other API processes; peers.py is how they speak to each other
     api_process.py  what every API process has
-    api_server.py   `create_app`: the HTTP application
     frontend.py     from a prompt to a stream of replies; it has the tokenizers' queues
                     (tokenizer_queues.py), requests (open_requests.py, generation.py), questions
     metrics.py      the numbers at /metrics
@@ -15,10 +14,10 @@
     openai/         OpenAI's endpoints: requests, objects and builders of answers
     native/         /generate, /tokenize and /detokenize
     parsing/        what the text of a model means: content, reasoning, tool calls
-    http/           routes, middleware, errors, the OpenAPI document
+    http/           the application: routes, middleware, errors, connections
 
 Only light modules are imported here, because this package is imported before the workers start.
-Read `launch.py`, then `api_server.py`.
+Read `launch.py`, then `http/application.py`.
 """
 
 from minisgl.server.args import ServerConfig, parse_args

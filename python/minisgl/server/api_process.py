@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.message import FrontendMsg, ServeMsg, decoder
-from minisgl.server.api_server import create_app, warm_up
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
+from minisgl.server.http.application import create_app, warm_up
 from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits

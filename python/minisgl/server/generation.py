@@ -52,7 +52,7 @@ class Generation:
         self._prompts_without_reply = set(range(len(uids) // num_answers))
         self._unread: dict[int, deque[UserReply]] = {}  # by uid, the one that waits longest first
         self._num_unread_logprobs = 0
-        self._has_come = asyncio.Event()
+        self._has_changed = asyncio.Event()
         self._read: Callable[[], None] | None = None
         self._reader_bug: Exception | None = None
         self._is_abandoned = False
@@ -93,7 +93,7 @@ class Generation:
         if self._read is not None:
             self._call_reader(self._read)
         if self._unread or not self._index_of or self._reader_bug is not None:
-            self._has_come.set()
+            self._has_changed.set()
 
     def _call_reader(self, read: Callable[[], None]) -> None:
         """Let the stream read. A bug there ends this request and no other."""
@@ -106,19 +106,19 @@ class Generation:
     def fail(self, error: RequestError | EngineFailed) -> None:
         """End the request: `next` raises this after what is unread."""
         self.error = error
-        self._has_come.set()
+        self._has_changed.set()
 
     def abandon(self) -> None:
         """Abort what has not ended, because the client has gone: `next` raises ClientGone."""
         self.close()
         self._is_abandoned = True
-        self._has_come.set()
+        self._has_changed.set()
 
     async def wait_for_first_replies(self) -> None:
         """Wait until every prompt has a reply. Raises as `next` does."""
         self._raise_error()
         while self._prompts_without_reply:
-            await self._wait_for_more()
+            await self._wait_for_change()
             self._raise_error()
 
     def _raise_error(self) -> None:
@@ -146,7 +146,7 @@ class Generation:
         """
         while not self._unread:
             self._raise_error()
-            await self._wait_for_more()
+            await self._wait_for_change()
         return self.take()
 
     async def wait_for_more(self, read: Callable[[], None]) -> None:
@@ -162,7 +162,7 @@ class Generation:
         try:
             while not self._unread and not self.has_ended:
                 self._raise_error()
-                await self._wait_for_more()
+                await self._wait_for_change()
                 if self._reader_bug is not None:
                     raise self._reader_bug
         finally:
@@ -191,9 +191,10 @@ class Generation:
             self._unread[uid] = unread  # behind the other answers
         return reply
 
-    async def _wait_for_more(self) -> None:
-        self._has_come.clear()
-        await self._has_come.wait()
+    async def _wait_for_change(self) -> None:
+        """Wait for a reply that is not taken at once, an error, or the end."""
+        self._has_changed.clear()
+        await self._has_changed.wait()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, UserReply]]:
         while not self.has_ended:

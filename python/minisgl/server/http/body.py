@@ -24,8 +24,8 @@ from minisgl.server.http.body_parser import (
     unpack_request,
 )
 from minisgl.server.http.body_worker import BodyWorker
+from minisgl.server.http.client_watch import run_while_connected
 from minisgl.server.http.ignored_fields import IgnoredFieldsLog
-from minisgl.server.http.streaming import run_while_connected
 from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.validation import RequestBounds
 

@@ -27,6 +27,7 @@ from minisgl.server.anthropic import (
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.access_log import note_generation, note_usage
 from minisgl.server.http.body import BodyRoute
+from minisgl.server.http.client_watch import ClientWatch, run_while_connected
 from minisgl.server.http.errors import errors_name_fields
 from minisgl.server.http.openapi import (
     ERRORS,
@@ -35,12 +36,7 @@ from minisgl.server.http.openapi import (
     RESPONSE_OBJECT,
     STREAMS,
 )
-from minisgl.server.http.streaming import (
-    ClientWatch,
-    EventStream,
-    run_while_connected,
-    whole_answer,
-)
+from minisgl.server.http.streaming import EventStream, whole_answer
 from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (

@@ -1,14 +1,12 @@
-"""Answers, whole or as server-sent events, and clients that go away before their answer."""
+"""Answers as responses: as server-sent events, or whole."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -17,24 +15,11 @@ from minisgl.errors import ClientGone, EngineFailed, RequestError
 from minisgl.server.generation import Generation
 from minisgl.server.http.access_log import note_error
 from minisgl.server.http.body_writer import BodyWriter, body_writer_of
+from minisgl.server.http.client_watch import ClientWatch
 from minisgl.server.metrics import Metrics
 from minisgl.server.openai.builder import AnswerBuilder
 
-T = TypeVar("T")
 _MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
-
-
-class ClientWatch:
-    """Abandons a generation when the client of its request goes away.
-
-    Whoever makes one stops it at the end.
-    """
-
-    def __init__(self, request: Request, generation: Generation) -> None:
-        self._task = asyncio.create_task(_abandon_at_the_end(request, generation))
-
-    def stop(self) -> None:
-        self._task.cancel()
 
 
 class EventStream(Response):
@@ -115,36 +100,3 @@ def _encode(builder: AnswerBuilder) -> bytes:
     if isinstance(answer, BaseModel):
         return answer.model_dump_json().encode()
     return msgspec.json.encode(answer)
-
-
-async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work and return its result.
-
-    Raises:
-        ClientGone: the client went away first; the work was cancelled.
-    """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-
-
-async def _abandon_at_the_end(request: Request, generation: Generation) -> None:
-    """Wait for the client to go away.
-
-    It knows nothing of its watch: a task that is cancelled keeps these frames, and a watch among
-    them would refer to itself. The whole request would then wait for a collection of garbage.
-    """
-    await _wait_for_disconnect(request)
-    generation.abandon()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

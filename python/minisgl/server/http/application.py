@@ -1,11 +1,10 @@
 """The HTTP application: routes, middleware and error handlers over a frontend.
 
-    openai/, native/     requests, and the builders of their answers
-    http/routes.py       from a request to an answer
-    http/errors.py       from an error to a response
-    http/middleware.py   what sees a request before the routes
+    routes.py       from a request to an answer
+    errors.py       from an error to a response
+    middleware.py   what sees a request before the routes
 
-Knows nothing of tokens or processes. Next to read: `http/routes.py`.
+Knows nothing of tokens or processes. Next to read: `routes.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from minisgl.version import __version__
 
 if TYPE_CHECKING:
     from minisgl.server.http.tracing import Tracer  # its library is optional
-
-__all__ = ["ServedModel", "create_app", "warm_up"]
 
 
 class _Application(DocumentedApp):

@@ -1,0 +1,129 @@
+"""From the outputs of steps to the answer to a prompt, as texts and tokens.
+
+Next to read: `tokenizer/detokenize.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
+from minisgl.message import DetokenizeMsg
+from minisgl.tokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOutput:
+    """Output of one step for one prompt: the new tokens, and the text that has become certain."""
+
+    index: int
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """A finished answer. An end-of-sequence token is among the ids but not in the text.
+
+    Attributes:
+        logprobs: of each token, if they were asked for.
+        prompt_logprobs: of each token of the prompt, if they were asked for; None for the first.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_prompt: int
+    num_cached: int
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class TextReader:
+    """Reads outputs as text, and cuts each after a stop text."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._num_tokens: Counter[int] = Counter()
+
+    def read(self, msg: DetokenizeMsg) -> tuple[DetokenizeMsg, str]:
+        """Return the output, without what follows a stop text, and its text.
+
+        It must not be called after the end of an answer.
+        """
+        reply = self._detokenizer.step(msg)
+        assert reply is not None
+        num_new = reply.num_output - self._num_tokens[msg.uid]
+        self._num_tokens[msg.uid] = reply.num_output
+        cut = structs.replace(
+            msg,
+            tokens=msg.tokens[:num_new],
+            logprobs=msg.logprobs[:num_new],
+            finish=reply.finish,
+            error=reply.error,
+        )
+        return cut, reply.text
+
+
+class PartialAnswer:
+    """The outputs of one prompt so far."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self._prompt_tail: list[int] = []
+        self._last: DetokenizeMsg | None = None
+
+    def append(self, msg: DetokenizeMsg, text: str) -> None:
+        self._prompt_tail += msg.prompt_tail  # only the first output has any
+        self._ids += msg.tokens
+        self._texts.append(text)
+        self._logprobs += msg.logprobs
+        self._prompt_logprobs += [entry for _, entry in msg.prompt_logprobs or ()]
+        self._last = msg
+
+    def output(self, detokenizer: Detokenizer | None) -> GenerationOutput:
+        """Return the finished answer.
+
+        Args:
+            detokenizer: reads the answer as a whole, where no text came with its steps.
+        """
+        last = self._last
+        assert last is not None
+        assert last.finish is not None
+        text = "".join(self._texts)
+        if detokenizer is not None:
+            text = self._read_whole(detokenizer, last)
+        return GenerationOutput(
+            text,
+            self._ids,
+            last.finish,
+            last.num_prompt,
+            last.num_cached,
+            logprobs=None if self._params.logprobs is None else self._logprobs,
+            prompt_logprobs=None if self._params.prompt_logprobs is None else self._prompt_logprobs,
+        )
+
+    def _read_whole(self, detokenizer: Detokenizer, last: DetokenizeMsg) -> str:
+        """The text of all outputs, read as if one step had given them."""
+        # A stop token is the last one of the last output, or there is none.
+        ended_by_token = last.finish == "stop" and bool(last.tokens)
+        whole = structs.replace(
+            last,
+            tokens=self._ids,
+            logprobs=[],
+            params=self._params,
+            finish="stop" if ended_by_token else "length",
+            prompt_tail=self._prompt_tail,
+            prompt_logprobs=None,
+        )
+        reply = detokenizer.step(whole)
+        assert reply is not None
+        return reply.text

@@ -1,0 +1,46 @@
+"""The queues of a scheduler in this process: lists in place of sockets.
+
+With several ranks `rank_group.py` has the queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats
+
+
+class LocalQueues:
+    """The scheduler's inbox and outbox as lists in this process."""
+
+    def __init__(self) -> None:
+        self._to_scheduler: SimpleQueue[BackendMsg] = SimpleQueue()
+        self._from_scheduler: list[DetokenizeMsg] = []
+
+    @property
+    def is_inbox_empty(self) -> bool:
+        return self._to_scheduler.empty()
+
+    def post(self, msg: BackendMsg) -> None:
+        """Leave a message for the scheduler's next step."""
+        self._to_scheduler.put(msg)
+
+    def drain_outputs(self) -> list[DetokenizeMsg]:
+        """Remove and return what the scheduler has sent."""
+        msgs = self._from_scheduler
+        self._from_scheduler = []
+        return msgs
+
+    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+        msgs = [self._to_scheduler.get()] if block else []
+        while not self._to_scheduler.empty():
+            msgs.append(self._to_scheduler.get())
+        return msgs
+
+    # The outbox's contract has stats; nothing here shows them.
+    def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002
+        self._from_scheduler += msgs
+
+    def redirect(self, life: int) -> None:
+        raise AssertionError(f"there is no detokenizer, and so none of life {life}")
