@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -86,7 +86,10 @@ GOOD = answer(event("a") + event("b") + event(num_output=2) + DONE)
 
 
 def exchange(
-    *answers: bytes, look: Callable[[bytes], None] = lambda head: None, timeout_s: float = 10.0
+    *answers: bytes,
+    look: Callable[[bytes], None] = lambda head: None,
+    timeout_s: float = 10.0,
+    nums_read: Sequence[int | None] | None = None,
 ) -> tuple[list[RequestRecord], int]:
     """Send a request for each answer, one after the other; an empty answer never comes.
 
@@ -117,7 +120,8 @@ def exchange(
         port = server.sockets[0].getsockname()[1]
         target = Target(f"http://127.0.0.1:{port}/v1", "tiny", "sk-1", timeout_s=timeout_s)
         client = Client(target, asyncio.get_running_loop().time())
-        records = [RequestRecord("requests") for _ in answers]
+        ends = nums_read or [None] * len(answers)
+        records = [RequestRecord("requests", num_read=num_read) for num_read in ends]
         for record in records:
             await client.send(target.request([1, 2], 2), record)
         client.close()
@@ -133,6 +137,15 @@ def test_a_connection_serves_one_request_after_the_other() -> None:
     assert [record.error for record in records] == [None] * 3
     assert [len(record.chunks_s) for record in records] == [2] * 3
     assert num_connections == 1
+
+
+def test_a_client_that_hangs_up_reads_no_further_and_has_not_failed() -> None:
+    records, num_connections = exchange(GOOD, GOOD, nums_read=[1, None])
+
+    assert [record.error for record in records] == [None, None]
+    assert [record.has_hung_up for record in records] == [True, False]
+    assert [record.is_answered for record in records] == [False, True]
+    assert num_connections == 2
 
 
 def test_a_connection_that_the_server_closes_is_not_used_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def test_failed_requests_are_counted_and_left_out() -> None:
     assert figures["failed"] == 1
     assert figures["out_tok_s"] == pytest.approx(2)
     assert figures["e2e_p50_ms"] == pytest.approx(1000)
+    assert figures["goodput_share"] == 0.5
+
+
+def test_clients_that_hung_up_are_counted_and_left_out() -> None:
+    hung_up = replace(record(0.2, 0.3), has_hung_up=True)
+    figures = summarize([record(0.5, 1.0), hung_up], Objective())[""]
+
+    assert (figures["failed"], figures["hung_up"]) == (0, 1)
+    assert figures["out_tok_s"] == pytest.approx(2)
     assert figures["goodput_share"] == 0.5
 
 

@@ -37,6 +37,15 @@ def starts_s(workload: Workload) -> list[float]:
     return [each.start_s for each in workload.requests]
 
 
+def test_clients_hang_up_anywhere_in_some_answers() -> None:
+    workload = closed_loop("w6", Shape((1, 1), (10, 10), hang_up=0.3), 1000, concurrency=9)
+    nums_read = [each.num_read for each in workload.requests if each.num_read is not None]
+    assert 250 < len(nums_read) < 350
+    assert set(nums_read) == set(range(1, 11))
+    lengths = closed_loop("w6", SHAPE, 100, concurrency=9).requests
+    assert not any(each.num_read for each in lengths)
+
+
 def test_lengths_lie_within_their_bounds_and_are_the_same_each_time() -> None:
     first = closed_loop("closed", SHAPE, 500, 8)
 

@@ -91,6 +91,12 @@ def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=lengths, default="256", help="tokens, or LEAST-MOST")
     parser.add_argument("--shared", type=int, default=0, help="further tokens, which prompts share")
     parser.add_argument("--prefix-sets", type=positive, default=1, help="sets that share them")
+    parser.add_argument(
+        "--hang-up",
+        type=float,
+        default=0.0,
+        help="part of the clients that hang up, anywhere in the answer",
+    )
 
 
 def _add_mixed_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +159,7 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    return Shape(args.input, args.output, args.shared, args.prefix_sets)
+    return Shape(args.input, args.output, args.shared, args.prefix_sets, args.hang_up)
 
 
 def _trace_workloads(args: argparse.Namespace) -> list[Workload]:

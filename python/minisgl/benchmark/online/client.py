@@ -88,6 +88,10 @@ class Target:
         return "\r\n".join([*lines, "\r\n"]).encode()
 
 
+class _HungUp(Exception):
+    """The client has read as much as it wanted."""
+
+
 class Client:
     """Sends requests, each on an idle connection or on a new one."""
 
@@ -112,6 +116,8 @@ class Client:
             async with asyncio.timeout(self._target.timeout_s):
                 connection = await self._connection()
                 await connection.exchange(request, record)
+        except _HungUp:
+            record.has_hung_up = True
         except TimeoutError:
             record.error = f"no whole answer within {self._target.timeout_s} s"
         except (OSError, httptools.HttpParserError) as error:
@@ -163,6 +169,7 @@ class _Connection(asyncio.Protocol):
 
         Raises:
             OSError: the connection has ended before the answer.
+            _HungUp: the client has ended it.
             httptools.HttpParserError: the answer is malformed.
         """
         assert self._transport is not None
@@ -228,8 +235,14 @@ class _Answer:
     def on_body(self, data: bytes) -> None:
         if self._status == 200:
             self._events.feed(data, self._read_s)
+            self._hang_up_if_enough()
         else:
             self._refusal += data
+
+    def _hang_up_if_enough(self) -> None:
+        num_read = self._record.num_read
+        if num_read is not None and len(self._record.chunks_s) >= num_read:
+            self.fail(_HungUp())
 
     def on_message_complete(self) -> None:
         if self._status != 200:

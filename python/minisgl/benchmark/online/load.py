@@ -154,7 +154,10 @@ async def _run(
     pipe: Connection, part: Share, requests: list[bytes], origin_s: float
 ) -> ClientReport:
     client = Client(part.target, origin_s)
-    records = [RequestRecord(each.group, due_s=each.start_s) for each in part.requests]
+    records = [
+        RequestRecord(each.group, due_s=each.start_s, num_read=each.num_read)
+        for each in part.requests
+    ]
     gate = _gate(part.concurrency)
     await asyncio.sleep(-client.now_s())
     cpu_s = time.process_time()

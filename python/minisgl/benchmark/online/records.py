@@ -14,6 +14,8 @@ class RequestRecord:
         sent_s: when it was sent, before a connection was looked for.
         chunks_s: when each chunk that has tokens was read.
         chunk_tokens: how many tokens each chunk has; empty where the server does not say.
+        num_read: chunks with tokens after which the client hangs up; None if it never does.
+        has_hung_up: whether it has.
         error: why it failed, if it did.
     """
 
@@ -25,7 +27,14 @@ class RequestRecord:
     chunk_tokens: list[int] = field(default_factory=list)
     num_prompt: int = 0
     num_output: int = 0
+    num_read: int | None = None
+    has_hung_up: bool = False
     error: str | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the whole answer has come."""
+        return self.error is None and not self.has_hung_up
 
     @property
     def ttft_s(self) -> float | None:

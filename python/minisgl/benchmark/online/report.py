@@ -34,7 +34,7 @@ class Objective:
     tpot_ms: float = float("inf")
 
     def is_met(self, record: RequestRecord) -> bool:
-        if record.error is not None or record.ttft_s is None:
+        if not record.is_answered or record.ttft_s is None:
             return False
         tpot_ms = 1e3 * (record.tpot_s or 0.0)
         return 1e3 * record.ttft_s <= self.ttft_ms and tpot_ms <= self.tpot_ms
@@ -60,7 +60,7 @@ def summarize(records: Sequence[RequestRecord], objective: Objective) -> dict[st
     Returns:
         The figures of each part of the load by the part's name; the whole load has an empty name.
     """
-    answered = [record for record in records if record.error is None]
+    answered = [record for record in records if record.is_answered]
     parts = {"": throughput(records, objective) | latencies(answered)}
     streams = [record for record in answered if record.group == STREAMS]
     long_prompts = [record for record in answered if record.group == LONG_PROMPTS]
@@ -85,13 +85,14 @@ def wall_s(records: Sequence[RequestRecord]) -> float:
 
 
 def throughput(records: Sequence[RequestRecord], objective: Objective) -> Figures:
-    """Rates of the whole load; tokens of failed requests do not count."""
-    answered = [record for record in records if record.error is None]
+    """Rates of the whole load; tokens of failed requests, and of those hung up, do not count."""
+    answered = [record for record in records if record.is_answered]
     num_good = sum(objective.is_met(record) for record in records)
     seconds = wall_s(records)
     return {
         "requests": len(records),
-        "failed": len(records) - len(answered),
+        "failed": sum(record.error is not None for record in records),
+        "hung_up": sum(record.has_hung_up for record in records),
         "wall_s": seconds,
         "out_tok_s": sum(record.num_output for record in answered) / seconds,
         "in_tok_s": sum(record.num_prompt for record in answered) / seconds,

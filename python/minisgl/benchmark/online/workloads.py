@@ -33,12 +33,14 @@ class PlannedRequest:
     Attributes:
         start_s: when to send it, from the start of the load; the earliest time in a closed loop.
         group: requests of one group are reported together.
+        num_read: chunks with tokens after which the client hangs up; None if it never does.
     """
 
     prompt: tuple[Block, ...]
     num_output: int
     start_s: float = 0.0
     group: str = "requests"
+    num_read: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +68,27 @@ class Shape:
         num_input, num_output: (least, most) tokens; lengths are uniform between them.
         num_shared: tokens that a prompt has in common with the others of its set, beside its own.
         num_sets: how many such sets there are.
+        hang_up: the part of the clients that hang up, anywhere in the answer.
     """
 
     num_input: tuple[int, int]
     num_output: tuple[int, int]
     num_shared: int = 0
     num_sets: int = 1
+    hang_up: float = 0.0
 
     def requests(self, starts_s: Sequence[float]) -> Iterator[PlannedRequest]:
         """Make a request for each start."""
         lengths = random.Random(0)
+        ends = random.Random(2)
         for i, start_s in enumerate(starts_s):
             shared = Block(i % self.num_sets, self.num_shared)
             own = Block(self.num_sets + i, lengths.randint(*self.num_input))
             prompt = (shared, own) if self.num_shared else (own,)
-            yield PlannedRequest(prompt, lengths.randint(*self.num_output), start_s)
+            num_output = lengths.randint(*self.num_output)
+            hangs_up = ends.random() < self.hang_up
+            num_read = ends.randint(1, num_output) if hangs_up else None
+            yield PlannedRequest(prompt, num_output, start_s, num_read=num_read)
 
 
 def closed_loop(name: str, shape: Shape, num_requests: int, concurrency: int) -> Workload:
