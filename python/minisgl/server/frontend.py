@@ -17,7 +17,13 @@ from functools import partial
 from typing import Any
 
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, RequestTimeout, Unavailable
+from minisgl.errors import (
+    EngineFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestTimeout,
+    Unavailable,
+)
 from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
@@ -39,7 +45,8 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics, Stopwatch
-from minisgl.server.open_requests import OpenRequest, OpenRequests, Places
+from minisgl.server.open_requests import OpenRequest, OpenRequests
+from minisgl.server.places import Places
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
 from minisgl.utils.garbage import collect_when_idle
@@ -81,12 +88,12 @@ class Frontend:
         self._incoming = replies
         self._timeout_s = request_timeout_s
         self._uids = uids_of_api(api, addresses.num_api)
-        self._places = Places(max_open_requests, shared or SharedNumbers())
+        self._places = Places("open-requests", max_open_requests, shared or SharedNumbers())
         self._requests = OpenRequests(self._places)
         self._questions = Questions()
         # Each refused request gets an error of its own: one that is raised again keeps the frames
         # of all who raised it, and what is in them.
-        self._end: Callable[[], Unavailable | EngineFailed] | None = None  # of the server
+        self._end_of_server: Callable[[], Unavailable | EngineFailed] | None = None
         self._outage: Callable[[], Unavailable] | None = None  # while there are no workers
         self.metrics = Metrics()
 
@@ -98,7 +105,7 @@ class Frontend:
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
         """An error, each time a new one, that says why no request is accepted now; or None."""
-        make_error = self._end or self._outage
+        make_error = self._end_of_server or self._outage
         return make_error and make_error()
 
     @property
@@ -157,7 +164,8 @@ class Frontend:
         """Count requests or questions as open, if there may be so many more."""
         if self.refusal:
             raise self.refusal
-        self._places.take(number)
+        if not self._places.try_take(number):
+            raise QueueFull(self._places.num_taken, self.max_open)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> list[int]:
         """The tokens of a text or a conversation; see `EncodeMsg`.
@@ -303,7 +311,7 @@ class Frontend:
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
-        self._end = partial(Unavailable, reason)
+        self._end_of_server = partial(Unavailable, reason)
 
     async def drained(self) -> None:
         """Wait until no request is open, in any API process."""
@@ -312,7 +320,7 @@ class Frontend:
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
-        self._end = partial(EngineFailed, reason)
+        self._end_of_server = partial(EngineFailed, reason)
         failure = EngineFailed(reason)
         self._requests.fail(failure)
         self._questions.fail(failure)
