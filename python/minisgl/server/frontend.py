@@ -138,14 +138,21 @@ class Frontend:
         uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
         deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
-        for uid, (prompt, uid_sampling) in zip(
-            uids, itertools.product(prompts, samplings), strict=True
-        ):
-            msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
-            self._tokenizers.send(uid, msg)
-            stopwatch = Stopwatch(self.metrics)
-            generation.stopwatches.append(stopwatch)
-            self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
+        num_places = num_answers  # that no request has yet
+        try:
+            for uid, (prompt, uid_sampling) in zip(
+                uids, itertools.product(prompts, samplings), strict=True
+            ):
+                msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
+                self._tokenizers.send(uid, msg)
+                stopwatch = Stopwatch(self.metrics)
+                generation.stopwatches.append(stopwatch)
+                self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
+                num_places -= 1
+        except UnicodeEncodeError:  # a message cannot be encoded
+            self._places.give_back(num_places)
+            generation.close()
+            raise
         return generation
 
     def check_num_answers(self, num_prompts: int, n: int) -> None:
@@ -219,6 +226,13 @@ class Frontend:
     async def _ask(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
         """Send a question with a new uid, and wait for its answer."""
         self._take_places(1)
+        try:
+            return await self._answer(make_msg)
+        finally:
+            self._places.give_back(1)
+
+    async def _answer(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
+        """The answer to a question that has a place."""
         uid = next(self._uids)
         msg = make_msg(uid)
         self._tokenizers.send(uid, msg)
@@ -235,7 +249,6 @@ class Frontend:
             raise RequestTimeout(self._timeout_s) from None
         finally:
             self._questions.end(uid)
-            self._places.give_back(1)
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
