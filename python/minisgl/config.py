@@ -78,12 +78,18 @@ class EngineConfig:
     max_seq_len: int | None = option(
         None, "longest prompt and answer together, in tokens; auto: the model's context"
     )
-    max_running_requests: int = option(256, "requests that hold KV at a time; the others wait")
+    max_running_requests: int | None = option(
+        None,
+        "requests that hold KV at a time, the others wait; auto: 256, or 512 on a GPU whose memory "
+        "has room for 2048 tokens of each",
+    )
     max_prefill_length: int | None = option(
         None, "prompt tokens that one step computes at most; auto: 8192 on a GPU, 512 on a CPU"
     )
-    cuda_graph_max_bs: int = option(
-        256, "largest batch of decodes that is captured as a graph; on a CPU at most 8; 0: none"
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "largest batch of decodes that is captured as a graph, on a CPU at most 64; 0: none; "
+        "auto: all running requests, at most 512",
     )
     dummy_weight: bool = option(False, "random weights; the model folder needs only its config")
     pack_weights: bool | None = option(
@@ -103,7 +109,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
-        if self.cuda_graph_max_bs < 0:
+        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
             raise ConfigError(f"--cuda-graph-max-bs must be >= 0, got {self.cuda_graph_max_bs}")
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")

@@ -6,6 +6,7 @@ Next to read: "A parameter's way" in docs/architecture.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -224,6 +225,10 @@ class SamplingParams:
             _require(
                 f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias"
             )
+
+    def ends_at(self, token: int, eos_ids: Collection[int]) -> bool:
+        """Whether a token ends the answer, of which it is no part."""
+        return token in self.stop_token_ids or (token in eos_ids and not self.ignore_eos)
 
     @property
     def shapes_text(self) -> bool:

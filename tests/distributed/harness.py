@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from minisgl.distributed import DistributedInfo
 from minisgl.message import (
-    BatchBackendMsg,
-    StepDigestMsg,
+    LeaderMsg,
     UserMsg,
     decoder,
     encode,
@@ -151,8 +150,7 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
 def _inbox(info: DistributedInfo, job: Job, folder: Path) -> LeaderInbox | FollowerInbox:
     addresses = [f"ipc://{folder}/{rank}" for rank in range(info.size)]
     if not info.leads:
-        types = BatchBackendMsg | StepDigestMsg
-        return FollowerInbox(PullQueue(addresses[info.rank], decoder(types)))
+        return FollowerInbox(PullQueue(addresses[info.rank], decoder(LeaderMsg)))
     uids = iter(range(len(job.prompts)))
     rounds = [
         [UserMsg(next(uids), pack_ids(p), greedy(job.num_tokens)) for p in prompts]

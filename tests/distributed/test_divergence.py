@@ -14,8 +14,7 @@ from minisgl.engine import Engine
 from minisgl.message import (
     AbortBackendMsg,
     BackendMsg,
-    BatchBackendMsg,
-    StepDigestMsg,
+    LeaderMsg,
     UserMsg,
     decoder,
     encode,
@@ -59,7 +58,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> None:
     if info.leads:
         inbox = LeaderInbox(AbortingInbox(), [PushQueue(address, encode)])
     else:
-        inbox = DeafInbox(PullQueue(address, decoder(BatchBackendMsg | StepDigestMsg)))
+        inbox = DeafInbox(PullQueue(address, decoder(LeaderMsg)))
     engine = Engine(config, info, folder / "rendezvous")
     Scheduler(config, engine, inbox, MemoryOutbox(), leads=info.leads, peers=inbox).run()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine, kernel_builds, memory
+from minisgl.engine import Engine, kernel_builds, memory, pool_size
 from minisgl.engine.first_steps import largest_step
 from minisgl.engine.memory import out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
-from minisgl.engine.pool_size import num_pages
+from minisgl.engine.pool_size import num_pages, num_rows
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
@@ -89,6 +90,32 @@ def test_pages_are_as_many_as_asked_for_or_affordable(
         Path(), **{"num_pages": None, "page_size": 4, "max_running_requests": 32, **options}
     )
     assert num_pages(config, PAGE_BYTES, CPU, SingleCommunicator()) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "expected"),
+    [
+        (2**20, {}, 512),
+        (2**20 - 4, {}, 256),
+        (2**20, {"memory_ratio": 0.5}, 256),
+        (0, {"max_running_requests": 3}, 3),
+        (2**30, {"max_running_requests": 3}, 3),
+    ],
+)
+def test_more_requests_run_where_memory_has_room_for_them(
+    free: int, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token takes a byte here, so 2**20 are 2,048 for each of 512 requests."""
+    monkeypatch.setattr(pool_size, "free_bytes", lambda *_: free)
+    auto = {"max_running_requests": None, "page_size": 4, "memory_ratio": 1.0}
+    config = replace(config_of(Path(), **{**auto, **options}), device="cuda")
+    assert num_rows(config, 4, CPU, SingleCommunicator()) == expected
+
+
+def test_memory_is_not_why_a_cpu_runs_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_size, "free_bytes", lambda *_: 2**40)
+    config = config_of(Path(), max_running_requests=None, memory_ratio=0.5)
+    assert num_rows(config, 4, CPU, SingleCommunicator()) == 256
 
 
 def test_what_steps_take_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,9 +199,10 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     def causal_softmax(
         score_KZL: Tensor, start: int, length: int, scale: float, window: int
     ) -> None:
-        assert window == 0
-        end = score_KZL.shape[2]
-        is_hidden = torch.ones(length, end, dtype=torch.bool).triu(start + 1)
+        everything = torch.ones(length, score_KZL.shape[2], dtype=torch.bool)
+        is_hidden = everything.triu(start + 1)
+        if window:
+            is_hidden |= everything.tril(start - window)
         score_KGTL = score_KZL.unflatten(1, (-1, length))
         score_KGTL.mul_(scale).masked_fill_(is_hidden, -torch.inf)
         score_KGTL.copy_(score_KGTL.softmax(dim=-1))

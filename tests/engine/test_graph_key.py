@@ -13,6 +13,7 @@ from minisgl.engine.graph_key import (
     find_graph_key,
     graph_keys,
     has_room_for_writes,
+    most_decodes,
     prompt_room,
     size_ladder,
 )
@@ -31,17 +32,26 @@ def plan(
     return BatchPlan(slices, num_shared_tokens=num_shared_tokens)
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 256])
-def test_the_ladder_rises_to_the_largest_and_pads_by_less_than_eight(largest: int) -> None:
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 255, 256, 257, 500, 512])
+def test_the_ladder_rises_to_the_largest_and_pads_by_less_than_an_eighth(largest: int) -> None:
     sizes = size_ladder(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == largest
     for num_decodes in range(1, largest + 1):
-        assert next(size for size in sizes if size >= num_decodes) - num_decodes < 8
+        num_padded = next(size for size in sizes if size >= num_decodes) - num_decodes
+        assert num_padded < max(8, num_decodes / 8)
+
+
+def test_all_running_requests_are_captured_up_to_a_limit_if_nothing_is_asked_for() -> None:
+    assert most_decodes(None, 300) == 300
+    assert most_decodes(None, 4096) == 512
+    assert most_decodes(1024, 4096) == 1024
+    assert most_decodes(8, 300) == 8
+    assert most_decodes(0, 300) == 0
 
 
 @pytest.mark.parametrize("num_shared_tokens", [0, 255, 256, 4096])
-@pytest.mark.parametrize("max_decodes", [1, 20, 100, 256])
+@pytest.mark.parametrize("max_decodes", [1, 20, 100, 256, 512])
 def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
     max_decodes: int, num_shared_tokens: int
 ) -> None:

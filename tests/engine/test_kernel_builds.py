@@ -19,6 +19,13 @@ def test_builds_run_side_by_side_while_others_work() -> None:
     builds.wait()
 
 
+def test_builds_that_start_later_run_beside_the_others() -> None:
+    both = Barrier(2, timeout=60)
+    builds = KernelBuilds({"one": both.wait})
+    builds.start({"another": both.wait})
+    builds.wait()
+
+
 def test_what_takes_long_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,14 @@
-"""What a mask may cost: ambiguous grammars are ended, large ordinary ones are followed."""
+"""What a mask may cost: ambiguous grammars are ended, large ordinary ones are followed.
+
+And what compiling costs is equal in all processes, so that ranks accept the same grammars.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import llguidance.numpy
@@ -15,6 +20,7 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.grammar import GrammarCompiler
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
+from tests.grammar.least_work import MAX_WORK, least_work
 
 AMBIGUOUS = Grammar("lark", 'start: s\ns: "a" | "b" | " " | s s | s s s | s s s s\n')
 QUERY = r"""start: "SELECT" columns "FROM" NAME ("WHERE" condition)?
@@ -66,3 +72,15 @@ def test_an_ordinary_lark_grammar_is_followed(compiler: GrammarCompiler) -> None
     query = "SELECT a, max(b.c) FROM t WHERE (a = 1 AND b.c < 20) AND c = d AND e = 3"
     assert follow(compiler, matcher, query) == ""
     assert matcher.is_accepting()
+
+
+def test_compiling_takes_the_same_work_in_all_processes(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Work is counted and not measured, and no hash is drawn anew: ranks find the same errors."""
+    folder = checkpoint("qwen2")
+    here = least_work(folder, VOCAB_SIZE, EOS_ID)
+    assert min(here) > 0
+    assert max(here) < MAX_WORK
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(least_work, folder, VOCAB_SIZE, EOS_ID).result() == here

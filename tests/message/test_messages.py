@@ -36,6 +36,9 @@ from minisgl.message import (
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     KeyLimitsMsg,
+    LeaderMsg,
+    MatchState,
+    MatchStatesMsg,
     MetricSample,
     MetricsQuery,
     MetricsReply,
@@ -104,6 +107,7 @@ ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
     (BackendMsg, NewDetokenizerMsg(2)),
     (TokenizerMsg, NewDetokenizerMsg(2)),
     (BatchBackendMsg, BatchBackendMsg([])),
+    (LeaderMsg, MatchStatesMsg({2**63 - 1: MatchState([5, 6], True, "too much"), 0: MatchState()})),
     (StepDigestMsg, StepDigestMsg(7, 2, 3, 16, slices=-(2**63), tables=2**32 - 1)),
     (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
@@ -170,6 +174,7 @@ def test_every_message_is_tried() -> None:
         Conversation,
         TextLogprobs,
         EngineStats,
+        MatchState,
         MetricSample,
         ReplyError,
         TokenIds,
@@ -178,7 +183,9 @@ def test_every_message_is_tried() -> None:
     assert tried == concrete
 
 
-@pytest.mark.parametrize("types", [BackendMsg, BatchBackendMsg, TokenizerMsg, FrontendMsg, PeerMsg])
+@pytest.mark.parametrize(
+    "types", [BackendMsg, BatchBackendMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg]
+)
 def test_a_message_of_another_process_is_refused(types: Any) -> None:
     accepted = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
     foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in accepted]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from minisgl.core import Grammar, ReqSlice
 from minisgl.errors import InvalidRequest
-from minisgl.message import ForgetGrammarMsg
-from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, MatchState, PendingMasks
+from minisgl.message import MatchState
+from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers, PendingMasks
 from tests.scheduler.script import Script
 
 
@@ -37,11 +37,7 @@ class FakeMatchers(GrammarMatchers):
     def close(self, uid: int) -> None:
         self._scripts.pop(uid, None)
 
-    def excess(self) -> list[ForgetGrammarMsg]:
-        """Scripts take no memory."""
-        return []
-
-    def return_memory(self) -> None:
+    def stay_in_budget(self) -> None:
         """Scripts take no memory."""
 
     @property

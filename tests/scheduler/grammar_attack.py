@@ -16,6 +16,7 @@ import numpy as np
 
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler
+from minisgl.message import BackendMsg, ForgetGrammarMsg
 from minisgl.scheduler.grammar import GrammarMatchers
 from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.utils.env import env_with_sys_path
@@ -64,7 +65,10 @@ class _Attacker:
         self._compiler = GrammarCompiler(Path(attack.folder), attack.vocab_size, [attack.eos_id])
         shape_XW = (attack.num_grammars, (attack.vocab_size + 31) // 32)
         self._masks_XW = np.zeros(shape_XW, dtype=np.int32)
-        self._matchers = GrammarMatchers(self._masks_XW, for_gpu=attack.for_gpu)
+        self._posted: list[BackendMsg] = []
+        self._matchers = GrammarMatchers(
+            self._masks_XW, self._posted.append, for_gpu=attack.for_gpu
+        )
         if attack.budget is not None:
             self._matchers._budget = GrammarBudget(self._matchers.known, attack.budget)
         self._draw = random.Random(0)
@@ -94,13 +98,15 @@ class _Attacker:
                 if not self._accept(uid, index):
                     del reqs[uid]
                     self._matchers.close(uid)
-            for msg in self._matchers.excess():
+            self._matchers.stay_in_budget()
+            for msg in self._posted:
+                assert isinstance(msg, ForgetGrammarMsg)
                 self._matchers.known.discard(msg.grammar)
                 for uid in msg.uids:
                     del reqs[uid]
                     self._matchers.close(uid)
                     self._num_ended += 1
-            self._matchers.return_memory()
+            self._posted.clear()
         for uid in reqs:
             self._matchers.close(uid)
 
@@ -114,7 +120,9 @@ class _Attacker:
         """Sample what a mask allows. Returns whether the answer goes on."""
         bits = np.unpackbits(self._masks_XW[index].view(np.uint8), bitorder="little")
         state = self._matchers.accept(uid, [int(self._draw.choice(np.flatnonzero(bits)))])
-        self._num_refused += state.error is not None
+        if state.error is not None:
+            self._matchers.forget(uid)
+            self._num_refused += 1
         return state.error is None and not state.is_complete
 
 

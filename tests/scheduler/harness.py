@@ -133,7 +133,7 @@ class Host:
         self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
         self.matchers = FakeMatchers(self._endless_answer)
         self.scheduler.grammars = self.matchers
-        self.scheduler.outputs._grammars = self.matchers
+        self.scheduler.outputs._matching._grammars = self.matchers
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self._uids = itertools.count()
 

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
     AbortBackendMsg,
@@ -23,8 +23,8 @@ from minisgl.message import (
     EngineStats,
     ExitMsg,
     GrammarCompiledMsg,
+    LeaderMsg,
     ShutdownMsg,
-    StepDigestMsg,
     UserMsg,
     decoder,
     encode,
@@ -38,13 +38,14 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
+from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 
 NUM_FOLLOWERS = 2
-FromLeader = BatchBackendMsg | StepDigestMsg
+GROWN = Grammar("regex", "(a|b)*c")
 Connect = Callable[[int, object], tuple[PushQueue, PullQueue]]
 
 
@@ -163,7 +164,7 @@ def run_group(leader: Rank, followers: list[Rank], pushes: list[PushQueue]) -> N
 def test_leader_and_followers_make_the_same_plans(
     connect: Connect, seed: int, target_itl_ms: float | None
 ) -> None:
-    pushes, pulls = zip(*[connect(i, FromLeader) for i in range(NUM_FOLLOWERS)], strict=True)
+    pushes, pulls = zip(*[connect(i, LeaderMsg) for i in range(NUM_FOLLOWERS)], strict=True)
     followers = [Rank(FollowerInbox(pull), target_itl_ms) for pull in pulls]
     script = Script(random_parcels(Random(seed), num_steps=150))
     leader = Rank(LeaderInbox(script, list(pushes)), target_itl_ms)
@@ -202,7 +203,7 @@ class DeafInbox(FollowerInbox):
 def test_a_follower_that_misses_an_abort_is_found_before_it_launches_another_step(
     connect: Connect, seed: int
 ) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     inbox = DeafInbox(pull)
     follower = inbox.rank = Rank(inbox)
     leader = Rank(LeaderInbox(Script(random_parcels(Random(seed), num_steps=150)), [push]))
@@ -226,7 +227,7 @@ class ConfusedInbox(FollowerInbox):
 def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_step(
     connect: Connect, abort_step: int
 ) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     both: list[BackendMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
     parcels: list[list[BackendMsg]] = [both, *([] for _ in range(abort_step - 1))]
@@ -242,7 +243,7 @@ def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_s
 def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     connect: Connect, seed: int
 ) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     follower = Rank(FollowerInbox(pull))
     free = follower.scheduler.cache._free
     free[:] = free[::-1].copy()
@@ -254,8 +255,35 @@ def test_a_follower_that_gives_out_other_pages_is_found_in_that_step(
     assert re.fullmatch(words, str(follower.failure))
 
 
+def grow_without_end(rank: Rank) -> None:
+    """Let a rank measure that a grammar takes more than all may."""
+    grammars = rank.scheduler.grammars
+    grammars._budget = GrammarBudget(grammars.known, max_bytes=0, max_grown_bytes=0)
+    [known] = grammars.known.all()
+    grammars._budget.grow(known, 2**30)
+
+
+@pytest.mark.parametrize("leader_measures_it", [False, True])
+def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
+    connect: Connect, leader_measures_it: bool
+) -> None:
+    push, pull = connect(0, LeaderMsg)
+    follower = Rank(FollowerInbox(pull))
+    parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [AbortBackendMsg(1)]]
+    leader = Rank(LeaderInbox(Script(parcels), [push]))
+    ranks = [leader, follower]
+    for rank in ranks:
+        rank.scheduler.grammars.known.add(GROWN, [], 0)
+    grow_without_end(leader if leader_measures_it else follower)
+    run_group(leader, [follower], [push])
+
+    assert follower.failure is None
+    forgotten = [GROWN not in rank.scheduler.grammars.known for rank in ranks]
+    assert forgotten == [leader_measures_it] * 2
+
+
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [], [AbortBackendMsg(2), ExitMsg()]]
     for msgs in parcels:
         push.put(BatchBackendMsg(msgs))
@@ -265,7 +293,7 @@ def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Conn
 
 
 def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
-    push, pull = connect(0, FromLeader)
+    push, pull = connect(0, LeaderMsg)
     inbox = LeaderInbox(Script([[], [AbortBackendMsg(1)], []]), [push])
     for _ in range(3):
         inbox.receive(block=False)
@@ -288,7 +316,7 @@ def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
 
 def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:
     push, pull = connect(0, BackendMsg)
-    writer, follower = connect(1, FromLeader)
+    writer, follower = connect(1, LeaderMsg)
     inbox = LeaderInbox(ZmqInbox(pull, push), [writer])
     msg = GrammarCompiledMsg(4)
     thread = threading.Thread(target=inbox.post, args=(msg,))

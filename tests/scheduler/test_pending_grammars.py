@@ -76,7 +76,7 @@ class GrammarHost(Host):
         self.trials = FakeTrials()
         self.matchers = LearningMatchers(self._endless_answer)
         self.scheduler.grammars = self.matchers
-        self.scheduler.outputs._grammars = self.matchers
+        self.scheduler.outputs._matching._grammars = self.matchers
         self.scheduler.pending_grammars = PendingGrammars(
             self.matchers.known,
             FakeCompiler(),  # type: ignore[arg-type]

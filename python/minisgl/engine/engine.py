@@ -1,7 +1,8 @@
 """One rank's engine: how it starts, and how it ends.
 
     model_loader.py  the model and its weights, on the device of this rank
-    pool_size.py     how many pages of KV fit beside them; on a GPU the largest step is tried
+    pool_size.py     how many requests may run, and how many pages of KV fit beside the weights;
+                     on a GPU the largest step is tried
     model_runner.py  the pool, the tables and the graphs are made
     first_steps.py   on a GPU, what no later step shall do for the first time
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from minisgl.engine.forward_output import ForwardOutput
 from minisgl.engine.memory import out_of_memory_is_explained, reserve_pinned_memory
 from minisgl.engine.model_loader import load_model
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.pool_size import fit_limits
+from minisgl.engine.pool_size import fit_limits, num_rows
 from minisgl.engine.sampler import SamplingInputs
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
@@ -48,8 +50,12 @@ class Engine(ModelRunner):
     def __init__(
         self, config: EngineConfig, info: DistributedInfo, rendezvous: Path | None = None
     ) -> None:
+        assert config.page_size
         started = time.monotonic()
         loaded = load_model(config, info, rendezvous)
+        page_bytes = loaded.bytes_of_tokens(config.page_size)
+        rows = num_rows(config, page_bytes, loaded.device, loaded.comm)
+        config = replace(config, max_running_requests=rows)
         limits = fit_limits(config, loaded)
         with out_of_memory_is_explained("making the KV cache"):
             super().__init__(config, loaded, limits)

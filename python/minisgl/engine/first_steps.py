@@ -84,6 +84,7 @@ def largest_step(config: EngineConfig, max_seq_len: int) -> BatchPlan:
     sampling parameters that take memory.
     """
     assert config.max_prefill_length
+    assert config.max_running_requests
     params = SamplingParams(top_p=0.9, presence_penalty=1.0, logprobs=1)
     slices: list[ReqSlice] = []
     num_left = config.max_prefill_length

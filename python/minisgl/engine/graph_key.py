@@ -19,13 +19,15 @@ _MIN_SHARING_DECODES = 16
 # with it and 24.1 without, of which 7 are not attention.
 _OWN_TOKEN_COST = 1.7
 
+# More decodes than these are captured only where the option says so.
+_MAX_DECODES = 512
 # Tokens of a slice that is alone in its step, ...
 _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
 # ... and of a step with several slices, decodes included. A GPU multiplies 128 tokens at a time.
 _STEP_SIZES = [*range(128, 1281, 128), 1536, 2048]
 # It has up to so many prompts, beside so many decodes.
 MAX_PROMPTS = 16
-_DECODES_BESIDE_PROMPTS = [32, 64, 80, 128, 256]
+_DECODES_BESIDE_PROMPTS = [32, 64, 80, 128, 256, 384]
 _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
@@ -136,6 +138,11 @@ def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
     return has_only_pages and len(writes.pages) <= key.num_slices
 
 
+def most_decodes(asked: int | None, num_rows: int) -> int:
+    """The most decodes that are captured: as the option says, or those of all running requests."""
+    return min(_MAX_DECODES if asked is None else asked, num_rows)
+
+
 def most_prompt_tokens(max_tokens: int, weight_bytes: int) -> int:
     """The most tokens of prompts that are worth a graph.
 
@@ -203,8 +210,8 @@ def _up_to(most: int, sizes: list[int]) -> list[int]:
 
 
 def size_ladder(largest: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, and the largest."""
-    steps = itertools.chain((1, 2, 4), range(8, largest, 8))
+    """1, 2, 4, multiples of 8 to 256, then multiples of 32, and the largest."""
+    steps = itertools.chain((1, 2, 4), range(8, 256, 8), range(256, largest, 32))
     return [*(size for size in steps if size < largest), largest]
 
 

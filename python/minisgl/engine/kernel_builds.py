@@ -19,6 +19,7 @@ from minisgl.utils.progress import ProgressBar
 logger = logging.getLogger(__name__)
 
 _BLINK_S = 0.5  # how often the bar counts the seconds
+_MOST = 8  # builds at a time; there are fewer
 
 
 def fastest_attention(prompt_modules: Callable[[], PromptModules]) -> str:
@@ -59,15 +60,21 @@ def kernels_to_build(
 
 
 class KernelBuilds:
-    """Starts builds when it is made, each in a thread of its own. A second start finds them done.
+    """Runs builds side by side, each in a thread of its own. A second start finds them done.
 
     Args:
-        builds: by names that a person reads.
+        builds: those that can start now, by names that a person reads.
     """
 
     def __init__(self, builds: Mapping[str, Callable[[], object]]) -> None:
-        self._pool = ThreadPoolExecutor(len(builds), thread_name_prefix="minisgl-build")
-        self._names = {self._pool.submit(build): name for name, build in builds.items()}
+        self._pool = ThreadPoolExecutor(_MOST, thread_name_prefix="minisgl-build")
+        self._names: dict[Future[object], str] = {}
+        self.start(builds)
+
+    def start(self, builds: Mapping[str, Callable[[], object]]) -> None:
+        """Start further builds, before `wait`."""
+        for name, build in builds.items():
+            self._names[self._pool.submit(build)] = name
 
     def wait(self) -> None:
         """Return when all are done. A bar says for what it waits.

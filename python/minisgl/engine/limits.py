@@ -58,4 +58,5 @@ def context_length(config: EngineConfig, model: ModelConfig) -> int:
 def most_tokens(config: EngineConfig) -> int:
     """The most tokens of a step: those of prompts, and a decode of every request."""
     assert config.max_prefill_length
+    assert config.max_running_requests
     return config.max_prefill_length + config.max_running_requests

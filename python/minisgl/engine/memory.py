@@ -15,7 +15,7 @@ from minisgl.utils.arch import available_memory
 A = TypeVar("A")
 R = TypeVar("R")
 
-_MAX_PINNED_BITS = 16  # the ids of 20 likeliest tokens for 256 requests are 40 kB
+_MAX_PINNED_BITS = 17  # the ids of 20 likeliest tokens for 512 requests are 80 kB
 _NUM_PINNED_BLOCKS = 8  # of a size, at a time
 # What lowers the memory of steps.
 ADVICE = "--max-prefill-length, --max-running-requests, --cuda-graph-max-bs, or raise --tp"

@@ -17,9 +17,11 @@ import torch
 from minisgl.attention import PromptModules
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
+from minisgl.engine.first_kernels import KernelSizes, call_kernels
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
-from minisgl.engine.limits import context_length
+from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
+from minisgl.kvcache import MHAKVCache
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
@@ -61,6 +63,10 @@ class LoadedModel:
         num_kv_heads = len(self.comm.info.shard_kv_heads(self.config.num_kv_heads))
         return self.config.num_layers, num_kv_heads, self.config.head_dim
 
+    def bytes_of_tokens(self, num_tokens: int) -> int:
+        """What their keys and values take on this rank."""
+        return MHAKVCache.page_bytes(*self.kv_shape, num_tokens, self.dtype.itemsize)
+
 
 def load_model(
     config: EngineConfig, info: DistributedInfo, rendezvous: Path | None = None
@@ -75,6 +81,7 @@ def load_model(
     """
     assert config.model
     assert config.dtype
+    assert config.page_size
     model_config = ModelConfig.from_folder(Path(config.model))
     model_class = get_model_class(model_config.architecture)
     device = _set_up_device(config, info)
@@ -88,6 +95,23 @@ def load_model(
     vocab = VocabShard(model_config.vocab_size, comm)
 
     max_seq_len = context_length(config, model_config)
+    if device.type == "cuda":  # these run there, so not before the ranks have measured their sums
+        sizes = KernelSizes(
+            model=model_config,
+            info=info,
+            vocab=vocab,
+            limits=EngineLimits(
+                num_pages=0,
+                page_size=config.page_size,
+                max_seq_len=max_seq_len,
+                vocab_size=model_config.vocab_size,
+                eos_ids=model_config.eos_ids,
+            ),
+            attn=attn,
+            dtype=dtype,
+            device=device,
+        )
+        kernel_builds.start({"Triton kernels": partial(call_kernels, sizes)})
     with torch.inference_mode(), out_of_memory_is_explained("loading the weights"):
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)

@@ -28,6 +28,7 @@ from minisgl.engine.graph_key import (
     cpu_graph_keys,
     graph_keys,
     has_room_for_writes,
+    most_decodes,
     most_prompt_tokens,
 )
 from minisgl.engine.graph_runner import GraphRunner
@@ -124,7 +125,7 @@ class ModelRunner:
 
     def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
-        max_decodes = min(config.cuda_graph_max_bs, self.limits.num_rows)
+        max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
         if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
             return None
         capture: GraphCapture

@@ -2,7 +2,7 @@
 
     API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
-    scheduler 0 ─ StepDigestMsg ────────────▶  scheduler 1..n-1
+    scheduler 0 ─ StepDigestMsg, MatchStatesMsg ─▶ scheduler 1..n-1
     API server  ─ FlushCacheMsg, NewDetokenizerMsg ▶ tokenizer ─ the same ────▶  scheduler 0
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
                   and so all ranks
@@ -26,6 +26,9 @@ from minisgl.message.backend import (
     ForgetGrammarMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
+    LeaderMsg,
+    MatchState,
+    MatchStatesMsg,
     NewDetokenizerMsg,
     StepCostsMsg,
     StepDigestMsg,
@@ -103,6 +106,9 @@ __all__ = [
     "GrammarCompiledMsg",
     "GrammarVerdictMsg",
     "KeyLimitsMsg",
+    "LeaderMsg",
+    "MatchState",
+    "MatchStatesMsg",
     "MetricSample",
     "MetricsQuery",
     "MetricsReply",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import msgspec
+
 from minisgl.core import Grammar, SamplingParams
 from minisgl.message.base import BaseMsg
 
@@ -120,6 +122,30 @@ class BatchBackendMsg(BaseBackendMsg, frozen=True):
     msgs: list[BackendMsg]
 
 
+class MatchState(BaseMsg, frozen=True):
+    """Where the match of an answer stands after a sampled token and what is forced after it.
+
+    Attributes:
+        forced: tokens that are appended without a step each.
+        is_complete: whether the answer ends here.
+        error: why the grammar cannot be followed any further; the answer ends.
+    """
+
+    forced: list[int] = msgspec.field(default_factory=list)
+    is_complete: bool = False
+    error: str | None = None
+
+
+class MatchStatesMsg(BaseBackendMsg, frozen=True):
+    """Scheduler 0 → every other rank, after a step whose answers follow grammars: what counts.
+
+    Attributes:
+        states: by uid, of all matches that the step has advanced.
+    """
+
+    states: dict[int, MatchState]
+
+
 class StepDigestMsg(BaseBackendMsg, frozen=True):
     """Scheduler 0 → every other rank, once a step, after its `BatchBackendMsg`: what it plans.
 
@@ -136,3 +162,6 @@ class StepDigestMsg(BaseBackendMsg, frozen=True):
     num_shared_tokens: int = 0
     slices: int = 0
     tables: int = 0
+
+
+LeaderMsg: TypeAlias = BatchBackendMsg | StepDigestMsg | MatchStatesMsg

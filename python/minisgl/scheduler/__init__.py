@@ -10,8 +10,9 @@
     step_watch.py      rank 0's clock: what steps cost
     step_digest.py     whether all ranks plan the same step
     decode.py          running requests
-    outputs.py         sampled tokens become outputs: forced tokens, finish reasons, messages
-    grammar.py         grammar masks before a token, acceptance and forced tokens after it
+    outputs.py         sampled tokens become outputs: finish reasons, messages
+    matching.py        what matches make of sampled tokens: rank 0's count; forced tokens
+    grammar.py         grammar masks before a token, this rank's matches after it
     known_grammars.py  grammars that were tried, and what they take
     grammar_budget.py  which are forgotten when they take too much
     shared_executor.py  threads that make masks, and what they take for it

@@ -10,7 +10,7 @@ so a retracted request goes on where it was. Nothing here is on the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,41 +19,28 @@ import numpy as np
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, IntArray, ReqSlice
-from minisgl.errors import InvalidRequest
 from minisgl.grammar import refusal
-from minisgl.message import ForgetGrammarMsg
+from minisgl.message import BackendMsg, MatchState
 from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
 from minisgl.scheduler.shared_executor import SharedExecutor
 from minisgl.utils.heap import bytes_touched, return_free_memory
 
-MATCHERS_ON_GPU = 8  # of a grammar
+IN_PROGRESS = MatchState()
+_COMPLETE = MatchState(is_complete=True)
+
+_ALL_ALLOWED = -1  # a word of a mask
+# What llguidance says of a token that is not allowed. Only a lost match lets one pass.
+_NOT_ALLOWED = "doesn't satisfy the grammar"
 _TRIM_BYTES = 2**23  # of grammars that are gone, after which memory is given back to the kernel
 
 
 @dataclass(frozen=True, slots=True)
-class MatchState:
-    """Where a match is after some tokens.
-
-    Attributes:
-        is_complete: whether the answer ends here.
-        error: set if the grammar turned out to be more than llguidance follows.
-    """
-
-    is_complete: bool = False
-    error: InvalidRequest | None = None
-
-
-IN_PROGRESS = MatchState()
-_COMPLETE = MatchState(is_complete=True)
-
-
-@dataclass(frozen=True, slots=True)
 class _Match:
-    """The match of one answer."""
+    """The match of one answer; it has no matcher if this rank has lost it."""
 
     known: KnownGrammar
-    matcher: LLMatcher
+    matcher: LLMatcher | None
 
 
 class PendingMasks:
@@ -75,19 +62,23 @@ class GrammarMatchers:
     as they go, and wait for each other. Where threads make masks there are several to copy from.
     Once the automaton has as many states as it may, every copy fails at the next new one. So a
     grammar is forgotten when a match fails. What automata and matches take is measured as they
-    grow, for `GrammarBudget`.
+    grow, for `GrammarBudget`. With several ranks, what is found here is this rank's (`Matching`).
 
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens
             came that the next masks depend on.
+        post: sends a message to all ranks, on rank 0; None elsewhere.
         for_gpu: masks are made by threads beside the caller, which on a CPU would compete for cores
             with the model's.
     """
 
-    def __init__(self, masks_XW: IntArray, *, for_gpu: bool) -> None:
+    def __init__(
+        self, masks_XW: IntArray, post: Callable[[BackendMsg], None] | None, *, for_gpu: bool
+    ) -> None:
         self.known = KnownGrammars()
         self._budget = GrammarBudget(self.known)
         self._masks_XW = masks_XW
+        self._post = post
         self._executor = SharedExecutor() if for_gpu else None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._matches: dict[int, _Match] = {}
@@ -113,18 +104,20 @@ class GrammarMatchers:
         if match is not None:
             self.known.close(match.known)
 
-    def excess(self) -> list[ForgetGrammarMsg]:
-        """What has to go, because grammars take too much memory."""
-        return self._budget.excess((uid, match.known) for uid, match in self._matches.items())
+    def stay_in_budget(self) -> None:
+        """Say what has to go because grammars take too much memory, on rank 0.
 
-    def return_memory(self) -> None:
-        """Give the memory of large grammars that are gone back to the kernel, beside the caller.
-
-        What is used a second time is not measured, so it would not count in the budget.
+        The memory of large ones that are gone is given back to the kernel, beside the caller. What
+        is used a second time is not measured, so it would not count in the budget.
         """
         if self.known.freed_bytes >= _TRIM_BYTES:
             self.known.freed_bytes = 0
             self._helper.submit(return_free_memory)
+        if self._post is None:
+            return
+        opened = ((uid, match.known) for uid, match in self._matches.items())
+        for msg in self._budget.excess(opened):
+            self._post(msg)
 
     def _measure(self, known: KnownGrammar, before: int) -> None:
         """Count what this thread has taken for a grammar since it had touched so many bytes."""
@@ -144,16 +137,21 @@ class GrammarMatchers:
         """Start making the masks for sampling slices whose requests have a grammar.
 
         All tokens before must have been accepted. If llguidance reaches a limit, a mask allows the
-        end of the sequence alone, and that token ends the request on all ranks.
+        end of the sequence alone, and whatever is sampled, the match has failed then. The mask of
+        a match that this rank has lost allows everything.
         """
         guided = [req_slice for req_slice in slices if req_slice.req.params.grammar is not None]
         masks_XW = self._masks_XW[: len(guided)]
-        matches: list[tuple[_Match, int]] = []
+        matches: list[tuple[KnownGrammar, LLMatcher, int]] = []
         for x, req_slice in enumerate(guided):
             if req_slice.end < req_slice.req.num_known:
                 _allow_only(masks_XW[x], int(req_slice.req.tokens[req_slice.end]))
+                continue
+            match = self._matches[req_slice.req.uid]
+            if match.matcher is None:
+                masks_XW[x] = _ALL_ALLOWED
             else:
-                matches.append((self._matches[req_slice.req.uid], x))
+                matches.append((match.known, match.matcher, x))
 
         if self._executor is None:
             self._fill_each(matches, masks_XW)
@@ -165,17 +163,19 @@ class GrammarMatchers:
         has_begun.wait()
         return PendingMasks(future)
 
-    def _fill_each(self, matches: list[tuple[_Match, int]], masks_XW: IntArray) -> None:
+    def _fill_each(
+        self, matches: list[tuple[KnownGrammar, LLMatcher, int]], masks_XW: IntArray
+    ) -> None:
         """Make masks one after the other, and measure by how much each grammar grows."""
-        for match, x in matches:
+        for known, matcher, x in matches:
             before = bytes_touched()
-            llguidance.numpy.fill_next_token_bitmask(match.matcher, masks_XW, x)
-            self._measure(match.known, before)
+            llguidance.numpy.fill_next_token_bitmask(matcher, masks_XW, x)
+            self._measure(known, before)
 
     def _fill(
         self,
         executor: SharedExecutor,
-        matches: list[tuple[_Match, int]],
+        matches: list[tuple[KnownGrammar, LLMatcher, int]],
         masks_XW: IntArray,
         has_begun: threading.Event,
     ) -> None:
@@ -184,20 +184,21 @@ class GrammarMatchers:
         if executor.is_watched:
             self._fill_each(matches, masks_XW)
         elif matches:
-            executor.fill([(match.matcher, x) for match, x in matches], masks_XW)
+            executor.fill([(matcher, x) for _, matcher, x in matches], masks_XW)
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         """Advance a request's match by its next tokens."""
         match = self._matches[uid]
         matcher = match.matcher
+        if matcher is None:
+            return IN_PROGRESS
         before = bytes_touched()
         matcher.consume_tokens(tokens)
         self._measure(match.known, before)
         if not matcher.is_stopped():
             return IN_PROGRESS
         if matcher.is_error():
-            self.known.discard(match.known.grammar)
-            return MatchState(error=refusal(matcher.get_error()))
+            return MatchState(error=str(refusal(_reason(matcher.get_error()))))
         return _COMPLETE
 
     def forced_tokens(self, uid: int) -> list[int]:
@@ -206,10 +207,25 @@ class GrammarMatchers:
         A mask at this place allows the first of them alone. The match does not advance.
         """
         match = self._matches[uid]
+        if match.matcher is None:
+            return []
         before = bytes_touched()
         tokens = list(match.matcher.compute_ff_tokens())
         self._measure(match.known, before)
         return tokens
+
+    def forget(self, uid: int) -> None:
+        """Forget the grammar of a request whose match has failed: its automaton may be full."""
+        self.known.discard(self._matches[uid].known.grammar)
+
+    def lose(self, uid: int) -> None:
+        """Follow a request's match no longer: rank 0's stands elsewhere."""
+        self._matches[uid] = _Match(self._matches[uid].known, None)
+
+
+def _reason(error: str) -> str:
+    """Why a match has failed, by what llguidance says of it."""
+    return "a limit was met while it was followed" if _NOT_ALLOWED in error else error
 
 
 def _allow_only(mask_W: IntArray, token: int) -> None:

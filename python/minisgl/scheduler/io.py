@@ -3,8 +3,9 @@
 `Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
 `LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
 `FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
-no clock of their own in any decision keep the ranks in step. Both are also `Peers`, which prove it:
-before a step is launched, its plan is compared.
+no clock of their own in any decision keep the ranks in step. Both are also `Peers`: rank 0 says how
+matches of grammars stand, which ranks might find differently, and before a step is launched its
+plan is compared.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
+    LeaderMsg,
+    MatchState,
+    MatchStatesMsg,
     ShutdownMsg,
     StepDigestMsg,
     encode,
@@ -48,6 +52,15 @@ class Peers(Protocol):
 
         Raises:
             EngineFailed: the plans differ; on the other ranks.
+        """
+
+    def share(self, states: dict[int, MatchState]) -> dict[int, MatchState]:
+        """Return rank 0's states of the matches that a step has advanced, by uid.
+
+        Rank 0 never waits. The others wait until it has advanced its own.
+
+        Args:
+            states: as this rank has found them; not empty.
         """
 
 
@@ -89,9 +102,7 @@ class ZmqInbox:
 class LeaderInbox:
     """Another inbox, whose messages the followers get too."""
 
-    def __init__(
-        self, source: Inbox, followers: list[PushQueue[BatchBackendMsg | StepDigestMsg]]
-    ) -> None:
+    def __init__(self, source: Inbox, followers: list[PushQueue[LeaderMsg]]) -> None:
         self._source = source
         self._followers = followers
 
@@ -106,6 +117,12 @@ class LeaderInbox:
         for queue in self._followers:
             queue.put(digest)
 
+    def share(self, states: dict[int, MatchState]) -> dict[int, MatchState]:
+        msg = MatchStatesMsg(states)
+        for queue in self._followers:
+            queue.put(msg)
+        return states
+
     def post(self, msg: BackendMsg) -> None:
         self._source.post(msg)
 
@@ -117,7 +134,7 @@ class LeaderInbox:
 class FollowerInbox:
     """The leader's messages, one batch a step; it always waits, because the leader steps first."""
 
-    def __init__(self, queue: PullQueue[BatchBackendMsg | StepDigestMsg]) -> None:
+    def __init__(self, queue: PullQueue[LeaderMsg]) -> None:
         self._queue = queue
 
     def receive(self, *, block: bool) -> Sequence[BackendMsg]:  # noqa: ARG002 - the leader decides
@@ -129,6 +146,12 @@ class FollowerInbox:
         leaders = self._queue.get()
         assert isinstance(leaders, StepDigestMsg)
         check_digest(digest, leaders)
+
+    def share(self, states: dict[int, MatchState]) -> dict[int, MatchState]:
+        leaders = self._queue.get()
+        assert isinstance(leaders, MatchStatesMsg)
+        assert leaders.states.keys() == states.keys()
+        return leaders.states
 
     def post(self, msg: BackendMsg) -> None:
         raise AssertionError(f"{msg} is for the leader to post")

@@ -1,6 +1,6 @@
 """What steps sample becomes outputs: tokens of an answer, its finish reason, and messages of both.
 
-    sampled token ─ append ─ grammar ─ forced tokens ─ finish reason ─ message
+    sampled token ─ grammar ─ append ─ forced tokens ─ finish reason ─ message
 
 A request's grammar may leave no choice about the next tokens. Such forced tokens are appended
 without a step each; the next step computes them together. If a step in flight samples the first of
@@ -11,27 +11,19 @@ Owns the messages that are not sent yet. Knows nothing of steps; the scheduler r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from minisgl.core import FinishReason, Req, ReqSlice, TokenLogprobs
 from minisgl.engine import EngineLimits
 from minisgl.errors import InvalidRequest, RequestError
-from minisgl.message import DetokenizeMsg, ReplyError
+from minisgl.message import DetokenizeMsg, MatchState, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
-from minisgl.scheduler.grammar import GrammarMatchers, MatchState
+from minisgl.scheduler.matching import Matching
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.table import TableManager
 
-# Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
-# alone, and not on what is in flight: with and without overlap the tokens are equal. On a CPU a
-# slice of several tokens costs little more than one token; three tokens save a step at least, even
-# if the first of them is in flight.
-MIN_FORCED_ON_CPU = 3
-# On a GPU a step of decodes replays a captured graph, while one with a slice of several tokens and
-# other requests is launched eagerly, at up to eight times the time of a replay
-# (Qwen3-0.6B: 6.9 ms for an eager short prompt, docs/decisions/0013; 0.83 ms for a replayed decode,
-# docs/performance.md).
-MIN_FORCED_ON_GPU = 8
 _PROMPT_TAIL = 4  # tokens of a prompt that the detokenizer gets
 
 
@@ -55,24 +47,21 @@ class OutputProcessor:
     """Appends what steps sample to its requests, and collects their outputs.
 
     Args:
-        min_forced: fewer tokens are not fast-forwarded.
         prefill_watch: rank 0's; the others have none.
     """
 
     def __init__(
         self,
-        grammars: GrammarMatchers,
+        matching: Matching,
         table: TableManager,
         limits: EngineLimits,
         events: Events,
-        min_forced: int,
         prefill_watch: PrefillWatch | None,
     ) -> None:
-        self._grammars = grammars
+        self._matching = matching
         self._table = table
         self._eos_ids = limits.eos_ids
         self._events = events
-        self._min_forced = min_forced
         self._prefill_watch = prefill_watch
         self._messages: list[DetokenizeMsg] = []
 
@@ -85,12 +74,32 @@ class OutputProcessor:
         messages, self._messages = self._messages, []
         return messages
 
-    def append_sampled(self, req_slice: ReqSlice, sampled: list[int]) -> Output | None:
-        """Append what a launched slice has sampled to its request, and what is forced after it.
+    def append_sampled(
+        self, slices: Sequence[ReqSlice], sampled: Sequence[list[int]]
+    ) -> list[Output | None]:
+        """Append what launched slices have sampled to their requests, and what is forced after it.
 
         Returns:
-            None if the request has ended, or if the token is dropped because it was forced before.
+            of each slice; None if its request has ended, or if its token is dropped because it was
+            forced before.
         """
+        pairs = list(zip(slices, sampled, strict=True))
+        states = self._matching.advance(
+            [
+                (req_slice.req, tokens[0])
+                for req_slice, tokens in pairs
+                if _advances_match(req_slice)
+            ]
+        )
+        return [
+            self._append(req_slice, tokens, states.get(req_slice.req.uid))
+            for req_slice, tokens in pairs
+        ]
+
+    def _append(
+        self, req_slice: ReqSlice, sampled: list[int], state: MatchState | None
+    ) -> Output | None:
+        """Append what one slice has sampled; `state` is of its match, if that has advanced."""
         req = req_slice.req
         if req.finish is not None:
             return None
@@ -103,59 +112,37 @@ class OutputProcessor:
         assert req_slice.end == req.num_known
         [token] = sampled
         req.append(token)
-        params = req.params
-        if params.grammar is not None:
-            return self._advance_match(req, sampled)
-        if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
+        if state is not None:
+            return self._follow(req, token, state)
+        if req.params.ends_at(token, self._eos_ids):
             return Output(sampled, "stop")
         return Output(sampled, "length" if req.num_known == max_length else None)
 
-    def _advance_match(self, req: Req, sampled: list[int]) -> Output:
-        """Advance a request's match by a sampled token, and by what is forced after it."""
-        [token] = sampled
-        match = self._grammars.accept(req.uid, sampled)
-        if match.error:
-            return Output([], "abort", error=match.error)
-        if self._is_stop(req, token, match):
-            return Output(sampled, "stop")
-        if not match.is_complete:
-            forced = self._forced_tokens(req)
-            if forced:
-                match = self._append_forced(req, forced)
-                sampled = sampled + forced
-        if match.error:
-            return Output([], "abort", error=match.error)
-        if match.is_complete:
-            return Output(sampled, "stop", is_match=True)
-        return Output(sampled, "length" if req.num_known == req.max_length else None)
+    def _follow(self, req: Req, token: int, state: MatchState) -> Output:
+        """Do what a match says after a sampled token."""
+        if state.error is not None:
+            error = InvalidRequest(state.error, param="grammar")
+            return Output([], "abort", error=error)
+        if not state.forced and self._is_stop(req, token, state):
+            return Output([token], "stop")
+        if state.forced:
+            self._append_forced(req, state.forced)
+        tokens = [token, *state.forced]
+        if state.is_complete:
+            return Output(tokens, "stop", is_match=True)
+        return Output(tokens, "length" if req.num_known == req.max_length else None)
 
-    def _is_stop(self, req: Req, token: int, match: MatchState) -> bool:
+    def _is_stop(self, req: Req, token: int, state: MatchState) -> bool:
         """Whether a token ends the answer and is no part of it."""
-        if token in req.params.stop_token_ids:
+        if state.is_complete and token in self._eos_ids:
             return True
-        return token in self._eos_ids and (match.is_complete or not req.params.ignore_eos)
+        return req.params.ends_at(token, self._eos_ids)
 
-    def _forced_tokens(self, req: Req) -> list[int]:
-        """The next tokens of an answer if its grammar leaves no choice and they are enough.
-
-        Tokens from one on that would end the answer are sampled as usual, and so are all tokens of
-        requests that want log probabilities, which are made by sampling.
-        """
-        if req.params.logprobs is not None:
-            return []
-        tokens = self._grammars.forced_tokens(req.uid)[: req.max_length - req.num_known]
-        if len(tokens) < self._min_forced:
-            return []
-        ends = self._eos_ids.union(req.params.stop_token_ids)
-        length = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-        return tokens[:length] if length >= self._min_forced else []
-
-    def _append_forced(self, req: Req, tokens: list[int]) -> MatchState:
+    def _append_forced(self, req: Req, tokens: list[int]) -> None:
         assert req.row is not None
         start = req.num_known
         req.append_forced(tokens)
         self._table.append_tokens(req.row, start, req.tokens[start : req.num_known])
-        return self._grammars.accept(req.uid, tokens)
 
     def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
         """Collect the messages of an output."""
@@ -217,6 +204,14 @@ class OutputProcessor:
             prompt_tail=req.tokens[max(0, req.num_prompt - _PROMPT_TAIL) : req.num_prompt].tolist(),
             prefill_s=watch.seconds(req.uid) if watch else None,
         )
+
+
+def _advances_match(req_slice: ReqSlice) -> bool:
+    """Whether what a slice samples is the next token of an answer that follows a grammar."""
+    req = req_slice.req
+    if req.params.grammar is None or req.finish is not None or req.max_length == req.num_prompt:
+        return False
+    return req_slice.end == req.num_known  # else the token was forced before
 
 
 def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:

@@ -14,10 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from llguidance import LLMatcher
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
+from minisgl.engine import EngineLimits
 from minisgl.errors import InvalidRequest
 from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial, Verdict, deep_stack_executor
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
@@ -25,6 +28,7 @@ from minisgl.scheduler.known_grammars import KnownGrammars
 
 logger = logging.getLogger(__name__)
 
+_MATCHERS_ON_GPU = 8  # of a grammar
 _FIRST_GRAMMAR = Grammar("regex", "(?s:.*)")
 
 
@@ -138,8 +142,14 @@ class PendingGrammars:
             if self._trials is not None and pending.trial is not None:
                 self._trials.cancel(pending.trial)
 
-    def take_verdict(self, msg: GrammarVerdictMsg) -> list[Req]:
-        """Begin to compile what is accepted. Returns the requests whose grammar is refused."""
+    def take(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> list[Req]:
+        """Go on with a grammar. Returns its requests, if it is known now: compiled or refused."""
+        if isinstance(msg, GrammarVerdictMsg):
+            return self._take_verdict(msg)
+        return self._take_compiled(msg)
+
+    def _take_verdict(self, msg: GrammarVerdictMsg) -> list[Req]:
+        """Begin to compile what is accepted."""
         pending = self._pending.get(msg.number)
         if pending is None:  # all its requests were aborted
             return []
@@ -165,8 +175,8 @@ class PendingGrammars:
             if is_last and self._trials is not None:
                 self._post(GrammarCompiledMsg(number))
 
-    def take_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
-        """Return the requests whose grammar is known now. A slower rank waits for its compiler."""
+    def _take_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
+        """Keep what is compiled. A slower rank waits for its compiler, which finds the same."""
         pending = self._pending[msg.number]
         try:
             matchers = [future.result() for future in pending.compiled]
@@ -188,3 +198,30 @@ class PendingGrammars:
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._trials is not None:
             self._trials.close()
+
+
+def create_pending_grammars(
+    config: SchedulerConfig,
+    limits: EngineLimits,
+    known: KnownGrammars,
+    post: Callable[[BackendMsg], None],
+    *,
+    leads: bool,
+    trials: GrammarTrials | None,
+) -> PendingGrammars:
+    """Make those of one rank.
+
+    Args:
+        leads: whether it is rank 0, which tries grammars.
+        trials: of rank 0, if they were opened before.
+    """
+    of_model = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
+    if leads and trials is None:
+        trials = GrammarTrials(*of_model)
+    return PendingGrammars(
+        known,
+        GrammarCompiler(*of_model),
+        trials,
+        post,
+        num_matchers=_MATCHERS_ON_GPU if config.device == "cuda" else 1,
+    )

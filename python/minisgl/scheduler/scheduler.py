@@ -22,14 +22,13 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, FinishReason, IntArray, PromptWaves, Req, ReqSlice
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import InvalidRequest, OutOfMemory, RequestError, StepOutOfMemory
-from minisgl.grammar import GrammarCompiler, GrammarTrials
+from minisgl.grammar import GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
@@ -60,15 +59,11 @@ from minisgl.scheduler.events import (
     StepPlanned,
     log_events,
 )
-from minisgl.scheduler.grammar import MATCHERS_ON_GPU, GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammar import GrammarMatchers, PendingMasks
 from minisgl.scheduler.io import Inbox, Outbox, Peers
-from minisgl.scheduler.outputs import (
-    MIN_FORCED_ON_CPU,
-    MIN_FORCED_ON_GPU,
-    Output,
-    OutputProcessor,
-)
-from minisgl.scheduler.pending_grammars import PendingGrammars
+from minisgl.scheduler.matching import Matching
+from minisgl.scheduler.outputs import Output, OutputProcessor
+from minisgl.scheduler.pending_grammars import create_pending_grammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.request_checks import check_request
@@ -151,6 +146,7 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
+        trials: of rank 0, if they were opened before; they are opened with the first grammar else.
         peers: the other ranks, with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
@@ -163,6 +159,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
+        trials: GrammarTrials | None = None,
         peers: Peers | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -177,20 +174,15 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table, self.events, config.schedule)
         self.decode = DecodeManager(self.cache)
-        self.grammars = GrammarMatchers(executor.grammar_masks, for_gpu=is_on_gpu)
-        grammar_args = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
-        self.pending_grammars = PendingGrammars(
-            self.grammars.known,
-            GrammarCompiler(*grammar_args),
-            GrammarTrials(*grammar_args) if leads else None,
-            inbox.post,
-            num_matchers=MATCHERS_ON_GPU if is_on_gpu else 1,
+        self.grammars = GrammarMatchers(
+            executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
-        min_forced = MIN_FORCED_ON_GPU if is_on_gpu else MIN_FORCED_ON_CPU
+        self.pending_grammars = create_pending_grammars(
+            config, limits, self.grammars.known, inbox.post, leads=leads, trials=trials
+        )
+        matching = Matching(self.grammars, limits.eos_ids, peers, for_gpu=is_on_gpu)
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
-        self.outputs = OutputProcessor(
-            self.grammars, self.table, limits, self.events, min_forced, prefill_watch
-        )
+        self.outputs = OutputProcessor(matching, self.table, limits, self.events, prefill_watch)
         self._leads = leads
         self._executor = executor
         self._limits = limits
@@ -271,15 +263,8 @@ class Scheduler:
             self._finish(step)
             step = None
         self._in_flight = step
-        self._bound_grammars()
+        self.grammars.stay_in_budget()
         self._report()
-
-    def _bound_grammars(self) -> None:
-        """Hold what grammars take within their budget; rank 0 says what has to go."""
-        self.grammars.return_memory()
-        if self._leads:
-            for msg in self.grammars.excess():
-                self._inbox.post(msg)
 
     def _report(self) -> None:
         """Send the outputs of a step, and the statistics if they have changed."""
@@ -317,8 +302,10 @@ class Scheduler:
                 case NewDetokenizerMsg(life):
                     self._outbox.redirect(life)
                     self._reported = None
-                case GrammarVerdictMsg() | GrammarCompiledMsg() | ForgetGrammarMsg():
-                    self._take_news(msg)
+                case GrammarVerdictMsg() | GrammarCompiledMsg():
+                    self._open(self.pending_grammars.take(msg))
+                case ForgetGrammarMsg():
+                    self._forget(msg)
                 case StepCostsMsg(seconds):
                     self.pacer.costs = StepCosts(*seconds)
                 case ExitMsg():
@@ -331,16 +318,6 @@ class Scheduler:
         if req is not None:
             self.outputs.add_abort(req)
             self._end(req, "abort")
-
-    def _take_news(self, msg: GrammarVerdictMsg | GrammarCompiledMsg | ForgetGrammarMsg) -> None:
-        """Follow what rank 0 has found out about a grammar."""
-        match msg:
-            case GrammarVerdictMsg():
-                self._open(self.pending_grammars.take_verdict(msg))
-            case GrammarCompiledMsg():
-                self._open(self.pending_grammars.take_compiled(msg))
-            case ForgetGrammarMsg():
-                self._forget(msg)
 
     def _forget(self, msg: ForgetGrammarMsg) -> None:
         """Forget a grammar, and end the requests whose answers take too much memory with it."""
@@ -501,8 +478,7 @@ class Scheduler:
     def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
         """Start making a step's masks, which need the tokens of the previous step.
 
-        Rank 0 alone applies them. The others make them too: a matcher grows by what it computes,
-        and one that had computed less would meet llguidance's limits in another step, or never.
+        Each rank applies the part that is about its tokens.
         """
         if previous:
             self._read_tokens(previous)
@@ -522,10 +498,8 @@ class Scheduler:
         """Wait for the tokens of a step, once, and append them to their requests."""
         assert step.sampled is not None
         if step.outputs is None:
-            pairs = zip(step.sampling_slices, step.sampled.wait(), strict=True)
-            step.outputs = [
-                self.outputs.append_sampled(req_slice, tokens) for req_slice, tokens in pairs
-            ]
+            sampled = step.sampled.wait()
+            step.outputs = self.outputs.append_sampled(step.sampling_slices, sampled)
 
     def _finish(self, step: InFlightStep) -> None:
         """Collect the outputs of a sampled step; release requests whose release waited for it."""

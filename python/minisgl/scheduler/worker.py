@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import BackendMsg, BatchBackendMsg, StepDigestMsg, decoder, encode
+from minisgl.grammar import GrammarTrials
+from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
@@ -40,8 +43,11 @@ def scheduler_worker(
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
     peers = inbox if config.tp > 1 else None
+    trials = _open_trials(config) if rank == 0 else None
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
-    scheduler = Scheduler(config, engine, inbox, outbox, leads=rank == 0, peers=peers)
+    scheduler = Scheduler(
+        config, engine, inbox, outbox, leads=rank == 0, trials=trials, peers=peers
+    )
     scheduler.pending_grammars.get_ready()
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
@@ -50,19 +56,29 @@ def scheduler_worker(
     outbox.close()
 
 
+def _open_trials(config: SchedulerConfig) -> GrammarTrials:
+    """Start the trial process: it reads the tokenizer for seconds, while the engine is made."""
+    assert config.model
+    folder = Path(config.model)
+    model = ModelConfig.from_folder(folder)
+    trials = GrammarTrials(folder, model.vocab_size, sorted(model.eos_ids))
+    trials.open()
+    return trials
+
+
 def _queues(
     config: SchedulerConfig, rank: int, addresses: Addresses, beat: Callable[[], None]
 ) -> tuple[LeaderInbox | FollowerInbox, ZmqOutbox | DiscardOutbox]:
     if rank > 0:
-        from_leader: PullQueue[BatchBackendMsg | StepDigestMsg] = PullQueue(
-            addresses.rank(rank), decoder(BatchBackendMsg | StepDigestMsg), beat
+        from_leader: PullQueue[LeaderMsg] = PullQueue(
+            addresses.rank(rank), decoder(LeaderMsg), beat
         )
         return FollowerInbox(from_leader), DiscardOutbox()
     queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
         addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
     )
     inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
-    followers: list[PushQueue[BatchBackendMsg | StepDigestMsg]] = [
+    followers: list[PushQueue[LeaderMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]
     return LeaderInbox(inbox, followers), ZmqOutbox(addresses)

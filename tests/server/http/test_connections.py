@@ -524,6 +524,34 @@ def test_an_answered_request_leaves_no_garbage_to_collect(is_stream: bool) -> No
     run_served(scenario)
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_closed_connection_leaves_no_garbage_to_collect(is_answered: bool) -> None:
+    """Nothing that the server keeps is young for long, so a collection would come late."""
+
+    async def scenario(served: Served) -> None:
+        if is_answered:
+            served.app.worker.answer_with(token_replies("a", "b"))
+        body = json.dumps({**BODIES[CHAT], "stream": True}).encode()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                client = await served.connect()
+                client.send(post(CHAT, body))
+                if is_answered:
+                    await client.reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    await wait_until(lambda: served.app.frontend.num_open == 1)
+                client.close()
+                await wait_until(lambda: served.app.frontend.num_open == served.num_open == 0)
+            kinds = (connections.Connection, RequestResponseCycle)
+            await wait_until(lambda: not any(type(each) in kinds for each in gc.get_objects()))
+        finally:
+            gc.enable()
+
+    run_served(scenario)
+
+
 # ---- streams
 
 

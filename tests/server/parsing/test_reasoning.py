@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 
 import llguidance
 import llguidance.hf
@@ -66,6 +68,20 @@ def parse(
 )
 def test_a_thought_is_told_from_the_answer(text: str, reasoning: str, content: str) -> None:
     assert parse(text, QWEN) == parse(text, DEEPSEEK) == (reasoning, content)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_parser_is_freed_without_the_collector(is_last: bool) -> None:
+    parser = QWEN.make_parser(PlainTextParser(), allows_reasoning=True)
+    parser.feed("<think>a</think>b", is_last=is_last)
+    is_alive = weakref.ref(parser)
+    gc.collect()
+    gc.disable()
+    try:
+        del parser
+        assert is_alive() is None
+    finally:
+        gc.enable()
 
 
 def test_whether_a_thought_is_open_at_the_beginning_is_the_parsers_and_the_requests() -> None:

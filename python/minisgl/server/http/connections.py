@@ -148,6 +148,12 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()  # uvicorn leaves it set after an error
         self._table.discard(self)
         super().connection_lost(exc)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what refers back to this connection: it would stay until garbage is collected."""
+        self.app = self._served_app
+        self.cycle = None  # type: ignore[assignment]  # as it is before the first request
 
     def data_received(self, data: bytes) -> None:
         if self._drops_input:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeAlias
+from weakref import WeakMethod
 
 from minisgl.server.parsing.deltas import Delta, OutputParser, ToolCallArguments, ToolCallStart
 
@@ -23,7 +24,7 @@ class IncrementalParser(OutputParser):
     def __init__(self) -> None:
         self._held = ""
         self._deltas: list[Delta] = []
-        self._state: State = self._begin
+        self._go_to(self._begin)
 
     @abstractmethod
     def _begin(self, is_last: bool) -> bool:
@@ -31,14 +32,20 @@ class IncrementalParser(OutputParser):
 
     def feed(self, text: str, *, is_last: bool) -> list[Delta]:
         self._held += text
-        while self._state(is_last):
+        while self._run_state(is_last):
             pass
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _go_to(self, state: State) -> bool:
-        self._state = state
+        # Weak, or each parser would keep itself, and its request, until garbage is collected.
+        self._state = WeakMethod(state)
         return True
+
+    def _run_state(self, is_last: bool) -> bool:
+        state = self._state()
+        assert state is not None
+        return state(is_last)
 
     def _take(self, size: int) -> str:
         """Remove and return the first characters of the held text."""

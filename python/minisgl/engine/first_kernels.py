@@ -1,0 +1,322 @@
+"""Calls every Triton kernel that steps will launch, while CUDA's compiler is at work.
+
+Triton compiles a kernel when it is first called, in half a second, and keeps it. Each function of
+`_CALLS` calls the kernels of one file of `kernel/gpu/`, through what layers, backends and the
+sampler call. Whoever adds a kernel adds its call here, and a test tells who forgot it.
+
+Triton compiles anew for other dtypes, for other compile-time constants, for a pointer that 16 bytes
+divide, and for an int that is 1 or that 16 divides; other sizes it does not tell apart. So the
+sizes here are those of the model where they are such constants, and small elsewhere. Where a call
+differs from a step's, the kernel of the step is compiled when that runs first (`first_steps.py`).
+A call may also be of a kind that the model does not need, as with norms of heads.
+"""
+
+# Dimensions: B requests of a step, D model width, F mlp width, H head width, I inputs of a linear
+# layer, K kv heads, L positions of a sequence, M all heads of a token, N query heads, O outputs of
+# a linear layer, P pages, R rows of the tables, S kv slots, T tokens of a step, U both halves of a
+# gated mlp, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl.checkpoint import AttentionSpec
+from minisgl.config import backend_names
+from minisgl.distributed import DistributedInfo
+from minisgl.engine.limits import EngineLimits
+from minisgl.kernel import (
+    HeadNorms,
+    Rotation,
+    add_rms_norm,
+    attend_decode,
+    choose_scored_tokens,
+    choose_tokens,
+    gpu_linear,
+    kernels_for,
+    look_up,
+    rms_norm,
+    rotate_and_store,
+    route,
+    scatter,
+    silu_and_mul,
+)
+from minisgl.kvcache import create_kvcache_pool
+from minisgl.layers import VocabShard
+from minisgl.models import ModelConfig
+from minisgl.moe import create_moe_backend
+
+_ALIGNED = 16  # what Triton asks whether it divides an int
+# Requests times kv heads: so many fill the device without splits, or with few.
+_MANY_HEADS = 128
+# Experts for each that a token chooses: with so many, all tiles are taken.
+_EXPERTS_FOR_EACH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSizes:
+    """What the steps of a rank call kernels with.
+
+    Attributes:
+        limits: with the longest sequence; pages and rows are not known yet.
+        attn: the attention backends, as in `EngineConfig`.
+    """
+
+    model: ModelConfig
+    info: DistributedInfo
+    vocab: VocabShard
+    limits: EngineLimits
+    attn: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.info.shard(self.model.num_heads, "attention heads"))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(self.info.shard_kv_heads(self.model.num_kv_heads))
+
+    @property
+    def mlp_width(self) -> int | None:
+        """Of the layers without experts; None if there are none."""
+        if not self.model.dense_layers:
+            return None
+        return len(self.info.shard(self.model.mlp_width, "columns of an mlp"))
+
+    @property
+    def expert_width(self) -> int | None:
+        if not self.model.num_experts:
+            return None
+        return len(self.info.shard(self.model.expert_width, "columns of an expert"))
+
+    def numbers(self, *shape: int) -> Tensor:
+        """Zeros in the dtype of activations."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def ints(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def page_table_RP(self) -> Tensor:
+        return self.ints(1, self.limits.num_row_pages)
+
+    def kv_SKH(self) -> tuple[Tensor, Tensor]:
+        """Pools of a page."""
+        pool = create_kvcache_pool(
+            1,
+            self.num_kv_heads,
+            self.model.head_dim,
+            1,
+            self.limits.page_size,
+            self.dtype,
+            self.device,
+        )
+        return pool.k_cache(0), pool.v_cache(0)
+
+
+def call_kernels(sizes: KernelSizes) -> None:
+    """Return when all kernels are compiled and have run, on a stream of their own.
+
+    They take a few megabytes. No other thread may launch kernels of Triton meanwhile, or capture.
+    """
+    stream = torch.cuda.Stream(sizes.device)
+    with torch.cuda.device(sizes.device), torch.cuda.stream(stream):
+        for call in _CALLS:
+            call(sizes)
+    stream.synchronize()
+
+
+def _norms(sizes: KernelSizes) -> None:
+    """Rows of the model's width, and of all heads where those are normed together."""
+    width = sizes.model.width
+    eps = sizes.model.norm_eps
+    x_TD = sizes.numbers(1, width)
+    add_rms_norm(x_TD, sizes.numbers(1, width), sizes.numbers(width), eps)
+    head_dim = sizes.model.head_dim
+    for size in (width, sizes.num_heads * head_dim, sizes.num_kv_heads * head_dim):
+        rms_norm(sizes.numbers(1, size), sizes.numbers(size), eps)
+
+
+def _activations(sizes: KernelSizes) -> None:
+    width = sizes.mlp_width
+    if width is not None and sizes.model.activation == "silu":
+        gate_TF, up_TF = sizes.numbers(1, 2 * width).split(width, dim=1)
+        silu_and_mul(gate_TF, up_TF)
+
+
+def _rotations(sizes: KernelSizes) -> None:
+    """Positions are of 32 bits where a step is captured, and of 64 elsewhere."""
+    head_dim = sizes.model.head_dim
+    qkv_TMH = sizes.numbers(1, sizes.num_heads + 2 * sizes.num_kv_heads, head_dim)
+    cos_LH = sizes.numbers(1, head_dim)
+    sin_LH = sizes.numbers(1, head_dim)
+    weight_H = sizes.numbers(head_dim)
+    slot_T = sizes.ints(1).long()
+    k_SKH, v_SKH = sizes.kv_SKH()
+    for norms in (None, HeadNorms(weight_H, weight_H, sizes.model.norm_eps)):
+        for position_T in (sizes.ints(1), sizes.ints(1).long()):
+            rotation = Rotation(cos_LH, sin_LH, position_T)
+            rotate_and_store(qkv_TMH, norms, rotation, slot_T, k_SKH, v_SKH)
+
+
+def _tables(sizes: KernelSizes) -> None:
+    page_table_RP = sizes.page_table_RP()
+    token_pool_RL = sizes.ints(1, sizes.limits.num_row_tokens)
+    zero_T = sizes.ints(1)
+    scatter(token_pool_RL, zero_T, zero_T)
+    look_up(zero_T, zero_T, token_pool_RL, page_table_RP, sizes.limits.page_size)
+    if "fi" in backend_names(sizes.attn):
+        kernels = kernels_for(page_table_RP)
+        assert kernels is not None
+        kernels.list_pages(zero_T, sizes.ints(2), page_table_RP, zero_T)
+
+
+def _attention(sizes: KernelSizes) -> None:
+    """Each kind of layer, for one request and for many: their contexts are split otherwise."""
+    many = -(-_MANY_HEADS // sizes.num_kv_heads)
+    kinds = {(spec.window is None, spec.softcap is None): spec for spec in sizes.model.attention}
+    for spec in kinds.values():
+        for batch_size in (1, many):
+            _attend(sizes, spec, batch_size)
+
+
+def _attend(sizes: KernelSizes, spec: AttentionSpec, batch_size: int) -> None:
+    """Attend as the backend of decodes does; those that are not named have kernels of their own."""
+    index_B = sizes.ints(batch_size)
+    backend = backend_names(sizes.attn)[-1]
+    if backend == "torch":
+        _attend_splits(sizes, spec, index_B.long(), index_B.long())
+    if backend != "fi":
+        return
+    _attend_splits(sizes, spec, index_B, index_B)
+    if spec.window is not None or spec.softcap is not None:  # eager steps, too
+        _attend_splits(sizes, spec, index_B, index_B.long())
+    if spec.window is None:
+        _attend_splits(sizes, spec, index_B, index_B, sizes.ints(1))
+
+
+def _attend_splits(
+    sizes: KernelSizes,
+    spec: AttentionSpec,
+    index_B: Tensor,
+    position_B: Tensor,
+    num_shared_tokens_1: Tensor | None = None,
+) -> None:
+    """Attend from the first token of the first row, once for each request.
+
+    Args:
+        index_B: stands for tokens and for rows.
+    """
+    q_BNH = sizes.numbers(len(index_B), sizes.num_heads, sizes.model.head_dim)
+    attend_decode(
+        q_BNH,
+        *sizes.kv_SKH(),
+        sizes.page_table_RP(),
+        sizes.limits.page_size,
+        index_B,
+        index_B,
+        position_B,
+        torch.empty_like(q_BNH),
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        num_shared_tokens_1=num_shared_tokens_1,
+    )
+
+
+def _linears(sizes: KernelSizes) -> None:
+    """One token, times weights of each shape, with a bias and without."""
+    model = sizes.model
+    width = model.width
+    attended = sizes.num_heads * model.head_dim
+    num_all_heads = sizes.num_heads + 2 * sizes.num_kv_heads
+    shapes = [
+        (num_all_heads * model.head_dim, width),
+        (width, attended),
+        (len(sizes.vocab.tokens), width),
+    ]
+    if sizes.mlp_width is not None:
+        shapes += [(2 * sizes.mlp_width, width), (width, sizes.mlp_width)]
+    if model.num_experts:
+        shapes.append((model.num_experts, width))
+    for outputs, inputs in {(_small(outputs), _small(inputs)) for outputs, inputs in shapes}:
+        x_1I = sizes.numbers(1, inputs)
+        weight_OI = sizes.numbers(outputs, inputs)
+        for bias_O in (None, sizes.numbers(outputs)):
+            gpu_linear(x_1I, weight_OI, bias_O)
+
+
+def _sampling(sizes: KernelSizes) -> None:
+    """Logits as the model gives them, and in float32 where they are changed; with filters, too."""
+    vocab = sizes.vocab
+    model_logits_BV = vocab.pad(sizes.numbers(1, len(vocab.tokens)))
+    temperature_B = sizes.floats(1)
+    seed_B2 = sizes.ints(1, 2)
+    position_B = sizes.ints(1)
+    for logits_BV in (model_logits_BV, model_logits_BV.float()):
+        for lowest_B in (None, sizes.floats(1)):
+            numbers = (lowest_B, temperature_B, seed_B2, position_B)
+            if vocab.is_whole:
+                choose_tokens(logits_BV, *numbers)
+            else:
+                choose_scored_tokens(logits_BV, *numbers, vocab.first_token)
+
+
+def _masks(sizes: KernelSizes) -> None:
+    logits_BV = sizes.vocab.pad(sizes.numbers(1, len(sizes.vocab.tokens)))
+    no_mask_B = sizes.ints(1) - 1
+    sizes.vocab.mask(logits_BV, no_mask_B, sizes.ints(1, -(-sizes.vocab.size // 32)))
+
+
+def _experts(sizes: KernelSizes) -> None:
+    """The router's choice, and the products of one token and of as many as take each tile."""
+    width = sizes.expert_width
+    if width is None:
+        return
+    model = sizes.model
+    each = model.experts_per_token
+    route(sizes.numbers(1, model.num_experts), each, model.normalize_experts)
+
+    backend = create_moe_backend(sizes.device, sizes.dtype)
+    num_experts = min(model.num_experts, _EXPERTS_FOR_EACH * each)
+    for num_tokens in backend.nums_of_tokens(num_experts, each):
+        # For one token, the width of an expert is a constant of a kernel.
+        mlp_width = width if num_tokens == 1 else _small(width)
+        x_TD = sizes.numbers(num_tokens, _small(model.width))
+        gate_up_UD = sizes.numbers(2 * mlp_width, x_TD.shape[1])
+        down_DF = sizes.numbers(x_TD.shape[1], mlp_width)
+        backend.forward(
+            x_TD,
+            gate_up_UD.expand(num_experts, -1, -1),
+            down_DF.expand(num_experts, -1, -1),
+            sizes.numbers(num_tokens, each),
+            sizes.ints(num_tokens, each),
+        )
+
+
+def _small(size: int) -> int:
+    """A small size that Triton does not tell apart from this one."""
+    if size % _ALIGNED == 0:
+        return _ALIGNED
+    return min(size, 2)
+
+
+# The order is that of steps; what takes long to compile is among the last.
+_CALLS: tuple[Callable[[KernelSizes], None], ...] = (
+    _tables,
+    _norms,
+    _linears,
+    _rotations,
+    _attention,
+    _activations,
+    _sampling,
+    _masks,
+    _experts,
+)

@@ -1,0 +1,122 @@
+"""Every Triton kernel of a step is called once before the first step.
+
+No GPU is needed: which variant of a kernel a call launches is known without one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.distributed import DistributedInfo, SingleCommunicator
+from minisgl.engine import EngineLimits, first_kernels
+from minisgl.engine.first_kernels import KernelSizes
+from minisgl.kernel import gpu
+from minisgl.kernel.gpu import launch
+from minisgl.layers import VocabShard
+from minisgl.models import ModelConfig
+from minisgl.moe import FusedMoeBackend
+from tests.checkpoints import ARCHITECTURES, CONTEXT
+from tests.engine.harness import WatchedEngine, config_of
+from tests.engine.test_first_steps import in_the_interpreter
+from tests.kernel.launches import Launches
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a GPU")
+PAGE_SIZE = 4
+EAGER = {"cuda_graph_max_bs": 0, "max_prefill_length": 10, "max_running_requests": 5}
+
+
+class FusedBackend(FusedMoeBackend):
+    """It makes no tensor on a GPU."""
+
+    def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:
+        by_tile = gpu.nums_of_tokens_by_tile(num_experts, each)
+        return [1, *(max(num_tokens, 5) for num_tokens in by_tile)]
+
+
+def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a CPU are taken for those of a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
+    monkeypatch.setattr(first_kernels, "create_moe_backend", lambda *_: FusedBackend())
+    monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
+
+
+def sizes_of(model: Path, attn: str = "fi", dtype: torch.dtype = torch.float32) -> KernelSizes:
+    config = ModelConfig.from_folder(model)
+    limits = EngineLimits(0, PAGE_SIZE, CONTEXT, config.vocab_size, config.eos_ids)
+    return KernelSizes(
+        config,
+        DistributedInfo(),
+        VocabShard(config.vocab_size, SingleCommunicator()),
+        limits,
+        attn,
+        dtype,
+        torch.device("cpu"),
+    )
+
+
+def call_all(sizes: KernelSizes) -> None:
+    for call in first_kernels._CALLS:
+        call(sizes)
+
+
+def launched_kernels() -> set[str]:
+    """The kernels that functions of `kernel/gpu/` launch, as kernel[grid](...)."""
+    names = set()
+    for file in Path(gpu.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                kernel = node.func.value
+                if isinstance(kernel, ast.Name):
+                    names.add(kernel.id)
+    return names
+
+
+def test_every_kernel_is_called(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new kernel is missing here until `first_kernels.py` calls it."""
+    take_for_a_gpu(monkeypatch)
+    launches = Launches(monkeypatch)
+    call_all(sizes_of(checkpoint("qwen3_moe")))
+    call_all(sizes_of(checkpoint("qwen3")))
+    assert launches.take().keys() == launched_kernels()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_steps_of_a_model_meet_no_other_variant(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """But those of products, for which a CPU has kernels of its own."""
+    with monkeypatch.context() as patch:
+        in_the_interpreter(patch)
+        config = config_of(checkpoint(arch), **EAGER)
+        engine = WatchedEngine(config)
+        launches = Launches(patch, runs={"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
+        engine.run_first_steps(config)
+        of_steps = launches.take()
+    assert {"_best_of_split", "_rotate_and_store", "_attend_suffix"} <= of_steps.keys()
+
+    with monkeypatch.context() as patch:
+        take_for_a_gpu(patch)
+        launches = Launches(patch)
+        call_all(sizes_of(checkpoint(arch), "torch"))
+        called = launches.take()
+    for name, variants in of_steps.items():
+        assert variants <= called[name], name
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_calls_read_and_write_what_they_made(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """They run in Triton's interpreter."""
+    take_for_a_gpu(monkeypatch)
+    monkeypatch.setattr(gpu.attention, "_PROGRAMS", 20)
+    call_all(sizes_of(checkpoint(arch)))
