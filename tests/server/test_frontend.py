@@ -670,7 +670,10 @@ def test_a_request_that_cannot_be_sent_is_not_open() -> None:
         async with running_frontend(max_open_requests=1) as (frontend, _worker):
             with pytest.raises(UnicodeEncodeError):
                 frontend.submit(["\ud800"], PARAMS)
-            assert frontend.num_open == 0, "it would take a place for ever"
+            with pytest.raises(UnicodeEncodeError):
+                await frontend.encode("\ud800")
+            assert frontend.num_open == 0
+            assert frontend.num_open_in_all == 0, "it would take a place for ever"
 
     run(scenario())
 

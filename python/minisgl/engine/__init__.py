@@ -6,8 +6,9 @@
     limits.py             what an engine can hold
     model_loader.py       the model with its weights, on its rank
     kernel_builds.py      what is compiled meanwhile
-    pool_size.py          how many pages fit
+    pool_size.py          how many requests may run, and how many pages fit
     memory.py             the device's memory, and what happens when it is full
+    first_kernels.py      kernels of Triton, called once so that they are compiled early
     first_steps.py        what runs once before the engine serves
     batch_builder.py      a plan as tensors, for eager steps
     sampler.py            logits to tokens in the token pool

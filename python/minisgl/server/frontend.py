@@ -17,7 +17,13 @@ from functools import partial
 from typing import Any
 
 from minisgl.core import IntArray, SamplingParams
-from minisgl.errors import EngineFailed, InvalidRequest, RequestTimeout, Unavailable
+from minisgl.errors import (
+    EngineFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestTimeout,
+    Unavailable,
+)
 from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
@@ -39,7 +45,8 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics, Stopwatch
-from minisgl.server.open_requests import OpenRequest, OpenRequests, Places
+from minisgl.server.open_requests import OpenRequest, OpenRequests
+from minisgl.server.places import Places
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
 from minisgl.utils.garbage import collect_when_idle
@@ -81,12 +88,12 @@ class Frontend:
         self._incoming = replies
         self._timeout_s = request_timeout_s
         self._uids = uids_of_api(api, addresses.num_api)
-        self._places = Places(max_open_requests, shared or SharedNumbers())
+        self._places = Places("open-requests", max_open_requests, shared or SharedNumbers())
         self._requests = OpenRequests(self._places)
         self._questions = Questions()
         # Each refused request gets an error of its own: one that is raised again keeps the frames
         # of all who raised it, and what is in them.
-        self._end: Callable[[], Unavailable | EngineFailed] | None = None  # of the server
+        self._end_of_server: Callable[[], Unavailable | EngineFailed] | None = None
         self._outage: Callable[[], Unavailable] | None = None  # while there are no workers
         self.metrics = Metrics()
 
@@ -98,7 +105,7 @@ class Frontend:
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
         """An error, each time a new one, that says why no request is accepted now; or None."""
-        make_error = self._end or self._outage
+        make_error = self._end_of_server or self._outage
         return make_error and make_error()
 
     @property
@@ -131,14 +138,21 @@ class Frontend:
         uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
         deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
-        for uid, (prompt, uid_sampling) in zip(
-            uids, itertools.product(prompts, samplings), strict=True
-        ):
-            msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
-            self._tokenizers.send(uid, msg)
-            stopwatch = Stopwatch(self.metrics)
-            generation.stopwatches.append(stopwatch)
-            self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
+        num_places = num_answers  # that no request has yet
+        try:
+            for uid, (prompt, uid_sampling) in zip(
+                uids, itertools.product(prompts, samplings), strict=True
+            ):
+                msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
+                self._tokenizers.send(uid, msg)
+                stopwatch = Stopwatch(self.metrics)
+                generation.stopwatches.append(stopwatch)
+                self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
+                num_places -= 1
+        except UnicodeEncodeError:  # a message cannot be encoded
+            self._places.give_back(num_places)
+            generation.close()
+            raise
         return generation
 
     def check_num_answers(self, num_prompts: int, n: int) -> None:
@@ -157,7 +171,8 @@ class Frontend:
         """Count requests or questions as open, if there may be so many more."""
         if self.refusal:
             raise self.refusal
-        self._places.take(number)
+        if not self._places.try_take(number):
+            raise QueueFull(self._places.num_taken, self.max_open)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> list[int]:
         """The tokens of a text or a conversation; see `EncodeMsg`.
@@ -211,6 +226,13 @@ class Frontend:
     async def _ask(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
         """Send a question with a new uid, and wait for its answer."""
         self._take_places(1)
+        try:
+            return await self._answer(make_msg)
+        finally:
+            self._places.give_back(1)
+
+    async def _answer(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
+        """The answer to a question that has a place."""
         uid = next(self._uids)
         msg = make_msg(uid)
         self._tokenizers.send(uid, msg)
@@ -227,7 +249,6 @@ class Frontend:
             raise RequestTimeout(self._timeout_s) from None
         finally:
             self._questions.end(uid)
-            self._places.give_back(1)
 
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
@@ -303,7 +324,7 @@ class Frontend:
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
-        self._end = partial(Unavailable, reason)
+        self._end_of_server = partial(Unavailable, reason)
 
     async def drained(self) -> None:
         """Wait until no request is open, in any API process."""
@@ -312,7 +333,7 @@ class Frontend:
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
-        self._end = partial(EngineFailed, reason)
+        self._end_of_server = partial(EngineFailed, reason)
         failure = EngineFailed(reason)
         self._requests.fail(failure)
         self._questions.fail(failure)

@@ -1,8 +1,8 @@
 """Requests without their final reply.
 
-Owns those of an API process, and the count of what is open in all of them. A request that has no
-reply can be sent again, once, if it may be lost with a worker. It has a new uid then, so that a
-reply to the old one is nobody's. Questions to the workers are in `questions.py`.
+Owns those of an API process. A request that has no reply can be sent again, once, if it may be lost
+with a worker. It has a new uid then, so that a reply to the old one is nobody's. Questions to the
+workers are in `questions.py`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,11 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from minisgl.errors import EngineFailed, QueueFull
+from minisgl.errors import EngineFailed
 from minisgl.message import TokenizeMsg, UserReply
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Stopwatch
-from minisgl.utils.shared_numbers import SharedNumbers
-
-
-class Places:
-    """How many requests and questions are open in all API processes, and how many may be.
-
-    Args:
-        shared: numbers that all API processes share.
-    """
-
-    def __init__(self, limit: int, shared: SharedNumbers) -> None:
-        self.limit = limit
-        self._shared = shared
-        self._num_taken = shared.array("open-requests", 1)
-
-    @property
-    def num_taken(self) -> int:
-        return int(self._num_taken[0])
-
-    def take(self, number: int) -> None:
-        """
-        Raises:
-            QueueFull: there are not so many.
-        """
-        with self._shared.locked():
-            if self.num_taken + number > self.limit:
-                raise QueueFull(self.num_taken, self.limit)
-            self._num_taken[0] += number
-
-    def give_back(self, number: int) -> None:
-        with self._shared.locked():
-            self._num_taken[0] -= number
+from minisgl.server.places import Places
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from minisgl.server.http.middleware import OPEN_PATHS
 from minisgl.server.http.turns import TurnQueue
 from minisgl.server.metrics import Metrics
 from minisgl.server.openai.common import ErrorBody, ErrorResponse
+from minisgl.server.places import Places
 from minisgl.utils.shared_numbers import SharedNumbers
 
 logger = logging.getLogger(__name__)
@@ -84,14 +85,13 @@ class ConnectionTable:
         self.metrics = metrics
         self.checks = TurnQueue(RUNS_A_TURN)
         self.others = TurnQueue(RUNS_A_TURN)
-        self._shared = shared
-        self._num_served = shared.array("connections", 1)  # in all API processes
+        self._places = Places("connections", limits.max_connections, shared)
         self._served: set[Connection] = set()
         self._reserved: dict[Connection, None] = {}  # the oldest first
 
     def add(self, connection: Connection) -> bool:
         """Add a connection and say whether it is reserved. May abort the oldest reserved one."""
-        if self._take_place():
+        if self._places.try_take(1):
             self._served.add(connection)
             return False
         logger.warning(
@@ -106,18 +106,11 @@ class ConnectionTable:
         self._reserved[connection] = None
         return True
 
-    def _take_place(self) -> bool:
-        with self._shared.locked():
-            has_place = self._num_served[0] < self.limits.max_connections
-            self._num_served[0] += has_place
-        return has_place
-
     def discard(self, connection: Connection) -> None:
         self._reserved.pop(connection, None)
         if connection in self._served:
             self._served.remove(connection)
-            with self._shared.locked():
-                self._num_served[0] -= 1
+            self._places.give_back(1)
 
 
 class Connection(H11Protocol):
