@@ -10,6 +10,8 @@ as fast.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +33,9 @@ _FLAGS += ["-gencode=arch=compute_90a,code=sm_90a"]
 _KERNEL_FLAGS = ["-O3", "-cubin"]
 # What starts the kernels is not worth a long compilation.
 _HOST_FLAGS = ["-O1", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-c"]
+# As `flashinfer.jit.env` names them, inside the package.
+_HEADERS = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "include")
+_HEADERS += ("cutlass/include", "cutlass/tools/util/include")
 _ELEMENTS = {torch.bfloat16: "cutlass::bfloat16_t", torch.float16: "cutlass::half_t"}
 
 
@@ -47,6 +52,13 @@ class PromptKernels:
     head_dim: int
     has_window: bool
     has_softcap: bool
+
+    @property
+    def name(self) -> str:
+        """Of the library."""
+        kind = f"{self.dtype}-{self.head_dim}".removeprefix("torch.")
+        kind += "-window" if self.has_window else ""
+        return kind + ("-softcap" if self.has_softcap else "")
 
     def compile(self, toolkit: CudaToolkit, include_folders: Sequence[Path], library: Path) -> None:
         """Write the library, at once: another process may be loading it.
@@ -90,6 +102,40 @@ class PromptKernels:
             "PROMPT_HAS_SOFTCAP": int(self.has_softcap),
         }
         return [f"-D{name}={value}" for name, value in values.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the kernels are compiled from.
+
+    Attributes:
+        include_folders: FlashInfer's headers and those that it brings along.
+        digest: identifies these sources and ours.
+    """
+
+    include_folders: list[Path]
+    digest: str
+
+
+def find_sources() -> Sources | None:
+    """Find the headers of the FlashInfer that is installed, without importing it.
+
+    Returns:
+        None if it is not there, or has its modules compiled already.
+    """
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return None
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    spec = importlib.util.find_spec("flashinfer")
+    locations = (spec and spec.submodule_search_locations) or []
+    for location in locations:
+        folders = [Path(location) / "data" / folder for folder in _HEADERS]
+        if all(folder.is_dir() for folder in folders):
+            return Sources(folders, f"{version}-cuda{torch.version.cuda}-{digest_of_sources()}")
+    return None
 
 
 def can_compile(dtype: torch.dtype) -> bool:
