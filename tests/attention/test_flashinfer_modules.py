@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 
 from minisgl.attention import flashinfer_modules, hopper_prompts
 from minisgl.attention.flashinfer_modules import PromptModules
+from minisgl.attention.hopper_prompts import Sources, find_sources
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.utils.cuda_toolkit import CudaToolkit
@@ -87,6 +91,7 @@ def env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
+    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda: None)
     return env
 
 
@@ -178,8 +183,10 @@ def test_on_hopper_the_two_kernels_of_a_model_are_compiled_and_not_flashinfers_m
     assert not env.built
     *compiled, linked = hopper.read_text().splitlines()
     made = {line.split(" -o ")[1] for line in compiled}
-    assert made == {"paged.cubin", "ragged.cubin", "entry.o"}
-    assert "-shared entry.o" in linked
+    objects = {"run_paged.o", "run_ragged.o", "plan.o", "entry.o"}
+    assert made == {"paged.cubin", "ragged.cubin", *objects}
+    assert "-shared" in linked
+    assert objects < set(linked.split())
     for line in compiled:
         assert "-DPROMPT_TYPE=cutlass::bfloat16_t -DPROMPT_HEAD_DIM=128" in line
         assert "-DPROMPT_HAS_WINDOW=0 -DPROMPT_HAS_SOFTCAP=1" in line
@@ -190,7 +197,7 @@ def test_on_hopper_the_two_kernels_of_a_model_are_compiled_and_not_flashinfers_m
 def test_on_hopper_each_kind_of_layer_is_compiled_once_and_kept(env: Any, hopper: Path) -> None:
     modules(FULL, SLIDING, FULL).build()
     calls = hopper.read_text().splitlines()
-    assert len(calls) == 2 * 4
+    assert len(calls) == 2 * 7
     assert not modules(FULL, SLIDING).missing
     folder = env.FLASHINFER_AOT_DIR
     kept = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
@@ -209,6 +216,59 @@ def test_what_is_kept_on_hopper_is_used_until_our_sources_change(
     with (sources / "prompts.cuh").open("a") as file:
         file.write("// changed")
     assert modules(FULL).missing
+
+
+def test_on_hopper_the_compiler_starts_before_flashinfer_is_imported(
+    env: Any, hopper: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sources = Sources([tmp_path / "headers"], "0.6.12-digest")
+    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda: sources)
+    import_flashinfer = flashinfer_modules.import_flashinfer
+    is_running = Event()
+    compile_once = flashinfer_modules._compile_once
+
+    def compile_and_tell(*args: Any) -> Path:
+        is_running.set()
+        return compile_once(*args)
+
+    def import_late() -> Any:
+        assert is_running.wait(60)
+        return import_flashinfer()
+
+    monkeypatch.setattr(flashinfer_modules, "_compile_once", compile_and_tell)
+    monkeypatch.setattr(flashinfer_modules, "import_flashinfer", import_late)
+    modules(FULL, SLIDING).build()
+    calls = hopper.read_text().splitlines()
+    assert len(calls) == 2 * 7
+    assert f"-I{tmp_path}/headers" in calls[0]
+    assert not modules(FULL, SLIDING).missing
+
+    # What is compiled is also found where FlashInfer's folder is another.
+    env.FLASHINFER_WORKSPACE_DIR = tmp_path / "0.6.12" / "90"
+    modules(FULL, SLIDING).build()
+    assert not modules(FULL, SLIDING).missing
+    assert hopper.read_text().splitlines() == calls
+
+
+def test_the_headers_are_those_of_the_package_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = {"flashinfer": SimpleNamespace(submodule_search_locations=[str(tmp_path)])}
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+    assert find_sources() is None, "that is no distribution"
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.12")
+    assert find_sources() is None, "it has no headers"
+
+    for folder in hopper_prompts._HEADERS:
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    sources = find_sources()
+    assert sources
+    assert sources.include_folders[-1] == tmp_path / "data/cutlass/tools/util/include"
+    assert sources.digest.startswith("0.6.12-")
+
+    found["flashinfer_jit_cache"] = found["flashinfer"]
+    assert find_sources() is None, "it has its modules"
 
 
 def test_numbers_that_our_kernels_do_not_take_are_left_to_flashinfer(

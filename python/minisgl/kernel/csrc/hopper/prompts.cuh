@@ -1,6 +1,7 @@
 // FlashInfer's FlashAttention 3 of prompts, as this project uses it: causal, and for one model.
 //
-// paged.cu and ragged.cu have one kernel each. entry.cu starts them, and is compiled beside them.
+// paged.cu and ragged.cu have one kernel each. run_paged.cu and run_ragged.cu start them, and are
+// compiled beside them.
 //
 // Given to the compiler: PROMPT_TYPE, PROMPT_HEAD_DIM, PROMPT_HAS_WINDOW, PROMPT_HAS_SOFTCAP.
 #pragma once

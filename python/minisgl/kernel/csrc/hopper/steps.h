@@ -1,0 +1,91 @@
+// What entry.cpp hands on to plan.cu and to the launchers. None of the headers of CUTLASS is in it,
+// which take a compiler seconds, so each of these files is compiled beside the others.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+namespace prompts {
+
+// The heads of all tokens of a tensor, or of a page if there are pages.
+struct Heads {
+  void* data;
+  int num_tokens;
+  int num_heads;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+// Where the pages of all prompts are, in numbers of the tensors of keys and values.
+struct Pages {
+  int32_t* indices;
+  int64_t k_stride;
+  int64_t v_stride;
+  uint32_t size;
+};
+
+// What each of the device's processors does, on the device.
+struct Work {
+  int32_t* work_indptr;
+  int32_t* head_indices;
+  int32_t* qo_tile_indices;
+  int32_t* qo_indptr;
+  int32_t* kv_indptr;
+  int32_t* qo_len;
+  int32_t* kv_len;
+  int32_t* batch_indices;
+};
+
+// Attention of a layer.
+struct Step {
+  Heads q;
+  Heads k;
+  Heads v;
+  Heads o;
+  float* lse;  // may be null
+  int window_left;
+  double softcap;
+  double scale;
+  Work work;
+  int device;
+  cudaStream_t stream;
+};
+
+// The memory of a plan; the pinned one is as large as that of numbers.
+struct Workspaces {
+  void* floats;
+  size_t num_float_bytes;
+  void* numbers;
+  void* pinned_numbers;
+  size_t num_number_bytes;
+};
+
+// The prompts of a step, on the host.
+struct Prompts {
+  int32_t* qo_indptr;
+  int32_t* kv_indptr;
+  int32_t* kv_length;
+  int64_t num_tokens;
+  int64_t num_prompts;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t page_size;
+};
+
+// Returns the plan as FlashInfer's wrappers keep it; empty if the step has too many tiles.
+std::vector<int64_t> make_plan(const Workspaces& workspaces, const Prompts& prompts,
+                               bool is_for_graph, cudaStream_t stream);
+
+Work work_of(const std::vector<int64_t>& plan, void* numbers);
+
+// To be called before a graph is captured, which may not load kernels.
+void load_paged();
+void load_ragged();
+
+void run_paged(const Step& step, const Pages& pages);
+void run_ragged(const Step& step);
+
+}  // namespace prompts
