@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from minisgl.benchmark.perf import Figure, append_figures
-from minisgl.core import BatchPlan, IntArray, SamplingParams
+from minisgl.core import BatchPlan, IntArray, PromptWaves, SamplingParams
 from minisgl.engine import EngineLimits
 from minisgl.message import (
     AbortBackendMsg,
@@ -76,6 +76,13 @@ class NoExecutor:
         self.grammar_masks = np.empty((num_rows, 1000), dtype=np.int32)
         self.num_written = 0
 
+    @property
+    def prompt_waves(self) -> PromptWaves:
+        return PromptWaves()
+
+    def prompt_room(self, num_decodes: int) -> list[int]:  # noqa: ARG002 - captures nothing
+        return []
+
     def prepare(self, plan: BatchPlan) -> NoStep:
         self.num_written += len(plan.writes.pages) + len(plan.writes.tokens)
         return NoStep(plan)
@@ -110,6 +117,9 @@ class CountingOutbox:
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:  # noqa: ARG002
         self.num_tokens += sum(len(msg.tokens) for msg in msgs)
+
+    def redirect(self, life: int) -> None:
+        raise AssertionError(f"there is no detokenizer, and so none of life {life}")
 
 
 class Bench:
