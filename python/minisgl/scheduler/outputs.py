@@ -83,23 +83,16 @@ class OutputProcessor:
             of each slice; None if its request has ended, or if its token is dropped because it was
             forced before.
         """
-        pairs = list(zip(slices, sampled, strict=True))
-        states = self._matching.advance(
-            [
-                (req_slice.req, tokens[0])
-                for req_slice, tokens in pairs
-                if _advances_match(req_slice)
-            ]
-        )
+        states = self._matching.advance(_next_in_grammars(slices, sampled))
         return [
-            self._append(req_slice, tokens, states.get(req_slice.req.uid))
-            for req_slice, tokens in pairs
+            self._append(req_slice, tokens, states)
+            for req_slice, tokens in zip(slices, sampled, strict=True)
         ]
 
     def _append(
-        self, req_slice: ReqSlice, sampled: list[int], state: MatchState | None
+        self, req_slice: ReqSlice, sampled: list[int], states: dict[int, MatchState]
     ) -> Output | None:
-        """Append what one slice has sampled; `state` is of its match, if that has advanced."""
+        """Append what one slice has sampled; `states` has its match, if that has advanced."""
         req = req_slice.req
         if req.finish is not None:
             return None
@@ -112,8 +105,8 @@ class OutputProcessor:
         assert req_slice.end == req.num_known
         [token] = sampled
         req.append(token)
-        if state is not None:
-            return self._follow(req, token, state)
+        if req.params.grammar is not None:
+            return self._follow(req, token, states[req.uid])
         if req.params.ends_at(token, self._eos_ids):
             return Output(sampled, "stop")
         return Output(sampled, "length" if req.num_known == max_length else None)
@@ -206,12 +199,18 @@ class OutputProcessor:
         )
 
 
-def _advances_match(req_slice: ReqSlice) -> bool:
-    """Whether what a slice samples is the next token of an answer that follows a grammar."""
-    req = req_slice.req
-    if req.params.grammar is None or req.finish is not None or req.max_length == req.num_prompt:
-        return False
-    return req_slice.end == req.num_known  # else the token was forced before
+def _next_in_grammars(
+    slices: Sequence[ReqSlice], sampled: Sequence[list[int]]
+) -> list[tuple[Req, int]]:
+    """The answers that follow grammars, and the next token of each. Most steps have none."""
+    tokens = []
+    for req_slice, of_slice in zip(slices, sampled, strict=True):
+        req = req_slice.req
+        if req.params.grammar is None or req.finish is not None:
+            continue
+        if req.max_length > req.num_prompt and req_slice.end == req.num_known:
+            tokens.append((req, of_slice[0]))  # else it was forced before
+    return tokens
 
 
 def _prompt_logprobs(req: Req) -> list[tuple[int, TokenLogprobs | None]] | None:
