@@ -34,8 +34,8 @@ _KERNEL_FLAGS = ["-O3", "-cubin"]
 # What starts the kernels is not worth a long compilation.
 _HOST_FLAGS = ["-O1", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-c"]
 # As `flashinfer.jit.env` names them, inside the package.
-_HEADERS = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "include")
-_HEADERS += ("cutlass/include", "cutlass/tools/util/include")
+_HEADERS = ["cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "include"]
+_HEADERS += ["cutlass/include", "cutlass/tools/util/include"]
 _ELEMENTS = {torch.bfloat16: "cutlass::bfloat16_t", torch.float16: "cutlass::half_t"}
 
 
@@ -130,8 +130,9 @@ def find_sources() -> Sources | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     spec = importlib.util.find_spec("flashinfer")
-    locations = (spec and spec.submodule_search_locations) or []
-    for location in locations:
+    if spec is None:
+        return None
+    for location in spec.submodule_search_locations or []:
         folders = [Path(location) / "data" / folder for folder in _HEADERS]
         if all(folder.is_dir() for folder in folders):
             return Sources(folders, f"{version}-cuda{torch.version.cuda}-{digest_of_sources()}")

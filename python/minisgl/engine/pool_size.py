@@ -21,7 +21,8 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache import MHAKVCache
 
 # Requests that run at a time. Of more, each step reads the weights for more tokens: 512 streams of
-# Qwen3-0.6B on an H200 wait 127 ms for the first one, and not 917, and get 9 % more of them.
+# Qwen3-0.6B on an H200 wait 127 ms for the first one, and not 917, and get 9 % more of them
+# (benchmark/results/h200-online.jsonl, eb3a239).
 _RUNNING = 256
 _RUNNING_WITH_ROOM = 512
 _TOKENS_WITH_ROOM = 2048  # of each
