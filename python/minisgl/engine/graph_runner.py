@@ -15,6 +15,7 @@ of the padding row, which has the padding page only.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,10 +116,13 @@ class GraphRunner:
         self._staging = fixed_staging(context.page_table_RP.device, 16 * (largest + 4))
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
+        started = time.monotonic()
         if is_trial:
             self._capture_some()
         else:
             self._capture_all(self._keys)
+        seconds = time.monotonic() - started
+        logger.debug("%d steps are captured in %.2f s", len(self._captured), seconds)
 
     def find_key(self, plan: BatchPlan) -> GraphKey | None:
         """Which graph takes a plan, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.supervisor import Ready, StartupReport
 
+logger = logging.getLogger(__name__)
+
 # On a CPU a step takes all cores. What answers clients needs little of one, but at once.
 _NICENESS_ON_CPU = 5
 
@@ -39,6 +42,7 @@ def scheduler_worker(
     so that no other process needs torch.
     """
     config = config.resolve(detect_hardware())
+    logger.debug("the hardware is known")
     if config.device == "cpu":
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
@@ -49,6 +53,7 @@ def scheduler_worker(
         config, engine, inbox, outbox, leads=rank == 0, trials=trials, peers=peers
     )
     scheduler.pending_grammars.get_ready()
+    logger.debug("grammars are ready")
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()

@@ -407,10 +407,13 @@ def _run_worker(
     name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level, as_json=log_json)
+    logger.debug("the process runs")
 
     ready = Ready(writer, beats)
     try:
-        pkgutil.resolve_name(body)(ready, *args)
+        run = pkgutil.resolve_name(body)
+        logger.debug("all is imported")
+        run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())
