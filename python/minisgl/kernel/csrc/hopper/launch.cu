@@ -105,7 +105,7 @@ void run_paged(const Step& step, const Pages& pages) {
                            pages.stride,
                            step.k.token_stride,
                            step.k.head_stride,
-                           cutlass::FastDivmod(pages.size),
+                           flashinfer::uint_fastdiv(pages.size),
                            step.window_left,
                            {step.softcap, step.scale}};
   launch(paged_kernel(), shared_bytes(kPagedTileKV), params, step);

@@ -180,13 +180,15 @@ struct PagedLoads : Loads<Traits, PagedParams> {
     const Element* k = static_cast<const Element*>(params.k) + in_row;
     const Element* v = static_cast<const Element*>(params.v) + in_row;
     const int32_t* pages = params.pages + first_page;
-    // Each thread finds one of its rows, and the threads of a row tell each other.
-    auto find_row = [&, num_keys = num_keys](int tile) -> int64_t {
-      const int key = tile * kTileKV + first_row + chunk * kRowStep;
-      if (chunk >= kRowsEach || key >= num_keys) return 0;
-      int page;
-      int entry;
-      params.page_size(page, entry, key);
+    // Each thread finds one of its rows, and the threads of a row tell each other. A row that is not
+    // there stands for the last one, and is not loaded.
+    const int own_row = first_row + min(chunk, kRowsEach - 1) * kRowStep;
+    const int last_key = num_keys - 1;
+    auto find_row = [&](int tile) -> int64_t {
+      const int key = min(tile * kTileKV + own_row, last_key);
+      uint32_t page;
+      uint32_t entry;
+      params.page_size.divmod(key, page, entry);
       return pages[page] * params.page_stride + entry * params.token_stride;
     };
     auto load_tile = [&, num_keys = num_keys](MainloopPipeline& pipeline, PipelineState& stage,
@@ -220,7 +222,8 @@ struct PagedLoads : Loads<Traits, PagedParams> {
     int64_t found = find_row(tile);
     load_keys(found, tile, last);
     this->wait_for_room_for_queries();
-    if (threadIdx.x / 32 == 0 && cute::elect_one_sync()) {
+    // The compiler does not see that this is the same in all loops, else it would write them twice.
+    if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
       this->load_queries(params, shared, first_query + q_tile * kTileQ, head);
     }
     shared.barrier_O.wait((work_index + 1) % 2);  // the output lies where values are loaded

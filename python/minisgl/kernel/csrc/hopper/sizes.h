@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include <cuda.h>
-#include <cutlass/fast_math.h>
+#include <flashinfer/fastdiv.cuh>
 
 namespace prompts {
 
@@ -47,7 +47,7 @@ struct PagedParams {
   int64_t page_stride;
   int64_t token_stride;
   int64_t head_stride;
-  cutlass::FastDivmod page_size;
+  flashinfer::uint_fastdiv page_size;
   int window_left;
   AdditionalParams additional_params;
 };
