@@ -127,7 +127,7 @@ class FlashInferMetadata(BaseAttnMetadata):
 
 
 class _Pool:
-    """The pool, the page table and the workspace, which all specs share."""
+    """The pool, the page table and places for lists of pages, which all specs share."""
 
     def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
         self.page_table_RP = page_table_RP
@@ -142,13 +142,17 @@ class _Pool:
         _, num_kv_heads, head_dim = self.caches[0][0].shape
         self.shape = (num_heads, num_kv_heads, head_dim)
         self.dtype = self.caches[0][0].dtype
-        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.graph_page_Z = torch.zeros(
             page_table_RP.numel(), dtype=torch.int32, device=self.device
         )
         self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
         self.prefill_kernels = prefill_kernels(self.device)
         self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
+
+    @functools.cached_property
+    def workspace(self) -> Tensor:
+        """Of FlashInfer's wrappers, if there are any."""
+        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
 
 class _SpecAttention:
@@ -175,22 +179,25 @@ class _SpecAttention:
             page_size=pool.page_size,
             dtype=pool.dtype,
             device=pool.device,
-            workspace=pool.workspace,
             spec=spec,
         )
         self._paged = self._paged_prompts(None)
         self._ragged: RaggedPrompts
         if self._module is None:
-            self._ragged = FlashInferRagged(import_flashinfer(), pool.prefill_kernels, self._shape)
+            self._ragged = FlashInferRagged(
+                import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape
+            )
         else:
             self._ragged = HopperRagged(self._module, self._shape)
         self._graph_prompts: dict[int, PagedPrompts] = {}  # by the number of slices
 
     def _paged_prompts(self, room: GraphRoom | None) -> PagedPrompts:
-        if self._module is None:
-            backend = self._pool.prefill_kernels
-            return FlashInferPaged(import_flashinfer(), backend, self._shape, room)
-        return HopperPaged(self._module, self._shape, room)
+        if self._module is not None:
+            return HopperPaged(self._module, self._shape, room)
+        pool = self._pool
+        return FlashInferPaged(
+            import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape, room
+        )
 
     @functools.cached_property
     def _decode(self) -> Any:

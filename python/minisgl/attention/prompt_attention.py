@@ -4,8 +4,8 @@ FlashInfer's wrappers do this, and on Hopper our own classes with our own compil
 kernels. FlashInfer's Python takes a second to import, and is not needed then.
 """
 
-# Dimensions: B prompts, H head width, K kv heads, N query heads, T tokens of a step, Z entries of a
-# flat list.
+# Dimensions: B requests of a step: those with prompts, H head width, K kv heads, N query heads,
+# T tokens of a step, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """What all prompts have in common.
-
-    Attributes:
-        workspace: uint8, on the device; of FlashInfer's wrappers.
-    """
+    """What all prompts have in common."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,7 +33,6 @@ class PromptShape:
     page_size: int
     dtype: torch.dtype
     device: torch.device
-    workspace: Tensor
     spec: AttentionSpec
 
     @property
@@ -110,7 +105,7 @@ class PagedPrompts(ABC):
     def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
         """
         Args:
-            pages: keys and values [pages, page_size, K, H].
+            pages: keys and values, each [pages, page_size, K, H].
         """
 
 
@@ -119,12 +114,15 @@ class FlashInferRagged(RaggedPrompts):
 
     Args:
         backend: FlashInfer's name of its kernels.
+        workspace: uint8, on the device.
     """
 
-    def __init__(self, flashinfer: Any, backend: str, shape: PromptShape) -> None:
+    def __init__(
+        self, flashinfer: Any, backend: str, workspace: Tensor, shape: PromptShape
+    ) -> None:
         self._shape = shape
         self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            shape.workspace, "NHD", backend=backend
+            workspace, "NHD", backend=backend
         )
 
     def plan(self, length_B: IntArray) -> None:
@@ -141,10 +139,16 @@ class FlashInferPaged(PagedPrompts):
 
     Args:
         backend: FlashInfer's name of its kernels.
+        workspace: uint8, on the device.
     """
 
     def __init__(
-        self, flashinfer: Any, backend: str, shape: PromptShape, room: GraphRoom | None = None
+        self,
+        flashinfer: Any,
+        backend: str,
+        workspace: Tensor,
+        shape: PromptShape,
+        room: GraphRoom | None = None,
     ) -> None:
         self._shape = shape
         self.room = room
@@ -158,7 +162,7 @@ class FlashInferPaged(PagedPrompts):
                 "paged_kv_last_page_len_buf": _ints(room.num_prompts, shape.device),
             }
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            shape.workspace, "NHD", backend=backend, **places
+            workspace, "NHD", backend=backend, **places
         )
         if room is not None:
             self.indptr = places["paged_kv_indptr_buf"]
