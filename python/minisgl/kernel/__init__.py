@@ -38,7 +38,13 @@ from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
-from minisgl.kernel.moe import moe_reference, route, route_reference
+from minisgl.kernel.moe import (
+    ExpertTiles,
+    ProductTile,
+    moe_reference,
+    route,
+    route_reference,
+)
 from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.noise import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -54,8 +60,10 @@ __all__ = [
     "CpuGraphMemory",
     "CpuKernels",
     "CpuLinear",
+    "ExpertTiles",
     "HeadNorms",
     "PeerSum",
+    "ProductTile",
     "Protocol",
     "Rotation",
     "add_rms_norm",
