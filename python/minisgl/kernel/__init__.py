@@ -39,6 +39,7 @@ from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import (
+    MOST_PAIRS_AT_ONCE,
     ExpertTiles,
     ProductTile,
     moe_reference,
@@ -54,6 +55,7 @@ from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
+    "MOST_PAIRS_AT_ONCE",
     "BalancedDecode",
     "CannotBeCaptured",
     "CpuGraph",

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import kernels_for
 
+# More pairs of a token and an expert are counted before a GPU sorts them: another kernel.
+MOST_PAIRS_AT_ONCE = 4096
+
 _Size = Annotated[int, msgspec.Meta(ge=16, le=256)]
 
 

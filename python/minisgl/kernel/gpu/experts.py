@@ -23,15 +23,13 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 from minisgl.kernel.gpu.linear import products
-from minisgl.kernel.moe import ExpertTiles, ProductTile
+from minisgl.kernel.moe import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 
 # By token, at a time: rows of gate and up, numbers of such a row, numbers of rows of down.
 _ROWS = 4
 _BLOCK = 1024
 _DOWN_NUMBERS = 4096
-# Pairs that are sorted at a time: all, or a chunk of many.
-_FEW_PAIRS = 4096
-_CHUNK_PAIRS = 8192
+_CHUNK_PAIRS = 8192  # that are sorted at a time, if there are more than MOST_PAIRS_AT_ONCE
 _LEAST_BINS = 128  # so many experts or fewer are counted by one variant
 
 
@@ -215,8 +213,8 @@ def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBloc
         _ints(1, expert_TA),
     )
     bins = max(triton.next_power_of_2(num_experts), _LEAST_BINS)
-    is_one_chunk = num_pairs <= _FEW_PAIRS
-    block = _FEW_PAIRS if is_one_chunk else _CHUNK_PAIRS
+    is_one_chunk = num_pairs <= MOST_PAIRS_AT_ONCE
+    block = MOST_PAIRS_AT_ONCE if is_one_chunk else _CHUNK_PAIRS
     num_chunks = triton.cdiv(num_pairs, block)
     count = blocks.num_blocks_1  # none are counted
     if not is_one_chunk:
@@ -254,12 +252,18 @@ def _multiply(
     num_columns = tl.cdiv(num_rows, ROWS)
     wait_for_inputs(PDL)
     num_tiles = tl.load(num_blocks) * num_columns
+    next_block = tl.program_id(0) // num_columns
+    next_e = tl.load(block_expert + next_block)
+    next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=PDL):
         block = tile // num_columns
         column = tile % num_columns
-        e = tl.load(block_expert + block).to(tl.int64)
+        e = next_e.to(tl.int64)
+        j = next_j.to(tl.int64)
+        next_block = min(tile + tl.num_programs(0), num_tiles - 1) // num_columns
+        next_e = tl.load(block_expert + next_block)
+        next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
         place = block.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-        j = tl.load(pairs + place).to(tl.int64)
         r = column * ROWS + tl.arange(0, ROWS)
         if IS_GATED:  # rows of gate and of up take turns, so that a thread has both
             row = tl.where(r < num_rows, r // 2 + r % 2 * outputs, 0)
