@@ -20,7 +20,7 @@ from minisgl.kernel.dispatch import kernels_for
 # More pairs of a token and an expert are counted before a GPU sorts them: another kernel.
 MOST_PAIRS_AT_ONCE = 4096
 
-_Size = Annotated[int, msgspec.Meta(ge=16, le=256)]
+_Size = Annotated[int, msgspec.Meta(ge=16, le=512)]
 
 
 class ProductTile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,9 +42,7 @@ class ProductTile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     programs: Annotated[int, msgspec.Meta(ge=1)]
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(
-            rows=self.rows, row_bytes=self.row_bytes, num_warps=self.num_warps
-        )
+        _check_powers_of_two(rows=self.rows, row_bytes=self.row_bytes, num_warps=self.num_warps)
 
 
 class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -203,7 +203,7 @@ def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBloc
     """Sort the pairs by experts, those of an expert in ascending order.
 
     Args:
-        block_size: pairs of a block; at most 256.
+        block_size: pairs of a block; at most 512.
     """
     num_pairs = expert_TA.numel()
     most_blocks = num_pairs // block_size + min(num_experts, num_pairs)
@@ -224,7 +224,7 @@ def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBloc
         )
     _sort_pairs[(num_experts, num_chunks)](
         expert_TA, count, *blocks, num_pairs, num_chunks, block_size,
-        IS_ONE_CHUNK=is_one_chunk, BLOCK=block, BINS=bins, CHUNKS=16, MOST=256,
+        IS_ONE_CHUNK=is_one_chunk, BLOCK=block, BINS=bins, CHUNKS=16, MOST=512,
         num_warps=8 if is_one_chunk else 16, **pdl(expert_TA),
     )  # fmt: skip
     return blocks
@@ -243,9 +243,9 @@ def _multiply(
 ):  # fmt: skip
     """Multiply each block of pairs with the weight of its expert, a tile of its rows at a time.
 
-    If gated, x has a row a token, and y gets silu(gate) * up in the order of the blocks. Otherwise x
-    is in this order, and y gets a row a pair. On Hopper the loops are one: a program loads its next
-    tile while it ends the last one.
+    If gated, x has a row a token, and y gets silu(gate) * up in the order of the blocks. Otherwise
+    x is in this order, and y gets a row a pair. On Hopper the two loops are one: a program loads
+    its next tile while it ends the last one. The block of a tile is read a tile before.
     """
     i = tl.arange(0, INPUTS)
     num_rows = 2 * outputs if IS_GATED else outputs
@@ -290,7 +290,8 @@ def _multiply(
         else:
             value = acc
         mask = (j >= 0)[:, None] & (o < outputs)[None, :]
-        tl.store(y + target[:, None] * outputs + o[None, :], value.to(y.dtype.element_ty), mask=mask)
+        y_rows = y + target[:, None] * outputs
+        tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])
