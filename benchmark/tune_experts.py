@@ -50,7 +50,7 @@ SHARED_BYTES = 227 << 10  # of a processor
 MIN_S = 1e-3  # of the calls in a graph
 FINALISTS = 6  # tiles of a product that are timed again
 DTYPE = torch.bfloat16
-DEVICE = "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there, only for tests
 
 # Candidates by pairs: rows, bytes of a row, warps, stages.
 Sizes = tuple[int, int, int, int]
@@ -62,6 +62,8 @@ FEW = [
     (32, 512, 4, 3),
     (32, 512, 4, 4),
     (64, 512, 4, 3),
+    (64, 256, 8, 4),
+    (128, 128, 8, 5),
     (128, 256, 8, 4),
     (256, 128, 8, 4),
 ]  # fmt: skip
@@ -74,6 +76,7 @@ CANDIDATES: dict[int, list[Sizes]] = {
         (128, 128, 4, 3),
         (128, 128, 4, 4),
         (128, 128, 4, 5),
+        (128, 128, 8, 4),
         (128, 256, 4, 3),
         (256, 128, 4, 3),
         (256, 128, 8, 3),
@@ -116,12 +119,12 @@ def compile_candidate(candidate: tuple[int, Sizes, int]) -> str | None:
     """Call both products with a tile, on small numbers; return what went wrong."""
     pairs, sizes, each = candidate
     tile = ProductTile(*sizes, 1)
-    numbers = torch.zeros(64, 64, dtype=DTYPE, device=DEVICE)
-    gate_up_EUD = torch.zeros(each, 32, 64, dtype=DTYPE, device=DEVICE)
-    down_EDF = torch.zeros(each, 64, 16, dtype=DTYPE, device=DEVICE)
-    expert_TA = torch.arange(each, dtype=torch.int32, device=DEVICE).repeat(64, 1)
-    weight_TA = expert_TA.to(DTYPE)
     try:
+        numbers = torch.zeros(64, 64, dtype=DTYPE, device=DEVICE)
+        gate_up_EUD = torch.zeros(each, 32, 64, dtype=DTYPE, device=DEVICE)
+        down_EDF = torch.zeros(each, 64, 16, dtype=DTYPE, device=DEVICE)
+        expert_TA = torch.arange(each, dtype=torch.int32, device=DEVICE).repeat(64, 1)
+        weight_TA = expert_TA.to(DTYPE)
         gpu.moe_by_expert(
             numbers, gate_up_EUD, down_EDF, weight_TA, expert_TA, numbers.clone(),
             ExpertTiles(pairs, tile, tile),
