@@ -28,7 +28,8 @@ A, B, C = (ProductTile(rows, 128, 4, 3, 132) for rows in (32, 64, 128))
 def tune() -> ModuleType:
     """The program as a module."""
     spec = importlib.util.spec_from_file_location("tune_experts", TUNE)
-    assert spec is not None and spec.loader is not None
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["tune_experts"] = module
     spec.loader.exec_module(module)

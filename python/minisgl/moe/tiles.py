@@ -5,8 +5,6 @@ it. The choice depends on the number of tokens alone, so a captured step keeps i
 choose alike: each adds up its own columns of the experts, and the sum over ranks is one for all.
 """
 
-# Dimensions: A experts that a token chooses, D model width, E experts, F mlp width.
-
 from __future__ import annotations
 
 import functools
@@ -45,7 +43,12 @@ _LARGEST_TILES = _tiles(128, 256, 128, 8, 3)
 
 
 class ExpertShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The experts of a layer on one rank: E, A, D, F, and the dtype's name without "torch."."""
+    """The experts of a layer on one rank.
+
+    Attributes:
+        each: experts that a token chooses.
+        dtype: its name without "torch.".
+    """
 
     num_experts: _Count
     each: _Count
