@@ -37,6 +37,7 @@ from minisgl.moe import (
     FusedMoeBackend,
     TiledSteps,
     TileTable,
+    expert_shape,
     tuned_path,
     write_tuned_table,
 )
@@ -381,17 +382,9 @@ def compare(layer: Layer, sizes: list[int], table: TileTable) -> None:
 
 def shapes_of(folder: Path, ranks: list[int]) -> list[ExpertShape]:
     model = ModelConfig.from_folder(folder)
-    assert model.num_experts, f"{folder} has no experts"
-    dtype = str(DTYPE).removeprefix("torch.")
-    shapes = []
-    for tp in ranks:
-        columns = DistributedInfo(0, tp).shard(model.expert_width, "columns of an expert")
-        shapes.append(
-            ExpertShape(
-                model.num_experts, model.experts_per_token, model.width, len(columns), dtype
-            )
-        )
-    return shapes
+    shapes = [expert_shape(model, DistributedInfo(0, tp), DTYPE) for tp in ranks]
+    assert all(shapes), f"{folder} has no experts"
+    return [shape for shape in shapes if shape]
 
 
 def arguments() -> argparse.Namespace:

@@ -42,7 +42,7 @@ from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import Context
-from minisgl.moe import ExpertShape, create_moe_backend
+from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.utils.staging import Staging, room_for
 
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
@@ -113,7 +113,11 @@ class ModelRunner:
             attn_backend=create_attention_backend(
                 loaded.attn, pool, page_table_RP, num_heads, loaded.config.attention
             ),
-            moe_backend=create_moe_backend(self._device, loaded.dtype, _expert_shape(loaded)),
+            moe_backend=create_moe_backend(
+                self._device,
+                loaded.dtype,
+                expert_shape(loaded.config, loaded.comm.info, loaded.dtype),
+            ),
         )
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -290,18 +294,3 @@ class ModelRunner:
         del self.context, self._batch_builder, self._sampler, self._graphs, self.grammar_masks
         del self._staging, self._extra_staging, self._host_copier
         del self._model, self._vocab, self._loaded
-
-
-def _expert_shape(loaded: LoadedModel) -> ExpertShape | None:
-    """The shape of a layer's experts on this rank; None if the model has none."""
-    model = loaded.config
-    if not model.num_experts:
-        return None
-    columns = loaded.comm.info.shard(model.expert_width, "columns of an expert")
-    return ExpertShape(
-        model.num_experts,
-        model.experts_per_token,
-        model.width,
-        len(columns),
-        str(loaded.dtype).removeprefix("torch."),
-    )

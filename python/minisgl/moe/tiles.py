@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch
 
+from minisgl.checkpoint import ModelConfig
+from minisgl.distributed import DistributedInfo
 from minisgl.errors import ConfigError
 from minisgl.kernel import ExpertTiles, ProductTile
 
@@ -60,6 +63,21 @@ class ExpertShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def file_name(self) -> str:
         sizes = f"e{self.num_experts}-a{self.each}-d{self.width}-f{self.mlp_width}"
         return f"{sizes}-{self.dtype}.json"
+
+
+def expert_shape(
+    model: ModelConfig, info: DistributedInfo, dtype: torch.dtype
+) -> ExpertShape | None:
+    """The shape of a layer's experts on a rank; None if the model has none.
+
+    Raises:
+        ConfigError: the ranks do not divide the width of an expert.
+    """
+    if not model.num_experts:
+        return None
+    columns = info.shard(model.expert_width, "columns of an expert")
+    name = str(dtype).removeprefix("torch.")
+    return ExpertShape(model.num_experts, model.experts_per_token, model.width, len(columns), name)
 
 
 class TiledSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
