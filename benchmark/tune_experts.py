@@ -31,7 +31,7 @@ from torch import Tensor
 from minisgl.benchmark.perf import provenance
 from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo
-from minisgl.kernel import ExpertTiles, ProductTile, gpu
+from minisgl.kernel import ExpertTiles, ProductTile, gpu, moe_reference
 from minisgl.moe import (
     ExpertShape,
     FusedMoeBackend,
@@ -49,6 +49,8 @@ ROUTINGS = 4  # so that a cache does not hold the weights of few experts
 ONE_TILE_EACH = 1 << 20  # programs
 SHARED_BYTES = 227 << 10  # of a processor
 MIN_S = 1e-3  # of the calls in a graph
+SMALL = (300, 16, 512, 256)  # to check a tile: tokens, experts, model width, mlp width
+MOST_ERROR = 0.02  # of a tile's numbers in their dtype, relative to all
 FINALISTS = 6  # tiles of a product that are timed again
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there, only for tests
@@ -116,36 +118,47 @@ def tiles_for(pairs: int, num_processors: int) -> Iterator[ProductTile]:
             yield ProductTile(rows, row_bytes, num_warps, num_stages, programs)
 
 
-def compile_candidate(candidate: tuple[int, Sizes, int]) -> str | None:
-    """Call both products with a tile, on small numbers; return what went wrong."""
+def check_candidate(candidate: tuple[int, Sizes, int]) -> str | None:
+    """Compile both products with a tile and compare them with the reference, on small sizes.
+
+    Returns:
+        what is wrong with the tile, if something is.
+    """
     pairs, sizes, each = candidate
-    tile = ProductTile(*sizes, 1)
+    tile = ProductTile(*sizes, 2)
+    random = torch.Generator().manual_seed(0)
+    num_tokens, num_experts, width, mlp_width = SMALL
+    score_TE = torch.rand(num_tokens, num_experts, generator=random)
+    numbers = [
+        torch.randn(num_tokens, width, generator=random),
+        torch.randn(num_experts, 2 * mlp_width, width, generator=random) / width**0.5,
+        torch.randn(num_experts, width, mlp_width, generator=random) / mlp_width**0.5,
+        score_TE,
+    ]
     try:
-        numbers = torch.zeros(64, 64, dtype=DTYPE, device=DEVICE)
-        gate_up_EUD = torch.zeros(each, 32, 64, dtype=DTYPE, device=DEVICE)
-        down_EDF = torch.zeros(each, 64, 16, dtype=DTYPE, device=DEVICE)
-        expert_TA = torch.arange(each, dtype=torch.int32, device=DEVICE).repeat(64, 1)
-        weight_TA = expert_TA.to(DTYPE)
-        gpu.moe_by_expert(
-            numbers, gate_up_EUD, down_EDF, weight_TA, expert_TA, numbers.clone(),
-            ExpertTiles(pairs, tile, tile),
-        )  # fmt: skip
-        torch.cuda.synchronize()
+        x_TD, gate_up_EUD, down_EDF, score_TE = (x.to(DEVICE, DTYPE) for x in numbers)
+        weight_TA, expert_TA = score_TE.topk(each)
+        inputs = (x_TD, gate_up_EUD, down_EDF, weight_TA)
+        expected_TD = moe_reference(*(x.float() for x in inputs), expert_TA)
+        y_TD = torch.full_like(x_TD, torch.nan)
+        gpu.moe_by_expert(*inputs, expert_TA, y_TD, ExpertTiles(pairs, tile, tile))
+        part = float((y_TD.float() - expected_TD).norm() / expected_TD.norm())
     except Exception as error:  # a tile that does not fit is no candidate
         return f"{pairs} pairs, {sizes}: {error}"
-    return None
+    return None if part < MOST_ERROR else f"{pairs} pairs, {sizes}: wrong by {part}"
 
 
 def compile_all(each: int, num_processes: int) -> None:
-    """Compile all candidates side by side, and drop those that do not fit the device."""
+    """Compile all candidates side by side; drop those that do not fit the device, or are wrong."""
     candidates = [(p, sizes, each) for p, listed in CANDIDATES.items() for sizes in listed]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        faults = list(pool.map(compile_candidate, candidates))
+        faults = list(pool.map(check_candidate, candidates))
     for (pairs, sizes, _), fault in zip(candidates, faults, strict=True):
         if fault:
             print(f"left out: {fault}", flush=True)
             CANDIDATES[pairs] = [other for other in CANDIDATES[pairs] if other != sizes]
+    assert all(CANDIDATES.values()), "no tile fits this device"
 
 
 def seconds_of(calls: list[Callable[[], object]], repeat: int) -> float:

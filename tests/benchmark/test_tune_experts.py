@@ -96,8 +96,11 @@ def test_a_file_is_written_that_the_engine_reads(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     properties = argparse.Namespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert tune.compile_candidate((16, few[0], 2)) is None
+    monkeypatch.setattr(tune, "SMALL", (20, 4, 48, 16))
+    assert tune.check_candidate((16, few[0], 2)) is None
+    monkeypatch.setattr(tune, "MOST_ERROR", 0.0)
+    fault = tune.check_candidate((16, few[0], 2))
+    assert fault.startswith("16 pairs, (32, 64, 4, 2): wrong by ")
 
     shape = ExpertShape(4, 2, 32, 16, "float32")
     args = argparse.Namespace(tokens=(9, 3), tolerance=0.1, out=tmp_path, times=tmp_path / "t")
