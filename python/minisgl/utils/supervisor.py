@@ -32,7 +32,7 @@ from typing import Any, Self
 import msgspec
 
 from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
-from minisgl.utils.arch import die_with_parent, name_process
+from minisgl.utils.arch import die_with_parent, name_process, start_driver
 from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -157,12 +157,20 @@ class Supervisor:
         """A descriptor for each child, which can be read when the child has died."""
         return [child.process.sentinel for child in self._children.values()]
 
-    def start(self, name: str, body: str, *args: Any, has_children: bool = False) -> None:
+    def start(
+        self,
+        name: str,
+        body: str,
+        *args: Any,
+        has_children: bool = False,
+        gpu: int | None = None,
+    ) -> None:
         """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
 
         Args:
             body: "module:function". Only the new process imports the module.
             has_children: whether it starts processes by multiprocessing.
+            gpu: whose driver the process starts while it imports the module; see `start_driver`.
         """
         reader, writer = self._context.Pipe(duplex=False)
         beats = self._context.RawValue(ctypes.c_ulong)
@@ -175,6 +183,7 @@ class Supervisor:
                 beats,
                 self._log_level,
                 self._log_json,
+                gpu,
                 body,
                 *args,
             ),
@@ -396,6 +405,7 @@ def _run_worker(
     beats: ctypes.c_ulong,
     log_level: str,
     log_json: bool,
+    gpu: int | None,
     body: str,
     *args: Any,
 ) -> None:
@@ -407,10 +417,15 @@ def _run_worker(
     name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level, as_json=log_json)
+    logger.debug("the process runs")
+    if gpu is not None:
+        start_driver(gpu)
 
     ready = Ready(writer, beats)
     try:
-        pkgutil.resolve_name(body)(ready, *args)
+        run = pkgutil.resolve_name(body)
+        logger.debug("all is imported")
+        run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())
