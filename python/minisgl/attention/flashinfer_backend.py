@@ -2,8 +2,9 @@
 
 The decodes at the head of a plan go to our own kernels where those can take them, else to
 FlashInfer's decode kernels. All other slices go to its prefill kernels (FlashAttention 3 on Hopper,
-2 elsewhere); prompts that start at their first token need no pages for that. Where our own kernels
-and our compilation of FlashInfer's do all of it, its Python is not imported.
+2 elsewhere); prompts that start at their first token need no pages for that. Where a step has both,
+they run side by side: the last wave of tiles of prompts leaves processors idle, which decodes use.
+Where our own kernels and our compilation of FlashInfer's do all of it, its Python is not imported.
 
 How the work of FlashInfer's kernels is split over the device is planned on the host, from lengths
 alone, so a plan can be made before the tokens of the step before are known. The lists of pages are
@@ -148,6 +149,7 @@ class _Pool:
         self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
         self.prefill_kernels = prefill_kernels(self.device)
         self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
+        self.prompt_stream = torch.cuda.Stream(self.device, priority=-1)
 
     @functools.cached_property
     def workspace(self) -> Tensor:
@@ -325,8 +327,27 @@ class _SpecAttention:
         metadata: _SpecMetadata,
     ) -> Tensor:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
-        if metadata.num_decodes:
+        if metadata.num_decodes and metadata.groups:
+            # Prompts before decodes, by priority: decodes go where prompts leave processors idle.
+            with _fork(self._pool.prompt_stream):
+                self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
             self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
+            _join(self._pool.prompt_stream)
+        elif metadata.num_decodes:
+            self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
+        else:
+            self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+        return o_TNH
+
+    def _run_groups(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layer: int,
+        metadata: _SpecMetadata,
+        o_TNH: Tensor,
+    ) -> None:
         pages = self._pool.pages[layer]
         for group in metadata.groups:
             tokens = group.tokens
@@ -336,7 +357,6 @@ class _SpecAttention:
                 group.attention.run(q_TNH[tokens], pages, o_TNH[tokens])
             else:
                 group.attention.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], o_TNH[tokens])
-        return o_TNH
 
     def _attend_decodes(
         self, q_TNH: Tensor, layer: int, batch: Batch, metadata: _SpecMetadata, o_TNH: Tensor
@@ -442,6 +462,17 @@ class FlashInferBackend(BaseAttnBackend):
         index = self._index_of_layer[layer]
         of_spec = batch.attn_metadata.of_specs[index]
         return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, batch, of_spec)
+
+
+def _fork(stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
+    """Let the calls of a block run on another stream, after all that the current one has so far."""
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def _join(stream: torch.cuda.Stream) -> None:
+    """Let the current stream go on when another has done all that it has so far."""
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _prompt_waves(pool: _Pool) -> PromptWaves:
