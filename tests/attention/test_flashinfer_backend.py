@@ -1,8 +1,9 @@
-"""The arguments of FlashInfer: a stand-in for its wrappers attends by them, on any machine."""
+"""The arguments of FlashInfer, and of our compilation of it: stand-ins attend by them, anywhere."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -94,8 +95,74 @@ class FakeRagged(FakeWrapper):
         return k, v
 
 
-@pytest.fixture(autouse=True)
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+class FakeModule:
+    """As the functions of csrc/hopper/entry.cpp; a plan is what it was planned by."""
+
+    def plan(
+        self,
+        numbers: Tensor,
+        pinned_numbers: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_length: Tensor,
+        num_tokens: int,
+        *sizes: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert numbers.shape == pinned_numbers.shape
+        assert num_tokens == qo_indptr[-1]
+        assert sizes[-1] is False, "no graph is captured here"
+        for x in (qo_indptr, kv_indptr, kv_length):
+            assert x.dtype == torch.int32
+        return qo_indptr.clone(), kv_indptr.clone(), kv_length.clone()
+
+    def paged_run(
+        self,
+        numbers: Tensor,
+        plan: tuple[Tensor, Tensor, Tensor],
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_indices: Tensor,
+        o: Tensor,
+        *scores: Any,
+    ) -> None:
+        qo_indptr, kv_indptr, kv_length = plan
+
+        def context(i: int) -> tuple[Tensor, Tensor]:
+            pages = page_indices[kv_indptr[i] : kv_indptr[i + 1]].long()
+            k, v = (x[pages].flatten(0, 1)[: kv_length[i]] for x in (k_pages, v_pages))
+            return k, v
+
+        o[:] = attend(q, qo_indptr, context, **self.named(*scores))
+
+    def ragged_run(
+        self,
+        numbers: Tensor,
+        plan: tuple[Tensor, Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        *scores: Any,
+    ) -> None:
+        qo_indptr, kv_indptr, kv_length = plan
+        assert torch.equal(qo_indptr, kv_indptr)
+        assert torch.equal(qo_indptr.diff(), kv_length)
+
+        def context(i: int) -> tuple[Tensor, Tensor]:
+            tokens = slice(qo_indptr[i], qo_indptr[i + 1])
+            return k[tokens], v[tokens]
+
+        o[:] = attend(q, qo_indptr, context, **self.named(*scores))
+
+    def named(self, window_left: int, softcap: float, scale: float) -> dict[str, Any]:
+        return {"scale": scale, "window_left": window_left, "softcap": softcap}
+
+
+@pytest.fixture(autouse=True, params=["FlashInfer", "ours"])
+def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "ours":
+        monkeypatch.setattr(flashinfer_backend, "load_hopper_module", lambda *args: FakeModule())
     module = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
         BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
@@ -107,6 +174,10 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(flashinfer_backend, "kernels_for", lambda x: gpu)
 

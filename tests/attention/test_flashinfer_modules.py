@@ -1,4 +1,4 @@
-"""FlashInfer's kernels of prompts are compiled once and kept. FlashInfer itself is a stand-in."""
+"""The kernels of prompts are compiled once and kept. FlashInfer itself is a stand-in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from minisgl.attention import flashinfer_modules, hopper_prompts
-from minisgl.attention.flashinfer_modules import PromptModules
+from minisgl.attention.flashinfer_modules import PromptModules, load_hopper_module
 from minisgl.attention.hopper_prompts import Sources, find_sources
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
@@ -97,16 +96,25 @@ def env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def hopper(env: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A Hopper GPU, and a stand-in for its compiler.
+    """A Hopper GPU, FlashInfer's headers, and a stand-in for the compiler.
 
     Returns:
         Where the arguments of each call are, a line each.
     """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda: sources_in(tmp_path))
     log = tmp_path / "nvcc.log"
     log.touch()
     install_nvcc(tmp_path, NVCC.format(log=log))
     return log
+
+
+def sources_in(folder: Path) -> Sources:
+    return Sources([folder / "headers"], f"0.6.12-{hopper_prompts._digest_of_sources()}")
+
+
+def libraries(tmp_path: Path) -> set[str]:
+    return {file.name for file in (tmp_path / "cache").rglob("*.so")}
 
 
 def install_nvcc(home: Path, script: str) -> None:
@@ -191,18 +199,22 @@ def test_on_hopper_the_two_kernels_of_a_model_are_compiled_and_not_flashinfers_m
         assert "-DPROMPT_TYPE=cutlass::bfloat16_t -DPROMPT_HEAD_DIM=128" in line
         assert "-DPROMPT_HAS_WINDOW=0 -DPROMPT_HAS_SOFTCAP=1" in line
         # Ours stand in for those of CUTLASS, so they are found first.
-        assert line.index("csrc/hopper/light") < line.index(f"-I{tmp_path}/cutlass")
+        assert line.index("csrc/hopper/light") < line.index(f"-I{tmp_path}/headers")
 
 
-def test_on_hopper_each_kind_of_layer_is_compiled_once_and_kept(env: Any, hopper: Path) -> None:
+def test_on_hopper_each_kind_of_layer_is_compiled_once_and_kept(
+    hopper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer is not imported for that, which takes a second."""
+    monkeypatch.setattr(flashinfer_modules, "import_flashinfer", None)
     modules(FULL, SLIDING, FULL).build()
     calls = hopper.read_text().splitlines()
     assert len(calls) == 2 * 6
+    assert libraries(tmp_path) == {"bfloat16-128.so", "bfloat16-128-window.so"}
+
     assert not modules(FULL, SLIDING).missing
-    folder = env.FLASHINFER_AOT_DIR
-    kept = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    names = ("fa3_False_False", "fa3_True_False")
-    assert kept == {f"{name}/{name}.so" for name in names}
+    modules(FULL, SLIDING).build()
+    assert hopper.read_text().splitlines() == calls
 
 
 def test_what_is_kept_on_hopper_is_used_until_our_sources_change(
@@ -218,36 +230,27 @@ def test_what_is_kept_on_hopper_is_used_until_our_sources_change(
     assert modules(FULL).missing
 
 
-def test_on_hopper_the_compiler_starts_before_flashinfer_is_imported(
-    env: Any, hopper: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_what_others_can_write_is_not_used_on_hopper(hopper: Path, tmp_path: Path) -> None:
+    modules(FULL).build()
+    (library,) = (tmp_path / "cache").rglob("*.so")
+    library.chmod(0o777)
+    assert modules(FULL).missing
+    modules(FULL).build()
+    assert not modules(FULL).missing
+
+
+def test_on_hopper_layers_find_what_was_compiled_for_them(
+    hopper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = Sources([tmp_path / "headers"], "0.6.12-digest")
-    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda: sources)
-    import_flashinfer = flashinfer_modules.import_flashinfer
-    is_running = Event()
-    compile_once = flashinfer_modules._compile_once
+    monkeypatch.setattr(flashinfer_modules.tvm_ffi, "load_module", lambda path: Path(path).name)
+    modules(FULL).build()
 
-    def compile_and_tell(*args: Any) -> Path:
-        is_running.set()
-        return compile_once(*args)
+    def load(spec: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return load_hopper_module(torch.device("cuda:0"), dtype, 128, spec)
 
-    def import_late() -> Any:
-        assert is_running.wait(60)
-        return import_flashinfer()
-
-    monkeypatch.setattr(flashinfer_modules, "_compile_once", compile_and_tell)
-    monkeypatch.setattr(flashinfer_modules, "import_flashinfer", import_late)
-    modules(FULL, SLIDING).build()
-    calls = hopper.read_text().splitlines()
-    assert len(calls) == 2 * 6
-    assert f"-I{tmp_path}/headers" in calls[0]
-    assert not modules(FULL, SLIDING).missing
-
-    # What is compiled is also found where FlashInfer's folder is another.
-    env.FLASHINFER_WORKSPACE_DIR = tmp_path / "0.6.12" / "90"
-    modules(FULL, SLIDING).build()
-    assert not modules(FULL, SLIDING).missing
-    assert hopper.read_text().splitlines() == calls
+    assert load(FULL) == "bfloat16-128.so"
+    assert load(SLIDING) is None, "it was not compiled"
+    assert load(FULL, torch.float32) is None, "FlashInfer computes it"
 
 
 def test_the_headers_are_those_of_the_package_that_is_installed(
@@ -289,11 +292,9 @@ def test_where_nothing_can_be_kept_flashinfer_compiles_its_own_module(
     assert not hopper.read_text()
 
 
-def test_of_the_output_of_hoppers_compiler_the_error_is_told(
-    env: Any, hopper: Path, tmp_path: Path
-) -> None:
+def test_of_the_output_of_hoppers_compiler_the_error_is_told(hopper: Path, tmp_path: Path) -> None:
     install_nvcc(tmp_path, FAILING_NVCC)
     with pytest.raises(ConfigError, match=r"nvcc: x\.cu\(3\): error: no such thing; --attn"):
         modules(FULL).build()
-    assert not list(env.FLASHINFER_AOT_DIR.rglob("*.so"))
+    assert not libraries(tmp_path)
     assert modules(FULL).missing

@@ -105,7 +105,8 @@ def test_each_slice_attends_to_its_context(
         slices, contexts, qkv_TMH, page_table_RP = world_of(spans, head_dim, page_size, dtype)
         num_pages = int(page_table_RP[page_table_RP != NOWHERE].max()) + 2
         pool = create_kvcache_pool(1, NUM_KV_HEADS, head_dim, num_pages, page_size, dtype, DEVICE)
-        k_SKH, v_SKH = pool.k_cache(0), pool.v_cache(0)
+        k_SKH = pool.k_cache(0)
+        v_SKH = pool.v_cache(0)
         k_SKH.fill_(LITTER)
         v_SKH.fill_(LITTER)
         for req_slice, qkv_LMH in zip(slices, contexts, strict=True):

@@ -282,6 +282,8 @@ def refuse(name: str, message: str, page_size: int = 16) -> None:
 def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flash_attn", "flash_attn_interface", "sgl_kernel", "flashinfer"):
         monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     refuse("fa", r"--attn fa needs FlashAttention: pip install 'minisgl\[fa\]'")
     refuse("fi", r"--attn fi needs FlashInfer: pip install 'minisgl\[cuda\]'")
     refuse("torch,trtllm", r"--attn trtllm needs FlashInfer: pip install 'minisgl\[cuda\]'")

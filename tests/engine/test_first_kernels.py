@@ -6,8 +6,11 @@ No GPU is needed: which variant of a kernel a call launches is known without one
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -79,6 +82,24 @@ def test_every_kernel_is_called(
     call_all(sizes_of(checkpoint("qwen3_moe")))
     call_all(sizes_of(checkpoint("qwen3")))
     assert launches.take().keys() == launched_kernels()
+
+
+def test_kernels_are_compiled_side_by_side(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(sizes: KernelSizes) -> None:
+        raise ValueError
+
+    both = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    sizes = sizes_of(checkpoint("qwen3"))
+    monkeypatch.setattr(first_kernels, "_CALLS", [lambda _: both.wait()] * 2)
+    first_kernels.call_kernels(sizes)
+    monkeypatch.setattr(first_kernels, "_CALLS", [fail])
+    with pytest.raises(ValueError):
+        first_kernels.call_kernels(sizes)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.utils.garbage import collect_when_idle, start_serving
+from minisgl.utils.garbage import collect_when_idle, start_process, start_serving
 
 
 class Cycle:
@@ -33,6 +33,17 @@ def generations() -> Iterator[list[int]]:
     gc.callbacks.remove(note)
     gc.unfreeze()
     gc.set_threshold(*thresholds)
+
+
+def test_nothing_is_collected_while_a_process_starts(generations: list[int]) -> None:
+    """Before the fixture, that is; here it starts once more."""
+    start_process()
+    make_garbage(100_000)
+    assert not generations
+    start_serving()
+    assert generations == [2]
+    make_garbage(100_000)
+    assert len(generations) > 1
 
 
 def make_garbage(num: int) -> None:

@@ -4,6 +4,7 @@ The decodes at the head of a plan go to our own kernels where those can take the
 FlashInfer's decode kernels. All other slices go to its prefill kernels (FlashAttention 3 on Hopper,
 2 elsewhere); prompts that start at their first token need no pages for that. Where a step has both,
 they run side by side: the last wave of tiles of prompts leaves processors idle, which decodes use.
+Where our own kernels and our compilation of FlashInfer's do all of it, its Python is not imported.
 
 How the work of FlashInfer's kernels is split over the device is planned on the host, from lengths
 alone, so a plan can be made before the tokens of the step before are known. The lists of pages are
@@ -18,6 +19,7 @@ this; what a step computes is a `BatchPlan`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,7 +29,22 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
-from minisgl.attention.flashinfer_modules import import_flashinfer, prefill_kernels
+from minisgl.attention.flashinfer_modules import (
+    import_flashinfer,
+    load_hopper_module,
+    prefill_kernels,
+)
+from minisgl.attention.prompt_attention import (
+    FlashInferPaged,
+    FlashInferRagged,
+    GraphRoom,
+    HopperPaged,
+    HopperRagged,
+    PagedPrompts,
+    PromptShape,
+    RaggedPrompts,
+    page_lists,
+)
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice
 from minisgl.kernel import BalancedDecode, attend_decode, kernels_for
@@ -57,16 +74,29 @@ class _PageLists(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Group:
-    """Slices that one of FlashInfer's wrappers computes together.
+class _Decodes:
+    """Decodes that FlashInfer computes together.
 
     Attributes:
-        tokens: those of the slices, in the batch. Since decodes come first and have one token each,
-            this also cuts the slices of a captured graph.
-        page_lists: None where the slices' keys are just those of the batch.
+        tokens: theirs, in the batch.
     """
 
     wrapper: Any
+    tokens: slice
+    page_lists: _PageLists
+
+
+@dataclass(slots=True)
+class _Prompts:
+    """Prompts that are computed together.
+
+    Attributes:
+        tokens: theirs, in the batch. Since decodes come first and have one token each, this also
+            cuts the slices of a captured graph.
+        page_lists: None where the prompts' keys are just those of the batch.
+    """
+
+    attention: RaggedPrompts | PagedPrompts
     tokens: slice
     page_lists: _PageLists | None = None
 
@@ -84,7 +114,7 @@ class _SpecMetadata:
             a kernel does not use it.
     """
 
-    groups: list[_Group] = field(default_factory=list)
+    groups: list[_Decodes | _Prompts] = field(default_factory=list)
     num_decodes: int = 0
     uses_splits: bool = False
     num_shared_tokens_1: Tensor | None = None
@@ -98,12 +128,9 @@ class FlashInferMetadata(BaseAttnMetadata):
 
 
 class _Pool:
-    """The pool, the page table and the workspace, which all specs share."""
+    """The pool, the page table and places for lists of pages, which all specs share."""
 
-    def __init__(
-        self, flashinfer: Any, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int
-    ) -> None:
-        self.flashinfer = flashinfer
+    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
         self.page_table_RP = page_table_RP
         self.device = page_table_RP.device
         self.page_size = kv_pool.page_size
@@ -116,7 +143,6 @@ class _Pool:
         _, num_kv_heads, head_dim = self.caches[0][0].shape
         self.shape = (num_heads, num_kv_heads, head_dim)
         self.dtype = self.caches[0][0].dtype
-        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.graph_page_Z = torch.zeros(
             page_table_RP.numel(), dtype=torch.int32, device=self.device
         )
@@ -125,20 +151,18 @@ class _Pool:
         self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
         self.prompt_stream = torch.cuda.Stream(self.device, priority=-1)
 
+    @functools.cached_property
+    def workspace(self) -> Tensor:
+        """Of FlashInfer's wrappers, if there are any."""
+        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+
 
 class _SpecAttention:
-    """FlashInfer's wrappers and our own kernels, for the layers of one spec."""
+    """Attention of prompts, FlashInfer's wrapper of decodes and our own kernels, of one spec."""
 
     def __init__(self, pool: _Pool, spec: AttentionSpec) -> None:
         self._pool = pool
         self._spec = spec
-        self._plan_options = {
-            "sm_scale": spec.scale,
-            "window_left": -1 if spec.window is None else spec.window - 1,
-            "logits_soft_cap": spec.softcap,
-            "q_data_type": pool.dtype,
-            "kv_data_type": pool.dtype,
-        }
         # Only one of our decode kernels has a window or a soft cap: the one that splits each
         # context. It takes any shape and finds all it needs on the device.
         self._needs_splits = spec.window is not None or spec.softcap is not None
@@ -147,17 +171,40 @@ class _SpecAttention:
             self._balanced = BalancedDecode.create_if_supported(
                 pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
             )
-        self._graph_prefills: dict[int, Any] = {}  # by the number of slices
-        num_heads, num_kv_heads, _ = pool.shape
+        num_heads, num_kv_heads, head_dim = pool.shape
         self._use_tensor_cores = num_heads // num_kv_heads not in _CUDA_CORE_GROUPS
-        self._prefill = pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            pool.workspace, "NHD", backend=pool.prefill_kernels
+        self._module = load_hopper_module(pool.device, pool.dtype, head_dim, spec)
+        self._shape = PromptShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=pool.page_size,
+            dtype=pool.dtype,
+            device=pool.device,
+            spec=spec,
         )
-        self._ragged = pool.flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            pool.workspace, "NHD", backend=pool.prefill_kernels
+        self._paged = self._paged_prompts(None)
+        self._ragged: RaggedPrompts
+        if self._module is None:
+            self._ragged = FlashInferRagged(
+                import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape
+            )
+        else:
+            self._ragged = HopperRagged(self._module, self._shape)
+        self._graph_prompts: dict[int, PagedPrompts] = {}  # by the number of slices
+
+    def _paged_prompts(self, room: GraphRoom | None) -> PagedPrompts:
+        if self._module is not None:
+            return HopperPaged(self._module, self._shape, room)
+        pool = self._pool
+        return FlashInferPaged(
+            import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape, room
         )
-        self._decode = pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            pool.workspace, "NHD", use_tensor_cores=self._use_tensor_cores
+
+    @functools.cached_property
+    def _decode(self) -> Any:
+        return import_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+            self._pool.workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
 
     def make_metadata(self, plan: BatchPlan) -> _SpecMetadata:
@@ -169,21 +216,32 @@ class _SpecAttention:
             metadata.num_decodes = num_decodes
             metadata.uses_splits = self._balanced is None
         elif decodes:
-            self._plan_decode(self._decode, _ends(decodes))
-            metadata.groups.append(self._paged_group(self._decode, slice(num_decodes), decodes))
+            wrapper = self._decode
+            self._plan_decode(wrapper, _ends(decodes))
+            page_lists = _PageLists(
+                self._rows(decodes), wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf
+            )
+            metadata.groups.append(_Decodes(wrapper, slice(num_decodes), page_lists))
         if prompts:
             tokens = slice(num_decodes, None)
             metadata.groups.append(self._prompts_group(tokens, prompts))
         return metadata
 
-    def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
+    def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Prompts:
         length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         if any(prompt.start for prompt in prompts):
-            self._plan_prompts(self._prefill, length_B, _ends(prompts))
-            return self._paged_group(self._prefill, tokens, prompts)
-        indptr = _running_sum(length_B)
-        self._ragged.plan(indptr, indptr, *self._pool.shape, causal=True, **self._plan_options)
-        return _Group(self._ragged, tokens)
+            paged = self._paged
+            paged.plan(length_B, _ends(prompts))
+            return _Prompts(
+                paged, tokens, _PageLists(self._rows(prompts), paged.indptr, paged.page_Z)
+            )
+        self._ragged.plan(length_B)
+        return _Prompts(self._ragged, tokens)
+
+    def _rows(self, slices: list[ReqSlice]) -> Tensor:
+        rows = [req_slice.row for req_slice in slices]
+        pinned = torch.tensor(rows, dtype=torch.int32).pin_memory()
+        return pinned.to(self._pool.device, non_blocking=True)
 
     def make_capture_metadata(self, slices: CapturedSlices) -> _SpecMetadata:
         metadata = _SpecMetadata()
@@ -207,37 +265,24 @@ class _SpecAttention:
         indptr = self._numbers(num_decodes + 1)
         wrapper = self._graph_decode_wrapper(num_decodes, indptr)
         page_lists = _PageLists(slices.row_X, indptr, self._pool.graph_page_Z)
-        metadata.groups.append(_Group(wrapper, slice(num_decodes), page_lists))
+        metadata.groups.append(_Decodes(wrapper, slice(num_decodes), page_lists))
 
-    def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Group:
-        """One wrapper serves all graphs of as many slices and no more tokens: a replay plans anew.
+    def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Prompts:
+        """One plan serves all graphs of as many slices and no more tokens: a replay plans anew.
 
-        Its first plan, which is the one of the first graph, decides for how many tokens it is.
+        The first graph decides for how many tokens it is.
         """
         num_slices = len(slices.row_X)
-        wrapper = self._graph_prefills.get(num_slices)
-        if wrapper is None or slices.num_prompt_tokens > wrapper._max_total_num_rows:
-            wrapper = self._graph_prefill_wrapper(num_slices)
-            self._graph_prefills[num_slices] = wrapper
-        page_lists = _PageLists(
-            slices.row_X, wrapper._paged_kv_indptr_buf, self._pool.graph_prompt_page_Z
-        )
-        return _Group(wrapper, slice(num_decodes, None), page_lists)
-
-    def _graph_prefill_wrapper(self, num_slices: int) -> Any:
-        return self._pool.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._pool.workspace,
-            "NHD",
-            use_cuda_graph=True,
-            qo_indptr_buf=self._numbers(num_slices + 1),
-            paged_kv_indptr_buf=self._numbers(num_slices + 1),
-            paged_kv_indices_buf=self._pool.graph_prompt_page_Z,
-            paged_kv_last_page_len_buf=self._numbers(num_slices),
-            backend=self._pool.prefill_kernels,
-        )
+        paged = self._graph_prompts.get(num_slices)
+        if paged is None or not paged.room or slices.num_prompt_tokens > paged.room.num_tokens:
+            room = GraphRoom(num_slices, slices.num_prompt_tokens, self._pool.graph_prompt_page_Z)
+            paged = self._paged_prompts(room)
+            self._graph_prompts[num_slices] = paged
+        page_lists = _PageLists(slices.row_X, paged.indptr, paged.page_Z)
+        return _Prompts(paged, slice(num_decodes, None), page_lists)
 
     def _graph_decode_wrapper(self, num_decodes: int, indptr: Tensor) -> Any:
-        return self._pool.flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        return import_flashinfer().CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
             self._pool.workspace,
             indptr,
             self._pool.graph_page_Z,
@@ -254,10 +299,11 @@ class _SpecAttention:
         for group in metadata.groups:
             start_B = start_X[group.tokens]
             end_B = end_X[group.tokens]
-            if isinstance(group.wrapper, self._pool.flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+            if isinstance(group, _Decodes):
                 self._plan_decode(group.wrapper, end_B)
             else:
-                self._plan_prompts(group.wrapper, end_B - start_B, end_B)
+                assert isinstance(group.attention, PagedPrompts), "as all that is captured"
+                group.attention.plan(end_B - start_B, end_B)
 
     def prepare_on_device(self, batch: Batch, metadata: _SpecMetadata) -> None:
         kernels = kernels_for(self._pool.page_table_RP)
@@ -302,12 +348,15 @@ class _SpecAttention:
         metadata: _SpecMetadata,
         o_TNH: Tensor,
     ) -> None:
+        pages = self._pool.pages[layer]
         for group in metadata.groups:
             tokens = group.tokens
-            if group.page_lists:
-                group.wrapper.run(q_TNH[tokens], self._pool.pages[layer], out=o_TNH[tokens])
+            if isinstance(group, _Decodes):
+                group.wrapper.run(q_TNH[tokens], pages, out=o_TNH[tokens])
+            elif isinstance(group.attention, PagedPrompts):
+                group.attention.run(q_TNH[tokens], pages, o_TNH[tokens])
             else:
-                group.wrapper.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], out=o_TNH[tokens])
+                group.attention.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], o_TNH[tokens])
 
     def _attend_decodes(
         self, q_TNH: Tensor, layer: int, batch: Batch, metadata: _SpecMetadata, o_TNH: Tensor
@@ -337,41 +386,19 @@ class _SpecAttention:
         )
 
     def _plan_decode(self, wrapper: Any, end_B: IntArray) -> None:
-        indptr, last_page_len, num_pages = _page_lists(end_B, self._pool.page_size)
+        indptr, last_page_len, num_pages = page_lists(end_B, self._pool.page_size)
+        if wrapper.is_cuda_graph_enabled:  # it has a place for the pages already
+            page_Z = torch.empty(0, dtype=torch.int32)
+        else:  # where `prepare_on_device` lists them
+            page_Z = torch.empty(num_pages, dtype=torch.int32, device=self._pool.device)
         wrapper.plan(
             indptr,
-            self._room_for_pages(wrapper, num_pages),
+            page_Z,
             last_page_len,
             *self._pool.shape,
             self._pool.page_size,
-            **self._plan_options,
+            **self._shape.options,
         )
-
-    def _plan_prompts(self, wrapper: Any, length_B: IntArray, end_B: IntArray) -> None:
-        indptr, last_page_len, num_pages = _page_lists(end_B, self._pool.page_size)
-        wrapper.plan(
-            _running_sum(length_B),
-            indptr,
-            self._room_for_pages(wrapper, num_pages),
-            last_page_len,
-            *self._pool.shape,
-            self._pool.page_size,
-            causal=True,
-            **self._plan_options,
-        )
-
-    def _room_for_pages(self, wrapper: Any, num_pages: int) -> Tensor:
-        """Where `prepare_on_device` lists the pages; a graph's wrapper has its place already."""
-        if wrapper.is_cuda_graph_enabled:
-            return torch.empty(0, dtype=torch.int32)
-        return torch.empty(num_pages, dtype=torch.int32, device=self._pool.device)
-
-    def _paged_group(self, wrapper: Any, tokens: slice, slices: list[ReqSlice]) -> _Group:
-        rows = [req_slice.row for req_slice in slices]
-        pinned = torch.tensor(rows, dtype=torch.int32).pin_memory()
-        row_B = pinned.to(self._pool.device, non_blocking=True)
-        page_lists = _PageLists(row_B, wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf)
-        return _Group(wrapper, tokens, page_lists)
 
 
 class FlashInferBackend(BaseAttnBackend):
@@ -387,7 +414,7 @@ class FlashInferBackend(BaseAttnBackend):
         num_heads: int,
         specs: Sequence[AttentionSpec],
     ) -> None:
-        pool = _Pool(import_flashinfer(), kv_pool, page_table_RP, num_heads)
+        pool = _Pool(kv_pool, page_table_RP, num_heads)
         self.prompt_waves = _prompt_waves(pool)
         seen = [replace(spec, rope=None) for spec in specs]  # as far as attention sees it
         distinct = list(dict.fromkeys(seen))
@@ -457,19 +484,5 @@ def _prompt_waves(pool: _Pool) -> PromptWaves:
     return PromptWaves(_TILES.get(head_dim, 128), num_heads, num_processors)
 
 
-def _page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
-    """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
-    num_pages_B = -(-end_B // page_size)
-    last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
-    return _running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
-
-
 def _ends(slices: list[ReqSlice]) -> IntArray:
     return np.array([req_slice.end for req_slice in slices], dtype=np.int32)
-
-
-def _running_sum(counts: IntArray) -> Tensor:
-    """int32 [B + 1] from 0, pinned."""
-    total = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=total[1:])
-    return torch.from_numpy(total).pin_memory()

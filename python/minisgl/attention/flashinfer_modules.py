@@ -1,13 +1,12 @@
-"""FlashInfer's kernels of prompts: compiled ahead, and kept.
+"""The kernels of prompts: compiled ahead, and kept by version in the cache folder of this project.
 
-FlashInfer compiles a module when a kernel is first needed, and again whenever pip has written its
-headers anew. Here they are compiled while the weights are loaded, and kept by version in the
-cache folder of this project. FlashInfer takes them from there as it takes modules that were
-compiled before they were installed ("ahead of time"), without a compiler.
+On Hopper they are FlashInfer's FlashAttention 3 as `hopper_prompts.py` compiles it; FlashInfer's
+Python is not imported for that, since it takes a second.
 
-On Hopper the modules that are kept have fewer kernels than FlashInfer's of the same names, see
-`hopper_prompts.py`. FlashInfer finds them only in processes that use the folder of this project.
-Their compilation starts before FlashInfer is imported, which takes seconds.
+Elsewhere, and where FlashInfer's headers are not found, they are FlashInfer's own modules. It
+compiles one when a kernel is first needed, and again whenever pip has written its headers anew.
+Here they are compiled while the weights are loaded. FlashInfer takes them from the folder as it
+takes modules that were compiled before they were installed ("ahead of time"), without a compiler.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import tvm_ffi
 
-from minisgl.attention.hopper_prompts import (
-    PromptKernels,
-    can_compile,
-    digest_of_sources,
-    find_sources,
-)
+from minisgl.attention.hopper_prompts import PromptKernels, Sources, can_compile, find_sources
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.utils.cuda_toolkit import CudaToolkit, find_cuda_toolkit
@@ -59,20 +55,6 @@ def prefill_kernels(device: torch.device) -> str:
     return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
-class _Generated(NamedTuple):
-    """What FlashInfer says of the modules.
-
-    Attributes:
-        folder: where they are kept; None if they are not.
-        include_folders: of headers.
-        modules: FlashInfer's, by the kernels of a kind of layers.
-    """
-
-    folder: Path | None
-    include_folders: list[Path]
-    modules: dict[PromptKernels, Any]
-
-
 class PromptModules:
     """The modules that the prompts of a model need.
 
@@ -89,9 +71,9 @@ class PromptModules:
         specs: Sequence[AttentionSpec],
     ) -> None:
         self._backend = prefill_kernels(device)
-        self._is_ours = self._backend == "fa3" and can_compile(dtype)
-        kinds = {(spec.window is not None, spec.softcap is not None) for spec in specs}
-        self._kinds = [PromptKernels(dtype, head_dim, *kind) for kind in sorted(kinds)]
+        kinds = {kernels_of(dtype, head_dim, spec) for spec in specs}
+        self._kinds = sorted(kinds, key=lambda kind: kind.name)
+        self._hopper = _hopper_libraries(device, dtype)
 
     @property
     def missing(self) -> list[Any]:
@@ -100,23 +82,119 @@ class PromptModules:
         Raises:
             ConfigError: FlashInfer is not installed.
         """
-        return [module for module in self._generated.modules.values() if not module.is_aot]
+        if self._hopper is not None:
+            return [kind for kind in self._kinds if not self._hopper.has(kind)]
+        return [module for module in self._flashinfer.modules if not module.is_aot]
 
     @functools.cached_property
-    def _generated(self) -> _Generated:
+    def _flashinfer(self) -> _FlashInferModules:
+        return _FlashInferModules.of(self._backend, self._kinds)
+
+    def build(self) -> None:
+        """Compile what is missing, and keep it.
+
+        Raises:
+            ConfigError: FlashInfer is not installed, there is no compiler, or it fails.
+        """
+        missing = self.missing
+        if not missing:
+            return
+        toolkit = find_cuda_toolkit()
+        if toolkit is None:
+            raise ConfigError(
+                "--attn fi needs CUDA's compiler nvcc, which pip install 'minisgl[cuda]' "
+                "brings; --attn torch needs none"
+            )
+        libraries = self._flashinfer if self._hopper is None else self._hopper
+        try:
+            with ThreadPoolExecutor(len(missing)) as pool:
+                list(pool.map(functools.partial(libraries.compile, toolkit), missing))
+        except RuntimeError as error:
+            logger.debug("FlashInfer: %s", error)
+            raise ConfigError(
+                f"FlashInfer cannot be compiled by {toolkit.nvcc}: {_first_error(error)}; "
+                "--attn torch needs no compiler"
+            ) from None
+
+
+def kernels_of(dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> PromptKernels:
+    """The kernels that the prompts need in layers of a spec."""
+    return PromptKernels(dtype, head_dim, spec.window is not None, spec.softcap is not None)
+
+
+def load_hopper_module(
+    device: torch.device, dtype: torch.dtype, head_dim: int, spec: AttentionSpec
+) -> Any | None:
+    """Return the functions of a library that `PromptModules.build` compiled for a Hopper GPU.
+
+    Returns:
+        None if there is none; then FlashInfer's own module does it.
+    """
+    libraries = _hopper_libraries(device, dtype)
+    kernels = kernels_of(dtype, head_dim, spec)
+    if libraries is None or not libraries.has(kernels):
+        return None
+    return tvm_ffi.load_module(str(libraries.path_of(kernels)))
+
+
+@dataclass(frozen=True, slots=True)
+class _HopperLibraries:
+    """Those of this project: where they are, and what they are compiled from."""
+
+    folder: Path
+    sources: Sources
+
+    def path_of(self, kernels: PromptKernels) -> Path:
+        return self.folder / f"{kernels.name}.so"
+
+    def has(self, kernels: PromptKernels) -> bool:
+        return is_own_file(self.path_of(kernels))
+
+    def compile(self, toolkit: CudaToolkit, kernels: PromptKernels) -> None:
+        library = self.path_of(kernels)
+        library.unlink(missing_ok=True)  # it is not our own
+        kernels.compile(toolkit, self.sources.include_folders, library)
+
+
+def _hopper_libraries(device: torch.device, dtype: torch.dtype) -> _HopperLibraries | None:
+    """None where FlashInfer's own modules are used."""
+    if prefill_kernels(device) != "fa3" or not can_compile(dtype):
+        return None
+    sources = find_sources()
+    if sources is None:
+        return None
+    try:
+        folder = make_own_folder(cache_folder() / "kernels" / f"prompts-{sources.digest}")
+    except OSError as error:
+        logger.warning("kernels of prompts are not kept: %s", error)
+        return None
+    return _HopperLibraries(folder, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _FlashInferModules:
+    """FlashInfer's own modules.
+
+    Attributes:
+        folder: where they are kept; None if they are not.
+    """
+
+    folder: Path | None
+    modules: list[Any]
+
+    @classmethod
+    def of(cls, backend: str, kinds: Sequence[PromptKernels]) -> _FlashInferModules:
+        """
+        Raises:
+            ConfigError: FlashInfer is not installed.
+        """
         import_flashinfer()
         from flashinfer.jit import env, gen_batch_prefill_module
 
-        folder = _use_kept_modules(env, digest_of_sources() if self._is_ours else None)
-        include_folders = [
-            *env.CCCL_INCLUDE_DIRS,
-            env.FLASHINFER_INCLUDE_DIR,
-            *env.CUTLASS_INCLUDE_DIRS,
-        ]
-        modules = {}
-        for kind in self._kinds:
-            modules[kind] = gen_batch_prefill_module(
-                self._backend,
+        folder = _use_kept_modules(env)
+        modules = [
+            gen_batch_prefill_module(
+                backend,
                 kind.dtype,
                 kind.dtype,
                 kind.dtype,
@@ -128,92 +206,19 @@ class PromptModules:
                 kind.has_softcap,
                 False,
             )
-        return _Generated(folder, include_folders, modules)
+            for kind in kinds
+        ]
+        return cls(folder, modules)
 
-    def build(self) -> None:
-        """Compile what is missing, and keep it.
-
-        Raises:
-            ConfigError: FlashInfer is not installed, there is no compiler, or it fails.
-        """
-        toolkit = find_cuda_toolkit()
-        with ThreadPoolExecutor(2 * len(self._kinds)) as pool:
-            early = self._start_early(toolkit, pool) if toolkit else {}
-            missing = [kind for kind in self._kinds if not self._generated.modules[kind].is_aot]
-            if not missing:
-                return
-            if toolkit is None:
-                raise ConfigError(
-                    "--attn fi needs CUDA's compiler nvcc, which pip install 'minisgl[cuda]' "
-                    "brings; --attn torch needs none"
-                )
-            let_flashinfer_compile(toolkit.home)
-            compile_kind = functools.partial(self._compile, toolkit, early)
-            list(pool.map(compile_kind, missing))
-
-    def _start_early(
-        self, toolkit: CudaToolkit, pool: ThreadPoolExecutor
-    ) -> dict[PromptKernels, Future[Path]]:
-        """Start to compile what can be compiled without FlashInfer's word; by kind, the libraries.
-
-        They are kept by names of this project. Another start finds them, and starts nothing.
-        """
-        sources = find_sources() if self._is_ours else None
-        if sources is None:
-            return {}
-        try:
-            folder = make_own_folder(cache_folder() / "kernels" / f"prompts-{sources.digest}")
-        except OSError:
-            return {}  # `_use_kept_modules` says it
-        return {
-            kind: pool.submit(_compile_once, kind, toolkit, sources.include_folders, folder)
-            for kind in self._kinds
-        }
-
-    def _compile(
-        self,
-        toolkit: CudaToolkit,
-        early: dict[PromptKernels, Future[Path]],
-        kind: PromptKernels,
-    ) -> None:
-        folder, include_folders, modules = self._generated
-        module = modules[kind]
-        place = folder / module.name / f"{module.name}.so" if folder else None
-        try:
-            if place is None or not self._is_ours:
-                module.build(verbose=False)
-                library = module.jit_library_path
-            elif kind in early:
-                library = early[kind].result()
-            else:
-                place.parent.mkdir(mode=0o700, exist_ok=True)
-                kind.compile(toolkit, include_folders, place)
-                return
-        except RuntimeError as error:
-            logger.debug("FlashInfer: %s", error)
-            raise ConfigError(
-                f"FlashInfer cannot be compiled by {toolkit.nvcc}: {_first_error(error)}; "
-                "--attn torch needs no compiler"
-            ) from None
-        if place is not None:
-            _keep(library, place)
+    def compile(self, toolkit: CudaToolkit, module: Any) -> None:
+        let_flashinfer_compile(toolkit.home)
+        module.build(verbose=False)
+        if self.folder is not None:
+            _keep(module.jit_library_path, self.folder / module.name / f"{module.name}.so")
 
 
-def _compile_once(
-    kernels: PromptKernels, toolkit: CudaToolkit, include_folders: Sequence[Path], folder: Path
-) -> Path:
-    library = folder / f"{kernels.name}.so"
-    if not is_own_file(library):
-        library.unlink(missing_ok=True)
-        kernels.compile(toolkit, include_folders, library)
-    return library
-
-
-def _use_kept_modules(env: Any, digest: str | None) -> Path | None:
+def _use_kept_modules(env: Any) -> Path | None:
     """Let FlashInfer look for modules where they are kept.
-
-    Args:
-        digest: tells versions of the modules apart that are not just FlashInfer's.
 
     Returns:
         The folder; None where modules that were installed are used, or where nothing can be kept.
@@ -222,8 +227,6 @@ def _use_kept_modules(env: Any, digest: str | None) -> Path | None:
         return None
     workspace: Path = env.FLASHINFER_WORKSPACE_DIR  # its last folders: version, architecture
     name = f"flashinfer-{workspace.parent.name}-cuda{torch.version.cuda}-sm{workspace.name}"
-    if digest is not None:
-        name += f"-{digest}"
     try:
         folder = make_own_folder(cache_folder() / "kernels" / name)
     except OSError as error:

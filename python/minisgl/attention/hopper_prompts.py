@@ -66,7 +66,7 @@ class PromptKernels:
 
         Args:
             include_folders: FlashInfer's headers and those that it brings along.
-            library: where the functions go that FlashInfer's wrappers call.
+            library: where the functions go that `prompt_attention.py` calls.
 
         Raises:
             RuntimeError: a compiler fails; the message is what it wrote.
@@ -136,7 +136,7 @@ def find_sources() -> Sources | None:
     for location in spec.submodule_search_locations or []:
         folders = [Path(location) / "data" / folder for folder in _HEADERS]
         if all(folder.is_dir() for folder in folders):
-            return Sources(folders, f"{version}-cuda{torch.version.cuda}-{digest_of_sources()}")
+            return Sources(folders, f"{version}-cuda{torch.version.cuda}-{_digest_of_sources()}")
     return None
 
 
@@ -145,7 +145,7 @@ def can_compile(dtype: torch.dtype) -> bool:
     return dtype in _ELEMENTS
 
 
-def digest_of_sources() -> str:
+def _digest_of_sources() -> str:
     """Identify what is compiled here, beside FlashInfer's version and the model."""
     files = sorted(file for file in _SOURCES.rglob("*") if file.is_file())
     text = "\n".join([*(file.read_text() for file in files), *_FLAGS, *_KERNEL_FLAGS, *_HOST_FLAGS])

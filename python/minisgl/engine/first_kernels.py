@@ -19,7 +19,9 @@ A call may also be of a kind that the model does not need, as with norms of head
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,6 +51,7 @@ from minisgl.layers import VocabShard
 from minisgl.models import ModelConfig
 from minisgl.moe import create_moe_backend, expert_shape
 
+_NUM_THREADS = 4
 _ALIGNED = 16  # what Triton asks whether it divides an int
 # Requests times kv heads: so many fill the device without splits, or with few.
 _MANY_HEADS = 128
@@ -122,14 +125,19 @@ class KernelSizes:
 
 
 def call_kernels(sizes: KernelSizes) -> None:
-    """Return when all kernels are compiled and have run, on a stream of their own.
+    """Return when all kernels are compiled and have run, on streams of their own.
 
     They take a few megabytes. No other thread may launch kernels of Triton meanwhile, or capture.
+    Most of a compilation is the work of LLVM and of other processes, which threads share out.
     """
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="minisgl-triton") as pool:
+        list(pool.map(partial(_call_on_stream, sizes), _CALLS))
+
+
+def _call_on_stream(sizes: KernelSizes, call: Callable[[KernelSizes], None]) -> None:
     stream = torch.cuda.Stream(sizes.device)
     with torch.cuda.device(sizes.device), torch.cuda.stream(stream):
-        for call in _CALLS:
-            call(sizes)
+        call(sizes)
     stream.synchronize()
 
 
@@ -309,15 +317,15 @@ def _small(size: int) -> int:
     return min(size, 2)
 
 
-# The order is that of steps; what takes long to compile is among the last.
+# Each is called on a thread, those first that take longest to compile.
 _CALLS: tuple[Callable[[KernelSizes], None], ...] = (
-    _tables,
-    _norms,
-    _linears,
-    _rotations,
-    _attention,
-    _activations,
-    _sampling,
-    _masks,
     _experts,
+    _attention,
+    _sampling,
+    _norms,
+    _rotations,
+    _linears,
+    _tables,
+    _activations,
+    _masks,
 )

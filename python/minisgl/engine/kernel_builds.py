@@ -48,7 +48,7 @@ def kernels_to_build(
 
     Args:
         attn: one attention backend or two.
-        prompt_modules: makes FlashInfer's; it takes a second, since it imports the library.
+        prompt_modules: makes those of prompts. They may import FlashInfer, which takes a second.
     """
     nothing = torch.empty(0, dtype=dtype, device=device)
     builds: dict[str, Callable[[], object]] = {

@@ -33,6 +33,7 @@ import msgspec
 
 from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
 from minisgl.utils.arch import die_with_parent, name_process, start_driver
+from minisgl.utils.garbage import start_process
 from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,8 @@ class Supervisor:
         gpu: int | None = None,
     ) -> None:
         """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
+
+        Garbage is not collected until it calls `start_serving`.
 
         Args:
             body: "module:function". Only the new process imports the module.
@@ -418,6 +421,7 @@ def _run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level, as_json=log_json)
     logger.debug("the process runs")
+    start_process()
     if gpu is not None:
         start_driver(gpu)
 

@@ -13,15 +13,15 @@ using flashinfer::PrefillPlanSM90Info;
 constexpr bool kCausal = true;
 constexpr int kElementBytes = 2;
 
-std::vector<int64_t> make_plan(const Workspaces& workspaces, const Prompts& prompts,
+std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
                                bool is_for_graph, cudaStream_t stream) {
   PrefillPlanSM90Info info;
+  void* const no_floats = nullptr;  // none are planned
   const cudaError_t error = flashinfer::PrefillSM90Plan(
-      workspaces.floats, workspaces.num_float_bytes, workspaces.numbers,
-      workspaces.pinned_numbers, workspaces.num_number_bytes, info, prompts.qo_indptr,
-      prompts.kv_indptr, prompts.kv_length, prompts.num_tokens, prompts.num_prompts,
-      prompts.num_heads, prompts.num_kv_heads, PROMPT_HEAD_DIM, PROMPT_HEAD_DIM,
-      prompts.page_size, kCausal, is_for_graph, kElementBytes, stream);
+      no_floats, 0, memory.numbers, memory.pinned_numbers, memory.num_bytes, info,
+      prompts.qo_indptr, prompts.kv_indptr, prompts.kv_length, prompts.num_tokens,
+      prompts.num_prompts, prompts.num_heads, prompts.num_kv_heads, PROMPT_HEAD_DIM,
+      PROMPT_HEAD_DIM, prompts.page_size, kCausal, is_for_graph, kElementBytes, stream);
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
   if (info.same_schedule_for_all_heads) return {};
   return info.ToVector();

@@ -52,13 +52,11 @@ struct Step {
   cudaStream_t stream;
 };
 
-// The memory of a plan; the pinned one is as large as that of numbers.
-struct Workspaces {
-  void* floats;
-  size_t num_float_bytes;
+// Where the numbers of a plan lie: on the device, and on their way there. Both are equally large.
+struct PlanMemory {
   void* numbers;
   void* pinned_numbers;
-  size_t num_number_bytes;
+  size_t num_bytes;
 };
 
 // The prompts of a step, on the host.
@@ -73,8 +71,8 @@ struct Prompts {
   int64_t page_size;
 };
 
-// Returns the plan as FlashInfer's wrappers keep it; empty if the step has too many tiles.
-std::vector<int64_t> make_plan(const Workspaces& workspaces, const Prompts& prompts,
+// Returns where in its memory each part of the plan lies; nothing if the step has too many tiles.
+std::vector<int64_t> make_plan(const PlanMemory& memory, const Prompts& prompts,
                                bool is_for_graph, cudaStream_t stream);
 
 Work work_of(const std::vector<int64_t>& plan, void* numbers);

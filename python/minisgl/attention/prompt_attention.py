@@ -1,0 +1,292 @@
+"""Attention of the prompts of a step, in the layers of one spec: planned once, then run a layer.
+
+FlashInfer's wrappers do this, and on Hopper our own classes with our own compilation of the same
+kernels. FlashInfer's Python takes a second to import, and is not needed then.
+"""
+
+# Dimensions: B requests of a step: those with prompts, H head width, K kv heads, N query heads,
+# T tokens of a step, Z entries of a flat list.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.checkpoint import AttentionSpec
+from minisgl.core import IntArray
+
+_PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """What all prompts have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+    spec: AttentionSpec
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What FlashInfer's plans take besides sizes."""
+        return {
+            "sm_scale": self.spec.scale,
+            "window_left": self.window_left,
+            "logits_soft_cap": self.spec.softcap,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
+
+    @property
+    def window_left(self) -> int:
+        """As FlashInfer counts: positions before a token's own; -1 if there is no window."""
+        return -1 if self.spec.window is None else self.spec.window - 1
+
+
+class GraphRoom(NamedTuple):
+    """Of prompts that a graph has: how many, with how many tokens, and a place for their pages."""
+
+    num_prompts: int
+    num_tokens: int
+    page_Z: Tensor
+
+
+class RaggedPrompts(ABC):
+    """Of prompts whose keys are just those of the batch."""
+
+    @abstractmethod
+    def plan(self, length_B: IntArray) -> None:
+        """Divide the work over the device.
+
+        Args:
+            length_B: tokens of each prompt.
+        """
+
+    @abstractmethod
+    def run(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, o_TNH: Tensor) -> None: ...
+
+
+class PagedPrompts(ABC):
+    """Of prompts whose keys are partly or wholly in pages of the pool.
+
+    Attributes:
+        indptr: int32 [B + 1], on the device: the offsets of the prompts' lists of pages.
+        page_Z: int32, on the device: the lists. The caller writes them between plan and run.
+        room: of a graph; None for steps that are not captured.
+    """
+
+    indptr: Tensor
+    page_Z: Tensor
+    room: GraphRoom | None
+
+    @abstractmethod
+    def plan(self, length_B: IntArray, end_B: IntArray) -> None:
+        """Divide the work over the device.
+
+        Args:
+            length_B: tokens of each prompt's slice.
+            end_B: tokens of its context, the slice included.
+        """
+
+    @abstractmethod
+    def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
+        """
+        Args:
+            pages: keys and values, each [pages, page_size, K, H].
+        """
+
+
+class FlashInferRagged(RaggedPrompts):
+    """By FlashInfer's wrapper.
+
+    Args:
+        backend: FlashInfer's name of its kernels.
+        workspace: uint8, on the device.
+    """
+
+    def __init__(
+        self, flashinfer: Any, backend: str, workspace: Tensor, shape: PromptShape
+    ) -> None:
+        self._shape = shape
+        self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace, "NHD", backend=backend
+        )
+
+    def plan(self, length_B: IntArray) -> None:
+        indptr = running_sum(length_B)
+        shape = self._shape
+        self._wrapper.plan(indptr, indptr, *shape.heads, causal=True, **shape.options)
+
+    def run(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, o_TNH: Tensor) -> None:
+        self._wrapper.run(q_TNH, k_TKH, v_TKH, out=o_TNH)
+
+
+class FlashInferPaged(PagedPrompts):
+    """By FlashInfer's wrapper.
+
+    Args:
+        backend: FlashInfer's name of its kernels.
+        workspace: uint8, on the device.
+    """
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        backend: str,
+        workspace: Tensor,
+        shape: PromptShape,
+        room: GraphRoom | None = None,
+    ) -> None:
+        self._shape = shape
+        self.room = room
+        places: dict[str, Any] = {}
+        if room is not None:
+            places = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": _ints(room.num_prompts + 1, shape.device),
+                "paged_kv_indptr_buf": _ints(room.num_prompts + 1, shape.device),
+                "paged_kv_indices_buf": room.page_Z,
+                "paged_kv_last_page_len_buf": _ints(room.num_prompts, shape.device),
+            }
+        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=backend, **places
+        )
+        if room is not None:
+            self.indptr = places["paged_kv_indptr_buf"]
+            self.page_Z = room.page_Z
+
+    def plan(self, length_B: IntArray, end_B: IntArray) -> None:
+        shape = self._shape
+        indptr, last_page_len, num_pages = page_lists(end_B, shape.page_size)
+        if self.room is None:
+            page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
+        else:
+            page_Z = torch.empty(0, dtype=torch.int32)  # it has its place already
+        self._wrapper.plan(
+            running_sum(length_B),
+            indptr,
+            page_Z,
+            last_page_len,
+            *shape.heads,
+            shape.page_size,
+            causal=True,
+            **shape.options,
+        )
+        self.indptr = self._wrapper._paged_kv_indptr_buf
+        self.page_Z = self._wrapper._paged_kv_indices_buf
+
+    def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
+        self._wrapper.run(q_TNH, pages, out=o_TNH)
+
+
+class _HopperPlan:
+    """A plan of our kernels. Its numbers go to the device from memory of its own.
+
+    That must not be planned into again before they are there.
+    """
+
+    def __init__(self, module: Any, shape: PromptShape) -> None:
+        self._module = module
+        self._shape = shape
+        self._numbers = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=shape.device)
+        self._pinned_numbers = torch.empty(_PLAN_BYTES, dtype=torch.uint8).pin_memory()
+        self._places: Any = None
+
+    def _plan(
+        self, length_B: IntArray, kv_indptr: Tensor, end_B: IntArray, room: GraphRoom | None
+    ) -> None:
+        shape = self._shape
+        self._places = self._module.plan(
+            self._numbers,
+            self._pinned_numbers,
+            running_sum(length_B),
+            kv_indptr,
+            torch.from_numpy(np.ascontiguousarray(end_B)),
+            int(length_B.sum()) if room is None else room.num_tokens,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.page_size,
+            room is not None,
+        )
+
+    def _scores(self) -> tuple[int, float, float]:
+        spec = self._shape.spec
+        return self._shape.window_left, spec.softcap or 0.0, spec.scale
+
+
+class HopperRagged(_HopperPlan, RaggedPrompts):
+    """By our kernels.
+
+    Args:
+        module: the functions of a library that `PromptKernels.compile` wrote.
+    """
+
+    def plan(self, length_B: IntArray) -> None:
+        self._plan(length_B, running_sum(length_B), length_B, None)
+
+    def run(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, o_TNH: Tensor) -> None:
+        self._module.ragged_run(
+            self._numbers, self._places, q_TNH, k_TKH, v_TKH, o_TNH, *self._scores()
+        )
+
+
+class HopperPaged(_HopperPlan, PagedPrompts):
+    """By our kernels.
+
+    Args:
+        module: the functions of a library that `PromptKernels.compile` wrote.
+    """
+
+    def __init__(self, module: Any, shape: PromptShape, room: GraphRoom | None = None) -> None:
+        super().__init__(module, shape)
+        self.room = room
+        if room is not None:
+            self.indptr = _ints(room.num_prompts + 1, shape.device)
+            self.page_Z = room.page_Z
+
+    def plan(self, length_B: IntArray, end_B: IntArray) -> None:
+        shape = self._shape
+        indptr, _, num_pages = page_lists(end_B, shape.page_size)
+        self._plan(length_B, indptr, end_B, self.room)
+        if self.room is None:
+            self.indptr = indptr.to(shape.device, non_blocking=True)
+            self.page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
+        else:
+            self.indptr.copy_(indptr, non_blocking=True)
+
+    def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
+        self._module.paged_run(
+            self._numbers, self._places, q_TNH, *pages, self.page_Z, o_TNH, *self._scores()
+        )
+
+
+def page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
+    """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
+    num_pages_B = -(-end_B // page_size)
+    last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
+    return running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
+
+
+def running_sum(counts: IntArray) -> Tensor:
+    """int32 [B + 1] from 0, pinned."""
+    total = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=total[1:])
+    return torch.from_numpy(total).pin_memory()
+
+
+def _ints(size: int, device: torch.device) -> Tensor:
+    """A place for numbers of a plan that a graph reads."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
