@@ -15,7 +15,7 @@
     grammar.py         grammar masks before a token, this rank's matches after it
     known_grammars.py  grammars that were tried, and what they take
     grammar_budget.py  which are forgotten when they take too much
-    shared_executor.py  threads that make masks, and what they take for it
+    mask_threads.py    threads that make masks, and what they take for it
     pending_grammars.py  requests that wait until their grammar is tried and compiled
     events.py          what happens to requests and steps; their counts and their log
     cache.py           pages: who holds which
