@@ -133,6 +133,7 @@ class Host:
         self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
         self.matchers = FakeMatchers(self._endless_answer)
         self.scheduler.grammars = self.matchers
+        self.scheduler.requests._grammars = self.matchers
         self.scheduler.outputs._matching._grammars = self.matchers
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self._uids = itertools.count()
@@ -190,7 +191,7 @@ class Host:
                 self.check_nothing_is_left()
                 return num_steps
             self.step()
-        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler._live}")
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.requests._live}")
 
     def ask(self, prompt: list[int], params: SamplingParams | None = None) -> Answer:
         """One request, alone, to its end."""
@@ -229,8 +230,8 @@ class Host:
     def check_nothing_is_left(self) -> None:
         scheduler = self.scheduler
         cache = scheduler.cache
-        assert not scheduler._live
-        assert not scheduler._deferred
+        assert not scheduler.requests._live
+        assert not scheduler.requests._deferred
         assert not scheduler._in_flight
         assert not scheduler.outputs.has_messages
         assert self.matchers.num_open == 0

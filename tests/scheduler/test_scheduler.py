@@ -741,7 +741,7 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
         last = host.stats[-1]
         num_half_computed = len(scheduler.prefill.half_computed)
         assert last.num_running == len(scheduler.decode) + num_half_computed
-        assert last.num_running + last.num_waiting == len(scheduler._live)
+        assert last.num_running + last.num_waiting == len(scheduler.requests._live)
         assert last.num_pages_used == 16 - scheduler.cache.num_available
         assert last.num_pages == 16
         held.add((last.num_running, last.num_waiting))
