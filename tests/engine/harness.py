@@ -17,6 +17,7 @@ from minisgl.engine import Engine, ForwardOutput, LaunchedStep
 from minisgl.grammar import GrammarCompiler
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.pending_grammars import grammar_model
 
 Prompt = list[int]
 
@@ -127,10 +128,7 @@ class Host:
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox()
         self._engine = engine
-        limits = engine.limits
-        self._compiler = GrammarCompiler(
-            Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids)
-        )
+        self._compiler = GrammarCompiler(grammar_model(config, engine.limits))
         self.scheduler = Scheduler(config, engine, self.inbox, self.outbox)
         self._num_asked = 0
 

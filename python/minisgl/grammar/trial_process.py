@@ -39,7 +39,7 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     name_process("grammar-trials")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
-    compiler = GrammarCompiler(Path(setup.folder), setup.vocab_size, setup.eos_ids)
+    compiler = GrammarCompiler(setup.model)
     try:
         compiler.read_tokenizer()
     except (ValueError, OSError, ImportError):  # the scheduler reads it too, and says why

@@ -14,15 +14,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from llguidance import LLMatcher
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
 from minisgl.engine import EngineLimits
 from minisgl.errors import InvalidRequest
-from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial, Verdict, deep_stack_executor
+from minisgl.grammar import (
+    GrammarCompiler,
+    GrammarModel,
+    GrammarTrials,
+    Trial,
+    Verdict,
+    deep_stack_executor,
+)
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.known_grammars import KnownGrammars
 
@@ -200,6 +207,11 @@ class PendingGrammars:
             self._trials.close()
 
 
+def grammar_model(config: SchedulerConfig, model: ModelConfig | EngineLimits) -> GrammarModel:
+    """What grammars are compiled for. An engine's limits say of it what the model's folder says."""
+    return GrammarModel(config.model or "", model.vocab_size, sorted(model.eos_ids))
+
+
 def create_pending_grammars(
     config: SchedulerConfig,
     limits: EngineLimits,
@@ -215,12 +227,12 @@ def create_pending_grammars(
         leads: whether it is rank 0, which tries grammars.
         trials: of rank 0, if they were opened before.
     """
-    of_model = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
+    model = grammar_model(config, limits)
     if leads and trials is None:
-        trials = GrammarTrials(*of_model)
+        trials = GrammarTrials(model)
     return PendingGrammars(
         known,
-        GrammarCompiler(*of_model),
+        GrammarCompiler(model),
         trials,
         post,
         num_matchers=_MATCHERS_ON_GPU if config.device == "cuda" else 1,

@@ -19,6 +19,7 @@ from minisgl.scheduler.io import (
     ZmqInbox,
     ZmqOutbox,
 )
+from minisgl.scheduler.pending_grammars import grammar_model
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
 from minisgl.utils.garbage import start_serving
@@ -59,9 +60,7 @@ def scheduler_worker(
 def _open_trials(config: SchedulerConfig) -> GrammarTrials:
     """Start the trial process: it reads the tokenizer for seconds, while the engine is made."""
     assert config.model
-    folder = Path(config.model)
-    model = ModelConfig.from_folder(folder)
-    trials = GrammarTrials(folder, model.vocab_size, sorted(model.eos_ids))
+    trials = GrammarTrials(grammar_model(config, ModelConfig.from_folder(Path(config.model))))
     trials.open()
     return trials
 
