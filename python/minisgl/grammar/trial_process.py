@@ -26,7 +26,7 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
-from minisgl.utils.arch import die_with_parent, name_process
+from minisgl.utils.child import die_with_parent, name_process
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less

@@ -22,9 +22,9 @@ from minisgl.scheduler.io import (
 from minisgl.scheduler.pending_grammars import grammar_model
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
+from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
-from minisgl.utils.supervisor import Ready, StartupReport
 
 # On a CPU a step takes all cores. What answers clients needs little of one, but at once.
 _NICENESS_ON_CPU = 5
