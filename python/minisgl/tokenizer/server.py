@@ -95,10 +95,10 @@ class TokenizeWorker:
     def info(self) -> TokenizerInfo:
         tokenizer = self._tokenizer
         return TokenizerInfo(
-            tokenizer.chat_template,
+            tokenizer.template.text,
             tokenizer.added_tokens,
-            tokenizer.describes_tools,
-            tokenizer.call_format,
+            tokenizer.template.describes_tools,
+            tokenizer.template.call_format,
         )
 
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:
