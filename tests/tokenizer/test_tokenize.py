@@ -283,7 +283,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = tokenizer("byte level")
-    monkeypatch.setattr(one, "_tokenizer", Untokenizing(one._tokenizer))
+    for each in (one, one.length_check):
+        monkeypatch.setattr(each, "_tokenizer", Untokenizing(one._tokenizer))
     with pytest.raises(RequestError, match=r"length is 10 tokens\..* 100000 bytes") as refusal:
         one.encode("x" * 100_000, max_tokens=10)
     assert refusal.value.code == "context_length_exceeded"
@@ -366,11 +367,13 @@ def test_of_a_text_that_cannot_fit_few_characters_are_tokenized(
         num_characters += len(text)
         return tokenize(text, **options)
 
-    monkeypatch.setattr(one, "_tokenizer", Counting(tokenize, count))
+    for each in (one, one.length_check):
+        monkeypatch.setattr(each, "_tokenizer", Counting(tokenize, count))
     with pytest.raises(RequestError, match=r"maximum context length is 100 tokens\.") as refusal:
         one.encode("x y " * 2**18, max_tokens=100)
     assert refusal.value.code == "context_length_exceeded"
     assert num_characters < 2**16
+    assert (num_characters == 0) == (name == "byte level")  # whose bytes say enough
     assert one.encode("x y", max_tokens=100).size > 1
 
 
@@ -393,15 +396,14 @@ def test_a_tokenizer_that_is_ready_makes_nothing_for_the_first_prompt(tmp_path: 
     byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     tokenizer.get_ready()
-    made = set(vars(tokenizer))
-    made_of_controls = set(vars(tokenizer._control_tokens))
-    assert "_copy" in made_of_controls
+    parts = [tokenizer, tokenizer._control_tokens, tokenizer.template, tokenizer.length_check]
+    made = [set(vars(part)) for part in parts]
+    assert "_copy" in vars(tokenizer._control_tokens)
 
     tokenizer.encode("a" * 50, max_tokens=40)
     tokenizer.encode(Conversation([{"role": "user", "content": "a<|im_end|>"}]))
     tokenizer.text_of(tokenizer.encode("the dog"))
-    assert set(vars(tokenizer)) == made
-    assert set(vars(tokenizer._control_tokens)) == made_of_controls
+    assert [set(vars(part)) for part in parts] == made
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
