@@ -183,7 +183,7 @@ def test_on_hopper_the_two_kernels_of_a_model_are_compiled_and_not_flashinfers_m
     assert not env.built
     *compiled, linked = hopper.read_text().splitlines()
     made = {line.split(" -o ")[1] for line in compiled}
-    objects = {"run_paged.o", "run_ragged.o", "plan.o", "entry.o"}
+    objects = {"launch.o", "plan.o", "entry.o"}
     assert made == {"paged.cubin", "ragged.cubin", *objects}
     assert "-shared" in linked
     assert objects < set(linked.split())
@@ -197,7 +197,7 @@ def test_on_hopper_the_two_kernels_of_a_model_are_compiled_and_not_flashinfers_m
 def test_on_hopper_each_kind_of_layer_is_compiled_once_and_kept(env: Any, hopper: Path) -> None:
     modules(FULL, SLIDING, FULL).build()
     calls = hopper.read_text().splitlines()
-    assert len(calls) == 2 * 7
+    assert len(calls) == 2 * 6
     assert not modules(FULL, SLIDING).missing
     folder = env.FLASHINFER_AOT_DIR
     kept = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
@@ -239,7 +239,7 @@ def test_on_hopper_the_compiler_starts_before_flashinfer_is_imported(
     monkeypatch.setattr(flashinfer_modules, "import_flashinfer", import_late)
     modules(FULL, SLIDING).build()
     calls = hopper.read_text().splitlines()
-    assert len(calls) == 2 * 7
+    assert len(calls) == 2 * 6
     assert f"-I{tmp_path}/headers" in calls[0]
     assert not modules(FULL, SLIDING).missing
 

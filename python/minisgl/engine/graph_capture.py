@@ -30,6 +30,10 @@ class GraphCapture(ABC):
     takes_sampling: ClassVar[bool]
 
     @abstractmethod
+    def rehearse(self, call: Callable[[], object]) -> None:
+        """Call where captured calls run, so that what only a first call does is not captured."""
+
+    @abstractmethod
     def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         """Call, and capture what the call does. What it reads must lie where it lies now.
 
@@ -48,7 +52,13 @@ class CudaGraphCapture(GraphCapture):
     therefore valid until the next one is replayed. Large results are not kept alive: their memory
     serves the next graph too. Each is replayed once: that sends it to the device, which would take
     longer in the first step that needs it. They also share one stream, for each on which it
-    multiplies cuBLAS keeps 32 MiB until the process ends.
+    multiplies cuBLAS keeps 32 MiB until the process ends; a rehearsal lets it take them outside the
+    pool.
+
+    A kernel that is met first in a capture is compiled and loaded then, which CUDA allows in its
+    mode "relaxed" alone. So a rehearsal of each call is not needed; it would take as long as the
+    capture. `torch.cuda.graph` is not used: it waits for the device before each capture, and gives
+    the memory of device and host back that the next one takes again.
     """
 
     takes_sampling = True
@@ -57,20 +67,22 @@ class CudaGraphCapture(GraphCapture):
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+    def rehearse(self, call: Callable[[], object]) -> None:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            call()  # what is compiled or allocated once is not to be captured
+            call()
         torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.empty_cache()  # its memory is for the pool
 
+    def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         graph = torch.cuda.CUDAGraph()
-        # NCCL's threads go on while this one captures.
-        capturing = torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-        )
-        with capturing:
-            result = call()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                result = call()
+            finally:
+                graph.capture_end()
         graph.replay()
         return graph, result
 
@@ -86,6 +98,9 @@ class CpuGraphCapture(GraphCapture):
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
         self._memory = CpuGraphMemory()
+
+    def rehearse(self, call: Callable[[], object]) -> None:
+        """A capture computes what it writes down, so it is a first call itself."""
 
     def capture(self, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         return self._kernels.capture(call, self._memory)

@@ -15,9 +15,11 @@ of the padding row, which has the padding page only.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +52,7 @@ from minisgl.utils.staging import StagedCopy, fixed_staging
 
 logger = logging.getLogger(__name__)
 
+ResultT = TypeVar("ResultT")
 ForwardFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
@@ -115,10 +118,13 @@ class GraphRunner:
         self._staging = fixed_staging(context.page_table_RP.device, 16 * (largest + 4))
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
+        started = time.monotonic()
         if is_trial:
             self._capture_some()
         else:
             self._capture_all(self._keys)
+        seconds = time.monotonic() - started
+        logger.debug("%d steps are captured in %.2f s", len(self._captured), seconds)
 
     def find_key(self, plan: BatchPlan) -> GraphKey | None:
         """Which graph takes a plan, if there is one."""
@@ -221,20 +227,26 @@ class GraphRunner:
         args = BatchSamplingArgs(self._filter_choices[0], True, *others[:num_sampling])
 
         call = self._forward_call(key, page_index_B, page_B, others[num_sampling:])
-        forward_graph, (hidden_YD, logits_BV) = self._device_capture.capture(call)
+        forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
         if self._device_capture.takes_sampling:
             for is_filtered in self._filter_choices:
                 choice = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
                 choose = partial(self._sampler.choose, choice)
-                sampling_graphs[is_filtered] = SamplingGraph(*self._device_capture.capture(choose))
+                sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, choose))
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
         return CapturedStep(
             call.metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs
         )
+
+    def _capture_call(self, key: GraphKey, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+        """Capture a call of a step. The calls of the first step of each kind are rehearsed."""
+        if all(other.kind is not key.kind for other in self._captured):
+            self._device_capture.rehearse(call)
+        return self._device_capture.capture(call)
 
     def _forward_call(
         self, key: GraphKey, page_index_B: Tensor, page_B: Tensor, token_tensors: list[Tensor]

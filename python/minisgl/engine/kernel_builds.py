@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -74,7 +75,7 @@ class KernelBuilds:
     def start(self, builds: Mapping[str, Callable[[], object]]) -> None:
         """Start further builds, before `wait`."""
         for name, build in builds.items():
-            self._names[self._pool.submit(build)] = name
+            self._names[self._pool.submit(_run, name, build)] = name
 
     def wait(self) -> None:
         """Return when all are done. A bar says for what it waits.
@@ -100,3 +101,11 @@ class KernelBuilds:
 
     def _names_of(self, builds: Iterable[Future[object]]) -> str:
         return ", ".join(sorted(self._names[build] for build in builds))
+
+
+def _run(name: str, build: Callable[[], object]) -> object:
+    started = time.monotonic()
+    try:
+        return build()
+    finally:
+        logger.debug("%s: %.2f s", name, time.monotonic() - started)

@@ -80,6 +80,7 @@ def load_model(
     model_config = ModelConfig.from_folder(Path(config.model))
     model_class = get_model_class(model_config.architecture)
     device = _set_up_device(config, info)
+    logger.debug("the device is ready")
     dtype = getattr(torch, config.dtype)
     prompt_modules = partial(
         PromptModules, device, dtype, model_config.head_dim, model_config.attention
@@ -123,6 +124,7 @@ def load_model(
         weight_bytes = _choose_kernels(model, config, comm, device)
     if device.type == "cpu":
         use_huge_pages()
+    logger.debug("the weights are loaded")
     kernel_builds.wait()
     return LoadedModel(
         model=model,

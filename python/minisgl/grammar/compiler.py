@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -58,14 +58,35 @@ class GrammarModel(msgspec.Struct, frozen=True):
 class GrammarCompiler:
     """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
 
-    The tokenizer is read when it is first needed.
+    The tokenizer is read on a thread: when it is first needed, or from `start_reading` on.
     """
 
     def __init__(self, model: GrammarModel) -> None:
         self._model = model
 
-    @cached_property
+    @property
     def tokenizer(self) -> LLTokenizer:
+        """
+        Raises:
+            ValueError, OSError, ImportError: it cannot be read, or not by llguidance.
+        """
+        return self._reading.result()
+
+    @cached_property
+    def _reading(self) -> Future[LLTokenizer]:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        reading = executor.submit(self._read_tokenizer)
+        executor.shutdown(wait=False)
+        return reading
+
+    def start_reading(self) -> None:
+        """Begin to read the tokenizer, once. Python's lock is held for the most part of a second.
+
+        What waits without that lock, as for a device or another process, is not held up.
+        """
+        _ = self._reading
+
+    def _read_tokenizer(self) -> LLTokenizer:
         folder = Path(self._model.folder)
         file = folder / "tokenizer.json"
         options = (self._model.vocab_size, self._model.eos_ids or None, _SLICES)
@@ -78,10 +99,10 @@ class GrammarCompiler:
         return from_tokenizer(tokenizer, *options)
 
     def read_tokenizer(self) -> None:
-        """Read the tokenizer now. It is read once. Python's lock is held meanwhile.
+        """Return when the tokenizer is read.
 
         Raises:
-            ValueError, OSError, ImportError: it cannot be read, or not by llguidance.
+            ValueError, OSError, ImportError: as `tokenizer`.
         """
         _ = self.tokenizer
 

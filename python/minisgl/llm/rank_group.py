@@ -55,7 +55,8 @@ class RankGroup:
             self._supervisor = stack.enter_context(Supervisor("WARNING"))
             for rank in range(config.tp):
                 body = "minisgl.scheduler:scheduler_worker"
-                self._supervisor.start(f"scheduler-{rank}", body, config, rank, addresses)
+                gpu = None if config.device == "cpu" else rank
+                self._supervisor.start(f"scheduler-{rank}", body, config, rank, addresses, gpu=gpu)
             self._supervisor.wait_ready(_START_TIMEOUT_S)
             self._supervisor.end_together()
             self._resources = stack.pop_all()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.checkpoint import Quantization
-from minisgl.checkpoint.gguf import GGUF_NAME, GGUFFile
+from minisgl.checkpoint.files import GGUF_NAME
 from minisgl.layers import BaseOP, WeightSource
 from minisgl.models.quantized import QuantizedCheckpoint
 from minisgl.models.safetensors_files import Checkpoint, SafetensorsCheckpoint, slice_of
@@ -22,6 +22,9 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF file under Hugging Face's tensor names; each tensor is dequantized as it is read."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        # Imported here: its libraries take a while, and only GGUF files need them.
+        from minisgl.checkpoint.gguf import GGUFFile
+
         super().__init__(dtype, device)
         self._file = GGUFFile(path)
 

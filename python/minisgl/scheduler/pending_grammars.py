@@ -92,9 +92,9 @@ class PendingGrammars:
     def get_ready(self) -> None:
         """Do all that is done once, before a grammar comes: try one, and compile it.
 
-        The trial process starts, which takes a second. Meanwhile the tokenizer is read, half a
-        second in which no thread can go on. If it cannot be read, that is said now, and again to
-        each request with a grammar.
+        The trial process starts, which takes a second. Meanwhile the tokenizer is read, if that has
+        not begun before. If it cannot be read, that is said now, and again to each request with a
+        grammar.
         """
         trial: Trial | None = None
         if self._trials is not None:
@@ -219,12 +219,14 @@ def create_pending_grammars(
     post: Callable[[BackendMsg], None],
     *,
     leads: bool,
+    compiler: GrammarCompiler | None,
     trials: GrammarTrials | None,
 ) -> PendingGrammars:
     """Make those of one rank.
 
     Args:
         leads: whether it is rank 0, which tries grammars.
+        compiler: if it was made before.
         trials: of rank 0, if they were opened before.
     """
     model = grammar_model(config, limits)
@@ -232,7 +234,7 @@ def create_pending_grammars(
         trials = GrammarTrials(model)
     return PendingGrammars(
         known,
-        GrammarCompiler(model),
+        compiler or GrammarCompiler(model),
         trials,
         post,
         num_matchers=_MATCHERS_ON_GPU if config.device == "cuda" else 1,

@@ -22,7 +22,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, Req, ReqSlice
 from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
-from minisgl.grammar import GrammarTrials
+from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
@@ -92,6 +92,7 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
+        compiler: of grammars, if it was made before.
         trials: of rank 0, if they were opened before; they are opened with the first grammar else.
         peers: the other ranks, with whom each step is compared; None if there are none.
         clock: seconds, from any start.
@@ -105,6 +106,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
+        compiler: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
         peers: Peers | None = None,
         clock: Clock = time.perf_counter,
@@ -124,7 +126,13 @@ class Scheduler:
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
         self.pending_grammars = create_pending_grammars(
-            config, limits, self.grammars.known, inbox.post, leads=leads, trials=trials
+            config,
+            limits,
+            self.grammars.known,
+            inbox.post,
+            leads=leads,
+            compiler=compiler,
+            trials=trials,
         )
         matching = Matching(self.grammars, limits.eos_ids, peers, for_gpu=is_on_gpu)
         prefill_watch = PrefillWatch(self.events, clock) if leads else None

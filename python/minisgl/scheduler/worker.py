@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.grammar import GrammarTrials
+from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
@@ -26,6 +27,8 @@ from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 
+logger = logging.getLogger(__name__)
+
 # On a CPU a step takes all cores. What answers clients needs little of one, but at once.
 _NICENESS_ON_CPU = 5
 
@@ -40,16 +43,25 @@ def scheduler_worker(
     so that no other process needs torch.
     """
     config = config.resolve(detect_hardware())
+    logger.debug("the hardware is known")
     if config.device == "cpu":
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
     peers = inbox if config.tp > 1 else None
-    trials = _open_trials(config) if rank == 0 else None
+    compiler, trials = _start_grammars(config, leads=rank == 0)
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(
-        config, engine, inbox, outbox, leads=rank == 0, trials=trials, peers=peers
+        config,
+        engine,
+        inbox,
+        outbox,
+        leads=rank == 0,
+        compiler=compiler,
+        trials=trials,
+        peers=peers,
     )
     scheduler.pending_grammars.get_ready()
+    logger.debug("grammars are ready")
     start_serving()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
     scheduler.run()
@@ -57,12 +69,18 @@ def scheduler_worker(
     outbox.close()
 
 
-def _open_trials(config: SchedulerConfig) -> GrammarTrials:
-    """Start the trial process: it reads the tokenizer for seconds, while the engine is made."""
+def _start_grammars(
+    config: SchedulerConfig, *, leads: bool
+) -> tuple[GrammarCompiler, GrammarTrials | None]:
+    """Begin to read the tokenizer, here and in the trial process, while the engine is made."""
     assert config.model
-    trials = GrammarTrials(grammar_model(config, ModelConfig.from_folder(Path(config.model))))
-    trials.open()
-    return trials
+    model = grammar_model(config, ModelConfig.from_folder(Path(config.model)))
+    trials = GrammarTrials(model) if leads else None
+    if trials is not None:
+        trials.open()
+    compiler = GrammarCompiler(model)
+    compiler.start_reading()
+    return compiler, trials
 
 
 def _queues(

@@ -18,6 +18,7 @@ what `serve.py` imports.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.private_folder import private_folder
 from minisgl.utils.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
 
 
 def launch_server(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +73,9 @@ def _run(config: ServerConfig) -> int:
         workers.start_api_workers(listener)
         from minisgl.server.serve import serve  # here, while the workers start
 
+        logger.debug("the server is imported")
         reports = workers.wait_ready()
+        logger.debug("all workers are ready")
         _accept_connections(listener)
         serve(config, model_config, reports, workers, listener, key_limits)
     return 0

@@ -55,6 +55,7 @@ class Workers:
                 self._config,
                 rank,
                 self.addresses,
+                gpu=None if self._config.device == "cpu" else rank,
             )
         for name in self._tokenizer_addresses:
             self._start_tokenizer(name)

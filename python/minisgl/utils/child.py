@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from minisgl.errors import ConfigError, MiniSGLError
+from minisgl.utils.hardware import start_driver
 from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def run_child(
     beats: ctypes.c_ulong,
     log_level: str,
     log_json: bool,
+    gpu: int | None,
     body: str,
     *args: Any,
 ) -> None:
@@ -92,10 +94,15 @@ def run_child(
     name_process(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging(name, log_level, as_json=log_json)
+    logger.debug("the process runs")
+    if gpu is not None:
+        start_driver(gpu)
 
     ready = Ready(writer, beats)
     try:
-        pkgutil.resolve_name(body)(ready, *args)
+        run = pkgutil.resolve_name(body)
+        logger.debug("all is imported")
+        run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())

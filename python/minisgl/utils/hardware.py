@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,27 @@ def _cpu_has_bf16() -> bool:
         return False
     flags = cpuinfo.read_text(errors="replace")
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def start_driver(gpu: int) -> None:
+    """Make the driver and a GPU's context on a thread, while this process imports torch.
+
+    That takes up to a second, in which Python's lock is free. Where there is no such GPU, or no
+    driver, nothing happens.
+    """
+    threading.Thread(target=_make_context, args=(gpu,), name="driver", daemon=True).start()
+
+
+def _make_context(gpu: int) -> None:
+    """Make the context that CUDA's runtime uses, too. It lives as long as the process."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), gpu) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def available_memory() -> int:

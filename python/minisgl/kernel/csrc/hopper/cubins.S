@@ -1,5 +1,5 @@
-// Puts the compiled kernels into the library, for run_paged.cu and run_ragged.cu. The assembler finds
-// them in its include folders.
+// Puts the compiled kernels into the library, for launch.cu. The assembler finds them in its include
+// folders.
     .section .rodata
     .balign 64
     .global prompts_paged_cubin

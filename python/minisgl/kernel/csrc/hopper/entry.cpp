@@ -46,8 +46,7 @@ Array<int64_t> plan(TensorView float_workspace, TensorView int_workspace,
   TVM_FFI_ICHECK_EQ(head_dim_qk, kHeadDim);
   TVM_FFI_ICHECK_EQ(head_dim_vo, kHeadDim);
   tvm::ffi::CUDADeviceGuard guard(float_workspace.device().device_id);
-  load_paged();
-  load_ragged();
+  load_kernels();
   const Workspaces workspaces{float_workspace.data_ptr(), bytes_of(float_workspace),
                               int_workspace.data_ptr(), pinned_workspace.data_ptr(),
                               bytes_of(int_workspace)};
@@ -72,14 +71,13 @@ Heads heads_of_page(const TensorView& pages) {
 }
 
 Step step_of(const Array<int64_t>& plan, const TensorView& int_workspace, const TensorView& q,
-             const Heads& k, const Heads& v, const TensorView& o, const Optional<TensorView>& lse,
-             int64_t window_left, double softcap, double scale) {
+             const Heads& k, const Heads& v, const TensorView& o, int64_t window_left,
+             double softcap, double scale) {
   const std::vector<int64_t> numbers(plan.begin(), plan.end());
   return {heads_of(q),
           k,
           v,
           heads_of(o),
-          lse ? data_of<float>(lse.value()) : nullptr,
           static_cast<int>(window_left),
           softcap,
           scale,
@@ -95,7 +93,7 @@ void check(int64_t mask_mode, int64_t layout, int64_t window_left, const TensorV
   TVM_FFI_ICHECK_EQ(window_left >= 0, kHasWindow);
   TVM_FFI_ICHECK_EQ(q.size(2), kHeadDim);
   for (const auto* tensor : tensors) {
-    TVM_FFI_ICHECK(!*tensor) << "this module scores no items and scales no values";
+    TVM_FFI_ICHECK(!*tensor) << "this module gives no sums, scores no items and scales no values";
   }
   TVM_FFI_ICHECK_EQ(scale_v, 1.0) << "this module scales no values";
 }
@@ -109,13 +107,12 @@ void paged_run(TensorView float_workspace, TensorView int_workspace, Array<int64
                Optional<TensorView> v_scales, double softcap, double scale, double v_scale,
                int64_t num_positions_in_item) {
   check(mask_mode, layout, window_left, q,
-        {&prefix_length, &position_in_item, &longest_item, &v_scales}, v_scale);
-  TVM_FFI_ICHECK_EQ(k_pages.stride(0), v_pages.stride(0));
-  TVM_FFI_ICHECK_EQ(k_pages.stride(1), v_pages.stride(1));
+        {&lse, &prefix_length, &position_in_item, &longest_item, &v_scales}, v_scale);
+  for (int i = 0; i < 3; ++i) TVM_FFI_ICHECK_EQ(k_pages.stride(i), v_pages.stride(i));
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const Pages pages{data_of<int32_t>(page_indices), k_pages.stride(0), v_pages.stride(0),
-                    static_cast<uint32_t>(k_pages.size(1))};
-  run_paged(step_of(plan, int_workspace, q, heads_of_page(k_pages), heads_of_page(v_pages), o, lse,
+  const Pages pages{data_of<int32_t>(page_indices), k_pages.stride(0),
+                    static_cast<int>(k_pages.size(1))};
+  run_paged(step_of(plan, int_workspace, q, heads_of_page(k_pages), heads_of_page(v_pages), o,
                     window_left, softcap, scale),
             pages);
 }
@@ -128,10 +125,10 @@ void ragged_run(TensorView float_workspace, TensorView int_workspace, Array<int6
                 Optional<TensorView> longest_item, Optional<TensorView> v_scales, double softcap,
                 double scale, double v_scale, int64_t num_positions_in_item) {
   check(mask_mode, layout, window_left, q,
-        {&prefix_length, &position_in_item, &longest_item, &v_scales}, v_scale);
+        {&lse, &prefix_length, &position_in_item, &longest_item, &v_scales}, v_scale);
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  run_ragged(step_of(plan, int_workspace, q, heads_of(k), heads_of(v), o, lse, window_left,
-                     softcap, scale));
+  run_ragged(step_of(plan, int_workspace, q, heads_of(k), heads_of(v), o, window_left, softcap,
+                     scale));
 }
 
 }  // namespace prompts

@@ -1,5 +1,5 @@
-// What entry.cpp hands on to plan.cu and to the launchers. None of the headers of CUTLASS is in it,
-// which take a compiler seconds, so each of these files is compiled beside the others.
+// What entry.cpp hands on to plan.cu and to launch.cu. None of the headers of CUTLASS is in it, which
+// take a compiler seconds, so each of these files is compiled beside the others.
 #pragma once
 
 #include <cstddef>
@@ -19,12 +19,11 @@ struct Heads {
   int64_t head_stride;
 };
 
-// Where the pages of all prompts are, in numbers of the tensors of keys and values.
+// Where the pages of all prompts are, in numbers of the tensors of keys and of values.
 struct Pages {
-  int32_t* indices;
-  int64_t k_stride;
-  int64_t v_stride;
-  uint32_t size;
+  const int32_t* indices;
+  int64_t stride;
+  int size;
 };
 
 // What each of the device's processors does, on the device.
@@ -45,7 +44,6 @@ struct Step {
   Heads k;
   Heads v;
   Heads o;
-  float* lse;  // may be null
   int window_left;
   double softcap;
   double scale;
@@ -82,8 +80,7 @@ std::vector<int64_t> make_plan(const Workspaces& workspaces, const Prompts& prom
 Work work_of(const std::vector<int64_t>& plan, void* numbers);
 
 // To be called before a graph is captured, which may not load kernels.
-void load_paged();
-void load_ragged();
+void load_kernels();
 
 void run_paged(const Step& step, const Pages& pages);
 void run_ragged(const Step& step);

@@ -1,0 +1,69 @@
+// The sizes of tiles, and what a kernel is started with. None of the headers of CuTe is in it, which
+// take a compiler seconds.
+//
+// Given to the compiler: PROMPT_TYPE, PROMPT_HEAD_DIM, PROMPT_HAS_WINDOW, PROMPT_HAS_SOFTCAP.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+#include <flashinfer/fastdiv.cuh>
+
+namespace prompts {
+
+constexpr int kHeadDim = PROMPT_HEAD_DIM;
+constexpr int kStages = 2;
+
+static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
+              "FlashAttention 3 takes heads of 64, 128 or 256 numbers");
+
+// The sizes of tiles are those that FlashInfer chooses; its plan counts with those of queries.
+constexpr int kTileQ = kHeadDim == 64 ? 192 : 128;
+constexpr int kPagedTileKV = kHeadDim == 256 ? 32 : 96;
+constexpr int kRaggedTileKV = kHeadDim == 256 ? 64 : 128;
+
+// In shared memory a tile is cut into columns of so many numbers, which are 128 bytes.
+constexpr int kColumn = 64;
+
+// One group of 128 threads loads, one multiplies for each 64 queries.
+constexpr int kThreads = 128 * (1 + kTileQ / 64);
+
+// Shared memory has the queries, the stages of keys and values, and a few barriers.
+constexpr int shared_bytes(int tile_kv) {
+  return 2 * kHeadDim * (kTileQ + 2 * kStages * tile_kv) + 256;
+}
+
+// The members that FlashInfer's variants of attention look for.
+struct AdditionalParams {
+  double logits_soft_cap;
+  double sm_scale;
+};
+
+struct PagedParams {
+  CUtensorMap q;
+  const void* k;
+  const void* v;
+  const int32_t* pages;
+  int64_t page_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+  flashinfer::uint_fastdiv page_size;
+  int window_left;
+  AdditionalParams additional_params;
+};
+
+struct RaggedParams {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  int window_left;
+  AdditionalParams additional_params;
+};
+
+struct OutputParams {
+  void* o;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+}  // namespace prompts
