@@ -22,7 +22,6 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import BatchPlan, Req, ReqSlice
 from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
-from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
@@ -45,7 +44,7 @@ from minisgl.scheduler.io import Inbox, Outbox, Peers
 from minisgl.scheduler.live_requests import LiveRequests
 from minisgl.scheduler.matching import Matching
 from minisgl.scheduler.outputs import Output, OutputProcessor
-from minisgl.scheduler.pending_grammars import create_pending_grammars
+from minisgl.scheduler.pending_grammars import GrammarTools, create_pending_grammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.statistics import Statistics
@@ -92,8 +91,7 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
-        compiler: of grammars, if it was made before.
-        trials: of rank 0, if they were opened before; they are opened with the first grammar else.
+        grammar_tools: if they were started before; they start with the first grammar else.
         peers: the other ranks, with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
@@ -106,8 +104,7 @@ class Scheduler:
         outbox: Outbox,
         *,
         leads: bool = True,
-        compiler: GrammarCompiler | None = None,
-        trials: GrammarTrials | None = None,
+        grammar_tools: GrammarTools | None = None,
         peers: Peers | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -126,13 +123,7 @@ class Scheduler:
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
         self.pending_grammars = create_pending_grammars(
-            config,
-            limits,
-            self.grammars.known,
-            inbox.post,
-            leads=leads,
-            compiler=compiler,
-            trials=trials,
+            config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
         )
         matching = Matching(self.grammars, limits.eos_ids, peers, for_gpu=is_on_gpu)
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
