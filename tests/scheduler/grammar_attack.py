@@ -17,8 +17,8 @@ import numpy as np
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import BackendMsg, ForgetGrammarMsg
-from minisgl.scheduler.grammar import GrammarMatchers
 from minisgl.scheduler.grammar_budget import GrammarBudget
+from minisgl.scheduler.grammar_matchers import GrammarMatchers
 from minisgl.utils.env import env_with_sys_path
 
 _ANSWER_TOKENS = 60

@@ -11,7 +11,7 @@ import pytest
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import MatchState, StepDigestMsg
-from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers
+from minisgl.scheduler.grammar_matchers import IN_PROGRESS, GrammarMatchers
 from minisgl.scheduler.matching import Matching
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 

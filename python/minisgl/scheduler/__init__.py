@@ -25,7 +25,7 @@ Structured output:
     pending_grammars.py  requests that wait until their grammar is tried and compiled
     known_grammars.py    grammars that were tried, and what they take
     grammar_budget.py    which are forgotten when they take too much
-    grammar.py           grammar masks before a token, this rank's matches after it
+    grammar_matchers.py  grammar masks before a token, this rank's matches after it
     mask_threads.py      threads that make masks, and what they take for it
     matching.py          what matches make of sampled tokens: rank 0's count; forced tokens
 

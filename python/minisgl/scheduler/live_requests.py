@@ -37,7 +37,7 @@ from minisgl.scheduler.events import (
     RequestQueued,
     RequestRetracted,
 )
-from minisgl.scheduler.grammar import GrammarMatchers
+from minisgl.scheduler.grammar_matchers import GrammarMatchers
 from minisgl.scheduler.outputs import OutputProcessor
 from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager

@@ -39,7 +39,7 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.grammar import GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammar_matchers import GrammarMatchers, PendingMasks
 from minisgl.scheduler.io import Inbox, Outbox, Peers
 from minisgl.scheduler.live_requests import LiveRequests
 from minisgl.scheduler.matching import Matching
