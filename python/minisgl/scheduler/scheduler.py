@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.config import SchedulerConfig
@@ -180,7 +181,9 @@ class Scheduler:
         Masks of n need the tokens of n-1. A step with masks is therefore sampled just before n+1 is
         launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
         """
-        self._receive()
+        msgs = self._receive()
+        for msg in msgs:
+            self._take(msg)
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
         previous = self._in_flight
         candidates: list[Req] = []  # of which one has to end
@@ -213,16 +216,16 @@ class Scheduler:
         self.grammars.stay_in_budget()
         self._send()
 
-    def _receive(self) -> None:
-        """Act on the messages that have come. Wait for one if nothing can happen before."""
+    def _receive(self) -> Sequence[BackendMsg]:
+        """The messages that have come. Wait for one if nothing can happen before."""
         is_idle = self.is_idle
         msgs = self._inbox.receive(block=is_idle)
         if is_idle and self._watch:
             self._watch.resume()
-        for msg in msgs:
-            self._take(msg)
+        return msgs
 
     def _take(self, msg: BackendMsg) -> None:
+        """Do what a message says."""
         match msg:
             case UserMsg():
                 self.requests.accept(msg)
