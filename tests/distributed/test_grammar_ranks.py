@@ -32,7 +32,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.scheduler.grammar import GrammarMatchers
+from minisgl.scheduler.grammar_matchers import GrammarMatchers
 from minisgl.utils.mp import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of

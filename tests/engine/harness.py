@@ -14,9 +14,9 @@ from torch import Tensor
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, LaunchedStep
-from minisgl.grammar import GrammarCompiler
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.pending_grammars import GrammarTools
 
 Prompt = list[int]
 
@@ -127,10 +127,7 @@ class Host:
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox()
         self._engine = engine
-        limits = engine.limits
-        self._compiler = GrammarCompiler(
-            Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids)
-        )
+        self._compiler = GrammarTools.of(config, engine.limits, leads=False).compiler
         self.scheduler = Scheduler(config, engine, self.inbox, self.outbox)
         self._num_asked = 0
 

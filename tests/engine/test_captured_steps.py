@@ -330,7 +330,7 @@ def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> 
     assert [answer.tokens for answer in host.ask(prompts, each)] == [
         answer.tokens for answer in expected
     ]
-    assert host.scheduler._counts.num_retractions > 0
+    assert host.scheduler.statistics.counts.num_retractions > 0
     assert 0 < log["choose"] < log["forward"]
 
 
@@ -344,7 +344,7 @@ def test_an_abort_between_replayed_steps_changes_no_other_answer(hosts: Hosts) -
 
     def step_and_abort() -> None:
         step()
-        if len(host.outbox.msgs) > 50 and host.scheduler._live.get(aborted):
+        if len(host.outbox.msgs) > 50 and host.scheduler.requests._live.get(aborted):
             host.inbox.msgs = [AbortBackendMsg(aborted)]
 
     host.scheduler.step = step_and_abort  # type: ignore[method-assign]

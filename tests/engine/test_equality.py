@@ -127,7 +127,7 @@ def test_requests_that_lost_their_pages_still_get_the_oracles_tokens_and_logits(
     host = Host(WatchedEngine(config), config)
     answers = host.ask(PROMPTS, GREEDY)
     assert_equals_oracle(oracle(arch), PROMPTS, answers)
-    assert host.scheduler._counts.num_retractions > 0
+    assert host.scheduler.statistics.counts.num_retractions > 0
 
 
 @archs

@@ -460,7 +460,7 @@ def test_captured_steps_are_those_that_are_computed(
                 assert log["writes"] == 1, "pages are appended by graphs"
             check_integrity(llm)
         if "num_pages" in options:
-            assert llm._scheduler._counts.num_retractions > 0
+            assert llm._scheduler.statistics.counts.num_retractions > 0
 
 
 def triton_kernels() -> list[JITFunction]:

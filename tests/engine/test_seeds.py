@@ -47,7 +47,7 @@ def test_a_seeded_request_that_lost_its_pages_gets_the_same_tokens(
     config = config_of(checkpoint("llama"), num_pages=24, overlap=True)
     host = Host(WatchedEngine(config), config)
     crowded = host.ask(prompts, seeded(7))
-    assert host.scheduler._counts.num_retractions > 0
+    assert host.scheduler.statistics.counts.num_retractions > 0
     assert [answer.tokens for answer in crowded] == [answer.tokens for answer in alone]
 
 

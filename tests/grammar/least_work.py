@@ -14,7 +14,7 @@ from llguidance import LLParserLimits
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.grammar import GrammarCompiler
+from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.grammar.compiler import _LIMITS
 
 MAX_WORK = 100_000
@@ -38,7 +38,7 @@ def least_work(folder: Path, vocab_size: int, eos_id: int) -> list[int]:
     ]
     grammars = [Grammar("json_schema", json.dumps(schema)) for schema in schemas]
     grammars.append(Grammar("lark", TERMS))
-    compiler = GrammarCompiler(folder, vocab_size, [eos_id])
+    compiler = GrammarCompiler(GrammarModel(str(folder), vocab_size, [eos_id]))
     return [_least_fuel(compiler, grammar) for grammar in grammars]
 
 

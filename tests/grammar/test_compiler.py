@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.grammar import GrammarCompiler
+from minisgl.grammar import GrammarCompiler, GrammarModel
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.grammar.least_work import MAX_WORK, least_work
 
@@ -36,7 +36,7 @@ NUMBER: /[0-9]+/
 
 @pytest.fixture(scope="module")
 def compiler(checkpoint: Callable[[str], Path]) -> GrammarCompiler:
-    return GrammarCompiler(checkpoint("qwen2"), VOCAB_SIZE, [EOS_ID])
+    return GrammarCompiler(GrammarModel(str(checkpoint("qwen2")), VOCAB_SIZE, [EOS_ID]))
 
 
 def follow(compiler: GrammarCompiler, matcher: LLMatcher, text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import Grammar
-from minisgl.grammar import GrammarTrials, TrialLimits, Verdict
+from minisgl.grammar import GrammarModel, GrammarTrials, TrialLimits, Verdict
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
 TIMEOUT_S = 60.0
@@ -37,13 +37,13 @@ class Trials(GrammarTrials):
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("qwen2")
+def model(checkpoint: Callable[[str], Path]) -> GrammarModel:
+    return GrammarModel(str(checkpoint("qwen2")), VOCAB_SIZE, [EOS_ID])
 
 
 @pytest.fixture(scope="module")
-def trials(folder: Path) -> Iterator[Trials]:
-    trials = Trials(folder, VOCAB_SIZE, [EOS_ID])
+def trials(model: GrammarModel) -> Iterator[Trials]:
+    trials = Trials(model)
     yield trials
     trials.close()
 
@@ -57,9 +57,9 @@ def test_a_grammar_that_takes_long_is_refused_and_the_next_is_tried(trials: Tria
     assert trials.ask(YES).error is None
 
 
-def test_a_grammar_that_takes_much_memory_is_refused(folder: Path) -> None:
+def test_a_grammar_that_takes_much_memory_is_refused(model: GrammarModel) -> None:
     limits = TrialLimits(cpu_s=60.0, wall_s=60.0, num_bytes=2**26)
-    trials = Trials(folder, VOCAB_SIZE, [EOS_ID], limits)
+    trials = Trials(model, limits)
     try:
         assert trials.ask(BOMB).error == refusal("it takes more than 64 MiB to compile")
         assert trials.ask(YES).error is None
@@ -87,10 +87,10 @@ def test_the_process_yields_to_the_engine(trials: Trials) -> None:
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own_niceness + 10)
 
 
-def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(folder: Path) -> None:
+def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(model: GrammarModel) -> None:
     """With limits that no test waits for."""
     endless = TrialLimits(cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40)
-    trials = Trials(folder, VOCAB_SIZE, [EOS_ID], endless)
+    trials = Trials(model, endless)
     verdicts: list[Verdict] = []
     try:
         assert trials.ask(YES).error is None  # the process runs

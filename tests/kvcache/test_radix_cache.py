@@ -278,7 +278,7 @@ def test_matching_again_and_again_leaves_no_litter() -> None:
     cost = lines_run(lambda: [tree.match(path) for _ in range(1000)])
 
     assert cost < 1000 * 150
-    assert len(tree._heap) < 100 + 5 * tree.num_pages
+    assert len(tree._order) < 100 + 5 * tree.num_pages
 
 
 def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:

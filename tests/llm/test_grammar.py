@@ -285,7 +285,7 @@ def test_requests_that_lose_their_pages_keep_their_place_in_the_match(
             answers.append(
                 [out.token_ids for out in llm.generate([PROMPT] * 8, each, use_tqdm=False)]
             )
-            retractions = llm._scheduler._counts.num_retractions
+            retractions = llm._scheduler.statistics.counts.num_retractions
     assert retractions > 0
     assert answers[0] == answers[1]
 
@@ -400,7 +400,8 @@ def answers_of(llm: LLM, kinds: list[SamplingParams]) -> tuple[list[Any], int]:
 
 
 def num_steps(llm: LLM) -> int:
-    return llm._scheduler._counts.num_steps if isinstance(llm._scheduler, Scheduler) else 0
+    scheduler = llm._scheduler
+    return scheduler.statistics.counts.num_steps if isinstance(scheduler, Scheduler) else 0
 
 
 @pytest.mark.parametrize(

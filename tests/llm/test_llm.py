@@ -25,7 +25,7 @@ from minisgl.llm import LLM
 from minisgl.llm.answers import TextReader
 from minisgl.message import DetokenizeMsg
 from minisgl.scheduler import Scheduler
-from minisgl.scheduler.shared_executor import SharedExecutor
+from minisgl.scheduler.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
 
@@ -49,7 +49,7 @@ def make(folder: Path, **options: Any) -> LLM:
     }
     llm = LLM(folder, **{**small, **options})
     if options.get("overlap") and isinstance(llm._scheduler, Scheduler):
-        llm._scheduler.grammars._executor = SharedExecutor(2)
+        llm._scheduler.grammars._mask_threads = MaskThreads(2)
     return llm
 
 

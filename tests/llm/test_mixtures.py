@@ -83,7 +83,7 @@ class Crowd:
             if self.requests and self._random.random() < 0.3:
                 self.abort()
             self.step()
-        while self._scheduler._live or not self._scheduler.is_idle:
+        while self._scheduler.requests._live or not self._scheduler.is_idle:
             self.step()
 
 
@@ -100,8 +100,9 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
         crowd = Crowd(llm, seed=5)
         crowd.run(150)
         scheduler = llm._scheduler
-        assert scheduler._counts.num_retractions > 0
-        assert not (scheduler._live or scheduler._deferred or scheduler.grammars._matches)
+        assert scheduler.statistics.counts.num_retractions > 0
+        assert not (scheduler.requests._live or scheduler.requests._deferred)
+        assert not scheduler.grammars._matches
         answers: dict[tuple[int, int], list[int]] = {}
         for (kind, prompt), outputs in zip(crowd.requests, crowd.outputs, strict=True):
             last = outputs[-1]

@@ -76,7 +76,7 @@ def test_log_probabilities_of_prompts_are_transformers(llm: LLM, max_tokens: int
             check(prompt, out.prompt_logprobs, num_top=2)
     llm._scheduler.check_integrity()
     if max_tokens and llm._scheduler.cache.num_pages == 24:
-        assert llm._scheduler._counts.num_retractions > 0
+        assert llm._scheduler.statistics.counts.num_retractions > 0
 
 
 def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) -> None:
@@ -108,7 +108,7 @@ def test_more_rows_than_are_made_logits_at_a_time(
 
 
 def test_a_prompt_alone_may_fill_the_context_but_for_a_token(llm: LLM) -> None:
-    limit = min(CONTEXT, llm._scheduler._limits.max_seq_len)
+    limit = min(CONTEXT, llm._scheduler._executor.limits.max_seq_len)
     [prompt] = random_prompts([limit - 1], VOCAB_SIZE, seed=3)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=0), use_tqdm=False)
     assert (out.text, out.token_ids, out.finish_reason, out.num_prompt) == (

@@ -65,7 +65,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.sampling_params import MAX_COUNT, MAX_SEED
-from minisgl.utils.supervisor import StartupReport, TokenizerInfo
+from minisgl.utils.child import StartupReport, TokenizerInfo
 
 SAMPLING = SamplingParams(
     max_tokens=5,

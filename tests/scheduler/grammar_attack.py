@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
-from minisgl.grammar import GrammarCompiler
+from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import BackendMsg, ForgetGrammarMsg
-from minisgl.scheduler.grammar import GrammarMatchers
 from minisgl.scheduler.grammar_budget import GrammarBudget
+from minisgl.scheduler.grammar_matchers import GrammarMatchers
 from minisgl.utils.env import env_with_sys_path
 
 _ANSWER_TOKENS = 60
@@ -62,7 +62,8 @@ def run_attack(attack: Attack) -> Damage:
 class _Attacker:
     def __init__(self, attack: Attack) -> None:
         self._attack = attack
-        self._compiler = GrammarCompiler(Path(attack.folder), attack.vocab_size, [attack.eos_id])
+        model = GrammarModel(attack.folder, attack.vocab_size, [attack.eos_id])
+        self._compiler = GrammarCompiler(model)
         shape_XW = (attack.num_grammars, (attack.vocab_size + 31) // 32)
         self._masks_XW = np.zeros(shape_XW, dtype=np.int32)
         self._posted: list[BackendMsg] = []

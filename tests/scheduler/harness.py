@@ -19,6 +19,8 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.pending_grammars import PendingGrammars
 from tests.scheduler.fake_executor import FakeExecutor, endless_answer, reference_answer
 from tests.scheduler.fake_matchers import FakeMatchers
 
@@ -132,10 +134,19 @@ class Host:
         )
         self.scheduler = Scheduler(config, self.executor, self.inbox, self._book)
         self.matchers = FakeMatchers(self._endless_answer)
-        self.scheduler.grammars = self.matchers
-        self.scheduler.outputs._matching._grammars = self.matchers
+        self.use_matchers(self.matchers, self.scheduler.pending_grammars)
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self._uids = itertools.count()
+
+    def use_matchers(self, matchers: GrammarMatchers, pending: PendingGrammars) -> None:
+        """Put them in the place of the scheduler's."""
+        scheduler = self.scheduler
+        scheduler.grammars = matchers
+        scheduler.requests._grammars = matchers
+        scheduler.outputs._matching._grammars = matchers
+        scheduler.pending_grammars = pending
+        scheduler.requests._pending_grammars = pending
+        scheduler.statistics._pending_grammars = pending
 
     @property
     def is_busy(self) -> bool:
@@ -190,7 +201,7 @@ class Host:
                 self.check_nothing_is_left()
                 return num_steps
             self.step()
-        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler._live}")
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.requests._live}")
 
     def ask(self, prompt: list[int], params: SamplingParams | None = None) -> Answer:
         """One request, alone, to its end."""
@@ -229,8 +240,8 @@ class Host:
     def check_nothing_is_left(self) -> None:
         scheduler = self.scheduler
         cache = scheduler.cache
-        assert not scheduler._live
-        assert not scheduler._deferred
+        assert not scheduler.requests._live
+        assert not scheduler.requests._deferred
         assert not scheduler._in_flight
         assert not scheduler.outputs.has_messages
         assert self.matchers.num_open == 0

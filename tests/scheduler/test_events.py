@@ -138,8 +138,9 @@ def test_what_is_counted_is_what_was_launched(overlap: bool) -> None:
 
 def test_an_event_that_has_no_listener_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those are made that the counts and the watch of prefills need."""
-    for name in ("StepPlanned", "StepFinished", "RequestQueued"):
+    for name in ("StepPlanned", "StepFinished"):
         monkeypatch.setattr(f"minisgl.scheduler.scheduler.{name}", None)
+    monkeypatch.setattr("minisgl.scheduler.live_requests.RequestQueued", None)
     monkeypatch.setattr("minisgl.scheduler.outputs.FirstToken", None)
     host = Host()
     host.submit(prompt_of(5), exactly(4))

@@ -142,7 +142,7 @@ class Rank:
             self.failure = failure
 
     def sampling(self) -> dict[int, bytes]:
-        return {uid: req.sampling_record for uid, req in self.scheduler._live.items()}
+        return {uid: req.sampling_record for uid, req in self.scheduler.requests._live.items()}
 
 
 def run_group(leader: Rank, followers: list[Rank], pushes: list[PushQueue]) -> None:
@@ -191,7 +191,8 @@ class DeafInbox(FollowerInbox):
         return [msg for msg in super().receive(block=block) if not self._misses(msg)]
 
     def _misses(self, msg: BackendMsg) -> bool:
-        is_of_live = isinstance(msg, AbortBackendMsg) and msg.uid in self.rank.scheduler._live
+        live = self.rank.scheduler.requests._live
+        is_of_live = isinstance(msg, AbortBackendMsg) and msg.uid in live
         if self.missed or not is_of_live:
             return False
         assert isinstance(msg, AbortBackendMsg)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
-from minisgl.grammar import GrammarCompiler
+from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import MatchState, StepDigestMsg
-from minisgl.scheduler.grammar import IN_PROGRESS, GrammarMatchers
+from minisgl.scheduler.grammar_matchers import IN_PROGRESS, GrammarMatchers
 from minisgl.scheduler.matching import Matching
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
@@ -63,7 +63,7 @@ class Follower:
 
 @pytest.fixture(scope="module")
 def compiler(checkpoint: Callable[[str], Path]) -> GrammarCompiler:
-    return GrammarCompiler(checkpoint("qwen2"), VOCAB_SIZE, [EOS_ID])
+    return GrammarCompiler(GrammarModel(str(checkpoint("qwen2")), VOCAB_SIZE, [EOS_ID]))
 
 
 def test_a_rank_that_finds_the_same_goes_on(compiler: GrammarCompiler) -> None:

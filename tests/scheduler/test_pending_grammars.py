@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import Grammar, SamplingParams
-from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial
+from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.known_grammars import KnownGrammars
 from minisgl.scheduler.pending_grammars import PendingGrammars
@@ -75,15 +75,14 @@ class GrammarHost(Host):
         super().__init__()
         self.trials = FakeTrials()
         self.matchers = LearningMatchers(self._endless_answer)
-        self.scheduler.grammars = self.matchers
-        self.scheduler.outputs._matching._grammars = self.matchers
-        self.scheduler.pending_grammars = PendingGrammars(
+        pending = PendingGrammars(
             self.matchers.known,
             FakeCompiler(),  # type: ignore[arg-type]
             self.trials if leads else None,  # type: ignore[arg-type]
             self.inbox.post,
             num_matchers=3,
         )
+        self.use_matchers(self.matchers, pending)
 
     def post_verdict(self, verdict: GrammarVerdictMsg) -> None:
         """Step with a verdict; the grammar is compiled when this returns."""
@@ -232,9 +231,9 @@ def test_known_grammars_are_bounded_by_bytes_and_the_oldest_go() -> None:
 
 def test_a_first_grammar_finds_all_ready(checkpoint: Callable[[str], Path]) -> None:
     """The trial process runs, the tokenizer is read, and a grammar was tried and compiled."""
-    arguments = (checkpoint("qwen2"), VOCAB_SIZE, [EOS_ID])
-    compiler = GrammarCompiler(*arguments)
-    trials = GrammarTrials(*arguments)
+    model = GrammarModel(str(checkpoint("qwen2")), VOCAB_SIZE, [EOS_ID])
+    compiler = GrammarCompiler(model)
+    trials = GrammarTrials(model)
     messages: list[Any] = []
     pending = PendingGrammars(KnownGrammars(), compiler, trials, messages.append)
     try:
@@ -252,9 +251,9 @@ def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    arguments = (tmp_path, VOCAB_SIZE, [EOS_ID])
-    trials = GrammarTrials(*arguments)
-    pending = PendingGrammars(KnownGrammars(), GrammarCompiler(*arguments), trials, print)
+    model = GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID])
+    trials = GrammarTrials(model)
+    pending = PendingGrammars(KnownGrammars(), GrammarCompiler(model), trials, print)
     try:
         pending.get_ready()
     finally:

@@ -13,7 +13,7 @@ from minisgl.core import IntArray, Req, SamplingParams, TableWrites
 from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import radix_cache
 from minisgl.message import ExitMsg, FlushCacheMsg, NewDetokenizerMsg
-from minisgl.scheduler import prefill, scheduler
+from minisgl.scheduler import live_requests, prefill
 from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
 from tests.scheduler.fake_executor import endless_answer, reference_answer
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
@@ -270,7 +270,7 @@ class ComparedReq(Req):
 def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "Req", ComparedReq)
+    monkeypatch.setattr(live_requests, "Req", ComparedReq)
     monkeypatch.setattr(ComparedReq, "num_compared", 0)
     host = Host(num_rows=1)
     running = host.submit(prompt_of(4), exactly(50))
@@ -280,6 +280,7 @@ def test_the_abort_of_one_that_waits_does_not_look_at_the_others(
         host.abort(uid)
     host.step()
 
+    assert all(isinstance(req, ComparedReq) for req in host.scheduler.requests._live.values())
     assert ComparedReq.num_compared == 0
     assert len(host.scheduler.prefill) == 1
     host.drain()
@@ -741,7 +742,7 @@ def test_what_is_said_last_is_how_it_stands_and_nothing_is_said_twice(overlap: b
         last = host.stats[-1]
         num_half_computed = len(scheduler.prefill.half_computed)
         assert last.num_running == len(scheduler.decode) + num_half_computed
-        assert last.num_running + last.num_waiting == len(scheduler._live)
+        assert last.num_running + last.num_waiting == len(scheduler.requests._live)
         assert last.num_pages_used == 16 - scheduler.cache.num_available
         assert last.num_pages == 16
         held.add((last.num_running, last.num_waiting))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -104,6 +104,22 @@ class FakeWorker:
 
 
 @asynccontextmanager
+async def _running(frontend: Frontend, workers: Sequence[FakeWorker]) -> AsyncIterator[None]:
+    """Run a frontend. At the end it shuts its workers down; there may be more of them by then."""
+    running = asyncio.create_task(frontend.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        frontend.shut_down()
+        for worker in workers:
+            await worker.stop()
+            worker.close()
+
+
+@asynccontextmanager
 async def restartable_frontend() -> AsyncIterator[
     tuple[Frontend, FakeWorker, Callable[[], Awaitable[FakeWorker]]]
 ]:
@@ -114,7 +130,6 @@ async def restartable_frontend() -> AsyncIterator[
         )
         frontend = Frontend(Addresses(folder), replies, max_open_requests=8)
         workers = [FakeWorker(Addresses(folder))]
-        running = asyncio.create_task(frontend.run())
 
         async def restart() -> FakeWorker:
             addresses = Addresses(folder, epoch=len(workers))
@@ -122,16 +137,8 @@ async def restartable_frontend() -> AsyncIterator[
             frontend.resume(addresses)
             return workers[-1]
 
-        try:
+        async with _running(frontend, workers):
             yield frontend, workers[0], restart
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-            frontend.shut_down()
-            for worker in workers:
-                await worker.stop()
-                worker.close()
 
 
 @asynccontextmanager
@@ -149,7 +156,6 @@ async def replaceable_frontend(
         )
         frontend = Frontend(addresses, replies, max_open_requests=8)
         workers = [FakeWorker(addresses)]
-        running = asyncio.create_task(frontend.run())
 
         async def replace_worker(name: str) -> FakeWorker:
             nonlocal addresses
@@ -158,16 +164,8 @@ async def replaceable_frontend(
             frontend.replace_worker(name, addresses, f"{name} died")
             return workers[-1]
 
-        try:
+        async with _running(frontend, workers):
             yield frontend, workers, replace_worker
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-            frontend.shut_down()
-            for worker in workers:
-                await worker.stop()
-                worker.close()
 
 
 @asynccontextmanager

@@ -27,8 +27,6 @@ from minisgl.message import (
     AbortMsg,
     BatchFrontendMsg,
     CodecReply,
-    DecodeMsg,
-    EncodeMsg,
     EngineStats,
     NewDetokenizerMsg,
     Prompt,
@@ -37,7 +35,6 @@ from minisgl.message import (
     TextLogprobs,
     TokenizeMsg,
     UserReply,
-    pack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
@@ -272,14 +269,14 @@ def test_a_drain_refuses_new_requests_and_ends_when_the_open_ones_have() -> None
     async def scenario() -> None:
         async with running_frontend() as (frontend, worker):
             generation = frontend.submit(["a"], PARAMS)
-            asking = asyncio.create_task(frontend.decode([1]))
+            asking = asyncio.create_task(frontend.questions.decode([1]))
             uids = [(await worker.receive()).uid for _ in range(2)]
             frontend.refuse("going")
             draining = asyncio.create_task(frontend.drained())
             with pytest.raises(Unavailable, match="going"):
                 frontend.submit(["b"], PARAMS)
             with pytest.raises(Unavailable, match="going"):
-                await frontend.decode([2])
+                await frontend.questions.decode([2])
             worker.send(UserReply(uids[0], "all", finish="stop"))
             assert [reply.text async for _, reply in generation] == ["all"]
             assert not draining.done()
@@ -300,35 +297,12 @@ def test_a_request_that_takes_too_long_is_aborted() -> None:
             with pytest.raises(RequestTimeout, match=r"longer than the limit of 0.01 s") as late:
                 await generation.collect()
             assert (late.value.status, late.value.code) == (504, "timeout")
-            asking = asyncio.create_task(frontend.decode([1]))
+            asking = asyncio.create_task(frontend.questions.decode([1]))
             question = await worker.receive()
             with pytest.raises(RequestTimeout):
                 await asking
             assert await worker.receive() == AbortMsg(question.uid)
             assert frontend.num_open == 0
-
-    run(scenario())
-
-
-def test_a_flush_of_the_cache_is_answered_by_its_uid() -> None:
-    async def scenario() -> None:
-        async with running_frontend() as (frontend, worker):
-            flushes = [asyncio.create_task(frontend.flush_cache()) for _ in range(3)]
-            uids = [(await worker.receive()).uid for _ in flushes]
-            flushes[1].cancel()
-            answers = [(uids[2], 0), (uids[1], 4), (99, 7), (uids[0], 8)]
-            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, flushes=answers)
-            worker.send_message(BatchFrontendMsg([], stats))
-            assert [await flushes[0], await flushes[2]] == [8, 0]
-            assert await worker.receive() == AbortMsg(uids[1])
-            assert frontend.num_open == frontend.num_open_in_all == 0
-
-            lost = asyncio.create_task(frontend.flush_cache())
-            await worker.receive()
-            frontend.suspend("it died", 1)
-            for refused in (lost, frontend.flush_cache()):
-                with pytest.raises(Unavailable, match="it died"):
-                    await refused
 
     run(scenario())
 
@@ -433,7 +407,7 @@ def test_without_tokenizers_the_detokenizers_successor_gets_what_waited() -> Non
         async with replaceable_frontend(num_tokenizer=0) as (frontend, workers, replace_worker):
             waiting = frontend.submit(["a"], PARAMS)
             uid = (await workers[0].receive()).uid
-            asking = asyncio.create_task(frontend.decode([1]))
+            asking = asyncio.create_task(frontend.questions.decode([1]))
             question = await workers[0].receive()
 
             successor = await replace_worker(DETOKENIZER)
@@ -452,7 +426,7 @@ def test_what_was_lost_twice_with_dead_workers_ends_with_an_error() -> None:
     async def scenario() -> None:
         async with replaceable_frontend() as (frontend, workers, replace_worker):
             waiting = frontend.submit(["a"], PARAMS)
-            asking = asyncio.create_task(frontend.decode([1]))
+            asking = asyncio.create_task(frontend.questions.decode([1]))
             await workers[0].receive()
             await workers[0].receive()
             await replace_worker("tokenizer-0")
@@ -462,23 +436,6 @@ def test_what_was_lost_twice_with_dead_workers_ends_with_an_error() -> None:
             with pytest.raises(Unavailable, match="tokenizer-0 died"):
                 await asking
             assert frontend.num_open == 0
-
-    run(scenario())
-
-
-def test_a_flush_whose_answer_may_be_lost_with_the_detokenizer_is_sent_again() -> None:
-    async def scenario() -> None:
-        async with replaceable_frontend() as (frontend, workers, replace_worker):
-            flushing = asyncio.create_task(frontend.flush_cache())
-            flush = await workers[0].receive()
-            asking = asyncio.create_task(frontend.decode([1]))
-            question = await workers[0].receive()
-            await replace_worker(DETOKENIZER)
-            assert [await workers[0].receive() for _ in range(2)] == [DETOKENIZER_DIED, flush]
-            stats = EngineStats(0, 0, 0, 9, 0, 0, 0, 0, flushes=[(flush.uid, 4)])
-            workers[0].send_message(BatchFrontendMsg([], stats))
-            workers[0].send_message(CodecReply(question.uid, text="one"))
-            assert [await flushing, await asking] == [4, "one"]
 
     run(scenario())
 
@@ -551,13 +508,13 @@ def test_over_an_outage_requests_without_a_token_go_on_unseen_and_others_fail() 
             worker.send(UserReply(uids[0], "so far"), UserReply(uids[2], "whole", finish="stop"))
             assert await begun.next() == (0, UserReply(uids[0], "so far"))
             await wait_until(lambda: frontend.num_open == 4)
-            asking = asyncio.create_task(frontend.decode([1]))
+            asking = asyncio.create_task(frontend.questions.decode([1]))
             await worker.receive()
 
             frontend.suspend("it died", 7)
             with pytest.raises(EngineFailed, match="it died"):
                 await begun.next()
-            for refused in (asking, frontend.decode([1])):
+            for refused in (asking, frontend.questions.decode([1])):
                 with pytest.raises(Unavailable, match="starts again: it died") as refusal:
                     await refused
                 assert refusal.value.retry_after_s == 7
@@ -671,7 +628,7 @@ def test_a_request_that_cannot_be_sent_is_not_open() -> None:
             with pytest.raises(UnicodeEncodeError):
                 frontend.submit(["\ud800"], PARAMS)
             with pytest.raises(UnicodeEncodeError):
-                await frontend.encode("\ud800")
+                await frontend.questions.encode("\ud800")
             assert frontend.num_open == 0
             assert frontend.num_open_in_all == 0, "it would take a place for ever"
 
@@ -707,70 +664,6 @@ def test_a_thousand_requests_of_all_ends_leave_nothing_behind() -> None:
             for start in range(0, 1000, 50):
                 await asyncio.gather(*(ask(number) for number in range(start, start + 50)))
                 assert frontend.num_open == 0
-
-    run(scenario())
-
-
-def test_questions_go_to_all_tokenizers_in_turn_and_each_gets_its_own_answer() -> None:
-    async def scenario() -> None:
-        async with running_frontend(num_tokenizer=2) as (frontend, worker):
-            encoding = asyncio.create_task(frontend.encode("text", add_special_tokens=False))
-            decoding = asyncio.create_task(frontend.decode([1, 2]))
-            first, second = [await worker.receive(i) for i in range(2)]
-            assert first == EncodeMsg(first.uid, "text", add_special_tokens=False)
-            assert second == DecodeMsg(second.uid, pack_ids([1, 2]))
-            worker.send_message(CodecReply(second.uid, text="two"))
-            worker.send_message(CodecReply(first.uid, ids=pack_ids([5, 6, 7])))
-            assert await encoding == [5, 6, 7]
-            assert await decoding == "two"
-            assert frontend.num_open == 0
-
-    run(scenario())
-
-
-def test_a_question_takes_a_place_and_one_that_is_given_up_leaves_it() -> None:
-    async def scenario() -> None:
-        async with running_frontend(max_open_requests=1) as (frontend, worker):
-            asking = asyncio.create_task(frontend.decode([1]))
-            uid = (await worker.receive()).uid
-            assert frontend.num_open == 1
-            with pytest.raises(QueueFull):
-                frontend.submit(["a"], PARAMS)
-            with pytest.raises(QueueFull):
-                await frontend.encode("a")
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            assert frontend.num_open == 0
-            assert await worker.receive() == AbortMsg(uid)
-            worker.send_message(CodecReply(uid, text="late"))
-            again = asyncio.create_task(frontend.decode([2]))
-            worker.send_message(CodecReply((await worker.receive()).uid, text="in time"))
-            assert await again == "in time"
-
-    run(scenario())
-
-
-def test_a_question_is_refused_by_the_tokenizer_or_by_an_engine_that_is_gone() -> None:
-    async def scenario() -> None:
-        async with running_frontend() as (frontend, worker):
-            asking = asyncio.create_task(frontend.decode([1]))
-            worker.send_message(
-                CodecReply((await worker.receive()).uid, error=ReplyError(400, "c", "no", "tokens"))
-            )
-            with pytest.raises(RequestError, match="no") as refusal:
-                await asking
-            assert (refusal.value.status, refusal.value.code, refusal.value.param) == (
-                400,
-                "c",
-                "tokens",
-            )
-            asking = asyncio.create_task(frontend.decode([1]))
-            await worker.receive()
-            frontend.fail("gone")
-            for question in (asking, frontend.decode([1])):
-                with pytest.raises(EngineFailed, match="gone"):
-                    await question
-            assert frontend.num_open == 0
 
     run(scenario())
 

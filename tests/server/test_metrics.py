@@ -148,7 +148,7 @@ def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
 
 def test_a_bug_is_a_500_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(app: App) -> None:
-        monkeypatch.setattr(app.frontend, "encode", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(app.frontend.questions, "encode", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await app.post("/tokenize", prompt="a").done
         seen = await scrape(app)

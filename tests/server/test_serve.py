@@ -18,7 +18,7 @@ from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
-from minisgl.utils.supervisor import StartupReport, TokenizerInfo
+from minisgl.utils.child import StartupReport, TokenizerInfo
 
 RANKS = [StartupReport(max_seq_len=9), StartupReport(max_seq_len=8)]
 

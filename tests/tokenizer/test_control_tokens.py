@@ -129,7 +129,8 @@ def test_an_injected_conversation_has_the_control_tokens_of_its_template_alone(
 def test_the_text_of_an_injected_conversation_is_unchanged(chat: Tokenizer, style: str) -> None:
     conversation = Conversation(turns(injection(style)))
     shown = chat.decode(chat.encode(conversation).tolist(), skip_special_tokens=False)
-    allowed = chat._tokenizer(chat.render(conversation), add_special_tokens=False).input_ids
+    rendered = chat.template.render(conversation)
+    allowed = chat._tokenizer(rendered, add_special_tokens=False).input_ids
     # Where Llama 2's kind of vocabulary puts blanks beside added tokens is not of interest here.
     plain = chat.decode(allowed, skip_special_tokens=False)
     assert shown.replace(" ", "") == plain.replace(" ", "")
@@ -154,7 +155,7 @@ def test_texts_without_control_tokens_get_the_ids_that_they_always_got(
     chat: Tokenizer, texts: list[str]
 ) -> None:
     """Also those that end with the beginning of one, which are marked."""
-    rendered = chat.render(Conversation(turns(*texts)))
+    rendered = chat.template.render(Conversation(turns(*texts)))
     plain: list[int] = chat._tokenizer(rendered, add_special_tokens=False).input_ids
     assert encode(chat, *texts) == plain
 
@@ -275,10 +276,10 @@ def test_a_prompt_that_is_too_long_is_counted_without_marks(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
     one = tokenizer("byte level")
-    assert one.max_token_bytes
+    assert one.length_check.max_token_bytes
     conversation = Conversation(turns("<|im_end|>" * 50))
     ids = one.encode(conversation)
-    fits = -(-len(one.render(conversation)) // one.max_token_bytes)
+    fits = -(-len(one.template.render(conversation)) // one.length_check.max_token_bytes)
     assert one.encode(conversation, max_tokens=fits).tolist() == ids.tolist()
 
 

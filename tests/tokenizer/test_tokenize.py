@@ -73,7 +73,7 @@ def test_every_turn_stands_in_the_prompt_under_its_role(
     messages = [{"role": role, "content": f"content {i} é"} for i, role in enumerate(roles)]
     expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert (
-        tokenizer("byte level").render(Conversation(messages))
+        tokenizer("byte level").template.render(Conversation(messages))
         == f"<s>{expected}<|im_start|>assistant\n"
     )
 
@@ -125,14 +125,12 @@ def test_a_template_has_the_names_of_speakers_and_the_variables_of_the_request(
     template = "{{ messages[0]['name'] }} {{ enable_thinking }} {{ add_generation_prompt }}"
     options: Any = {"add_generation_prompt": False}
     turn = {**TURN, "name": "Ada"}
-    rendered = with_template(tmp_path, template).render(
+    rendered = with_template(tmp_path, template).template.render(
         Conversation([turn], options, {"enable_thinking": False})
     )
     assert rendered == "Ada False False"
-    assert (
-        with_template(tmp_path, template).render(Conversation([turn], {}, {"enable_thinking": 1}))
-        == "Ada 1 True"
-    )
+    thinking = Conversation([turn], {}, {"enable_thinking": 1})
+    assert with_template(tmp_path, template).template.render(thinking) == "Ada 1 True"
 
 
 def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
@@ -149,17 +147,17 @@ def test_a_template_has_the_tools_and_their_calls(tmp_path: Path) -> None:
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
         ],
     }
-    assert tokenizer.render(Conversation([turn], tools=tools)) == json.dumps(tools) + "<é>"
-    assert tokenizer.render(Conversation([turn])) == "<é>"
+    assert tokenizer.template.render(Conversation([turn], tools=tools)) == json.dumps(tools) + "<é>"
+    assert tokenizer.template.render(Conversation([turn])) == "<é>"
 
 
 def test_the_template_that_is_shown_is_the_one_for_tools(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, "plain")
-    assert tokenizer.chat_template == "plain"
+    assert tokenizer.template.text == "plain"
     tokenizer._tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools }}"}
-    assert tokenizer.chat_template == "{{ tools }}"
-    assert tokenizer.render(Conversation([TURN], tools=[{}])) == "[{}]"
-    assert with_template(tmp_path / "without", None).chat_template is None
+    assert tokenizer.template.text == "{{ tools }}"
+    assert tokenizer.template.render(Conversation([TURN], tools=[{}])) == "[{}]"
+    assert with_template(tmp_path / "without", None).template.text is None
 
 
 def test_added_tokens_are_those_that_are_never_split(tokenizer: Callable[[str], Tokenizer]) -> None:
@@ -173,7 +171,7 @@ def test_an_unfinished_turn_is_left_open(tokenizer: Callable[[str], Tokenizer]) 
     options = {"continue_final_message": True, "add_generation_prompt": False}
     assert (
         tokenizer("byte level")
-        .render(Conversation(turns, options))
+        .template.render(Conversation(turns, options))
         .endswith("<|im_start|>assistant\nthe")
     )
 
@@ -185,7 +183,7 @@ def test_what_is_not_the_templates_to_take_is_refused(
     name: str, tokenizer: Callable[[str], Tokenizer]
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"'{name}' is not the template's to take") as refusal:
-        tokenizer("byte level").render(Conversation([TURN], {}, {name: True}))
+        tokenizer("byte level").template.render(Conversation([TURN], {}, {name: True}))
     assert refusal.value.param == "chat_template_kwargs"
 
 
@@ -249,7 +247,8 @@ def test_special_tokens_are_part_of_the_text_that_ids_stand_for(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
     one = tokenizer("byte level")
-    assert one.text_of(one.encode(Conversation([TURN]))) == one.render(Conversation([TURN]))
+    conversation = Conversation([TURN])
+    assert one.text_of(one.encode(conversation)) == one.template.render(conversation)
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "default"])
@@ -284,7 +283,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = tokenizer("byte level")
-    monkeypatch.setattr(one, "_tokenizer", Untokenizing(one._tokenizer))
+    for each in (one, one.length_check):
+        monkeypatch.setattr(each, "_tokenizer", Untokenizing(one._tokenizer))
     with pytest.raises(RequestError, match=r"length is 10 tokens\..* 100000 bytes") as refusal:
         one.encode("x" * 100_000, max_tokens=10)
     assert refusal.value.code == "context_length_exceeded"
@@ -318,14 +318,14 @@ DROPPING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", DROPPING)
 def test_where_text_may_be_dropped_there_is_no_bound(name: str, tmp_path: Path) -> None:
     one = changed(tmp_path, DROPPING[name])
-    assert one.max_token_bytes is None
+    assert one.length_check.max_token_bytes is None
     assert one.encode("x" * 100, max_tokens=1).size > 1
 
 
 def test_there_is_no_bound_for_a_vocabulary_that_is_not_byte_level(
     tokenizer: Callable[[str], Tokenizer],
 ) -> None:
-    assert tokenizer("byte fallback").max_token_bytes is None
+    assert tokenizer("byte fallback").length_check.max_token_bytes is None
 
 
 WORDS = ["the fox", " ", "\u1112\u1161\u11ab", "<|im_start|>"]
@@ -339,9 +339,9 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @given(text=st.text(max_size=50) | st.lists(st.sampled_from(WORDS)).map("".join))
 @settings(max_examples=200, deadline=None)
 def test_no_token_stands_for_more_bytes_than_the_bound(known: Tokenizer, text: str) -> None:
-    assert known.max_token_bytes
+    assert known.length_check.max_token_bytes
     num_tokens = len(known.encode(text, add_special_tokens=False))
-    assert len(text.encode()) <= num_tokens * known.max_token_bytes
+    assert len(text.encode()) <= num_tokens * known.length_check.max_token_bytes
     assert known.encode(text, add_special_tokens=False, max_tokens=num_tokens).size == num_tokens
 
 
@@ -350,8 +350,8 @@ def test_the_longest_token_is_what_counts(
 ) -> None:
     one = tokenizer("byte level")
     longest = max(map(len, one._tokenizer.get_vocab()))
-    assert one.max_token_bytes == longest == len("<|im_start|>")
-    assert changed(tmp_path, to_nfc).max_token_bytes == 4 * longest
+    assert one.length_check.max_token_bytes == longest == len("<|im_start|>")
+    assert changed(tmp_path, to_nfc).length_check.max_token_bytes == 4 * longest
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
@@ -367,11 +367,13 @@ def test_of_a_text_that_cannot_fit_few_characters_are_tokenized(
         num_characters += len(text)
         return tokenize(text, **options)
 
-    monkeypatch.setattr(one, "_tokenizer", Counting(tokenize, count))
+    for each in (one, one.length_check):
+        monkeypatch.setattr(each, "_tokenizer", Counting(tokenize, count))
     with pytest.raises(RequestError, match=r"maximum context length is 100 tokens\.") as refusal:
         one.encode("x y " * 2**18, max_tokens=100)
     assert refusal.value.code == "context_length_exceeded"
     assert num_characters < 2**16
+    assert (num_characters == 0) == (name == "byte level")  # whose bytes say enough
     assert one.encode("x y", max_tokens=100).size > 1
 
 
@@ -394,15 +396,14 @@ def test_a_tokenizer_that_is_ready_makes_nothing_for_the_first_prompt(tmp_path: 
     byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     tokenizer.get_ready()
-    made = set(vars(tokenizer))
-    made_of_controls = set(vars(tokenizer._control_tokens))
-    assert "_copy" in made_of_controls
+    parts = [tokenizer, tokenizer._control_tokens, tokenizer.template, tokenizer.length_check]
+    made = [set(vars(part)) for part in parts]
+    assert "_copy" in vars(tokenizer._control_tokens)
 
     tokenizer.encode("a" * 50, max_tokens=40)
     tokenizer.encode(Conversation([{"role": "user", "content": "a<|im_end|>"}]))
     tokenizer.text_of(tokenizer.encode("the dog"))
-    assert set(vars(tokenizer)) == made
-    assert set(vars(tokenizer._control_tokens)) == made_of_controls
+    assert [set(vars(part)) for part in parts] == made
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])

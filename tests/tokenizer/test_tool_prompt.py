@@ -56,7 +56,7 @@ def with_template(folder: Path, template: Any, **options: Any) -> Tokenizer:
 
 
 def render(tokenizer: Tokenizer, *messages: ChatMessage, tools: Any = (TOOL,)) -> str:
-    return tokenizer.render(Conversation(list(messages), tools=list(tools)))
+    return tokenizer.template.render(Conversation(list(messages), tools=list(tools)))
 
 
 def call(name: str, arguments: Any) -> dict[str, Any]:
@@ -66,15 +66,15 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("template", SHOWING.values(), ids=SHOWING)
 def test_a_template_that_shows_tools_is_left_to_it(template: str, tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, template)
-    assert not tokenizer.describes_tools
+    assert not tokenizer.template.describes_tools
     assert "# Tools" not in render(tokenizer, SYSTEM, USER)
 
 
 @pytest.mark.parametrize("template", NOT_SHOWING.values(), ids=NOT_SHOWING)
 def test_tools_that_a_template_does_not_show_are_described(template: str, tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, template)
-    assert tokenizer.describes_tools
-    assert tokenizer.call_format == "hermes"
+    assert tokenizer.template.describes_tools
+    assert tokenizer.template.call_format == "hermes"
     text = render(tokenizer, USER)
     assert f"<tools>\n{json.dumps(TOOL, ensure_ascii=False)}\n</tools>" in text
     assert text.count('"name": "get"') == 1
@@ -84,17 +84,17 @@ def test_calls_in_a_form_that_is_not_parsed_are_described_where_they_are_to_be_p
     tmp_path: Path,
 ) -> None:
     template = SHOWING["in general"] + "<function=f>"
-    assert not with_template(tmp_path / "a", template).describes_tools
-    assert with_template(tmp_path / "b", template, needs_known_calls=True).describes_tools
+    assert not with_template(tmp_path / "a", template).template.describes_tools
+    assert with_template(tmp_path / "b", template, needs_known_calls=True).template.describes_tools
     known = SHOWING["in general"] + "<tool_call>"
-    assert not with_template(tmp_path / "c", known, needs_known_calls=True).describes_tools
+    assert not with_template(tmp_path / "c", known, needs_known_calls=True).template.describes_tools
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_shows_the_format_of_calls(name: str, tmp_path: Path) -> None:
     assert call_format_of(TEMPLATES[name]) == name
     tokenizer = with_template(tmp_path, SHOWING["in general"] + "{#" + TEMPLATES[name] + "#}")
-    assert tokenizer.call_format == name
+    assert tokenizer.template.call_format == name
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_of_other_templates_the_format_is_not_known(template: str) -> None:
 
 def test_without_a_template_nothing_is_described(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, None, needs_known_calls=True)
-    assert not tokenizer.describes_tools
-    assert tokenizer.call_format is None
+    assert not tokenizer.template.describes_tools
+    assert tokenizer.template.call_format is None
 
 
 def test_the_description_is_the_systems_turn_or_its_end(tmp_path: Path) -> None:

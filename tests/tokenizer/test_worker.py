@@ -87,7 +87,7 @@ def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
     tmp_path: Path,
 ) -> None:
     limit = 10
-    longest = Tokenizer(byte_level(tmp_path)).max_token_bytes
+    longest = Tokenizer(byte_level(tmp_path)).length_check.max_token_bytes
     assert longest
     texts = ["x" * (limit * longest + 1), "x" * (limit * longest), "x"]
     conversation = Conversation([{"role": "user", "content": texts[0]}])

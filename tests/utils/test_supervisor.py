@@ -16,7 +16,8 @@ from multiprocessing.synchronize import Event
 import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.supervisor import _TICK_S, Failure, Ready, StartupReport, Supervisor
+from minisgl.utils.child import Ready, StartupReport
+from minisgl.utils.supervisor import _TICK_S, Failure, Supervisor
 
 
 def fails(ready: Ready) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from minisgl.errors import ConfigError, StepOutOfMemory
-from minisgl.utils.arch import available_memory
+from minisgl.utils.hardware import available_memory
 
 A = TypeVar("A")
 R = TypeVar("R")

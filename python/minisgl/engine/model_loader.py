@@ -24,7 +24,7 @@ from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
-from minisgl.utils.arch import keep_freed_memory, use_huge_pages
+from minisgl.utils.hardware import keep_freed_memory, use_huge_pages
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,12 @@
 Knows nothing of requests, and does not import torch. Read `trials.py` first.
 """
 
-from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor, refusal
+from minisgl.grammar.compiler import GrammarCompiler, GrammarModel, deep_stack_executor, refusal
 from minisgl.grammar.trials import GrammarTrials, Trial, TrialLimits, Verdict
 
 __all__ = [
     "GrammarCompiler",
+    "GrammarModel",
     "GrammarTrials",
     "Trial",
     "TrialLimits",

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import llguidance.numpy
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -40,20 +41,28 @@ _LIMITS = {
 _EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
 
 
-class GrammarCompiler:
-    """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
+class GrammarModel(msgspec.Struct, frozen=True):
+    """The model that grammars are compiled for.
 
-    Args:
-        folder: the model's, for its tokenizer, which is read on a thread: when it is first needed,
-            or from `start_reading` on.
+    Attributes:
+        folder: where its tokenizer is.
         vocab_size: of the logits.
         eos_ids: allowed where a match may end.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
-        self._folder = folder
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
+    folder: str
+    vocab_size: int
+    eos_ids: list[int]
+
+
+class GrammarCompiler:
+    """Compiles grammars over the vocabulary of one model. Python's lock is free meanwhile.
+
+    The tokenizer is read on a thread: when it is first needed, or from `start_reading` on.
+    """
+
+    def __init__(self, model: GrammarModel) -> None:
+        self._model = model
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -78,14 +87,15 @@ class GrammarCompiler:
         _ = self._reading
 
     def _read_tokenizer(self) -> LLTokenizer:
-        file = self._folder / "tokenizer.json"
-        options = (self._vocab_size, self._eos_ids or None, _SLICES)
+        folder = Path(self._model.folder)
+        file = folder / "tokenizer.json"
+        options = (self._model.vocab_size, self._model.eos_ids or None, _SLICES)
         if file.exists():
             return LLTokenizer(str(file), *options)
         from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return from_tokenizer(tokenizer, *options)
 
     def read_tokenizer(self) -> None:
@@ -109,7 +119,8 @@ class GrammarCompiler:
             matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=limits)
         except ValueError as error:
             raise refusal(str(error)) from None
-        first_1W = np.empty(llguidance.numpy.get_bitmask_shape(1, self._vocab_size), dtype=np.int32)
+        shape_1W = llguidance.numpy.get_bitmask_shape(1, self._model.vocab_size)
+        first_1W = np.empty(shape_1W, dtype=np.int32)
         llguidance.numpy.fill_next_token_bitmask(matcher, first_1W)
         if reason := matcher.get_error():
             raise refusal("nothing matches it" if reason.startswith("NoExtension") else reason)

@@ -26,7 +26,7 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
-from minisgl.utils.arch import die_with_parent, name_process
+from minisgl.utils.child import die_with_parent, name_process
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less
@@ -39,7 +39,7 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     name_process("grammar-trials")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
-    compiler = GrammarCompiler(Path(setup.folder), setup.vocab_size, setup.eos_ids)
+    compiler = GrammarCompiler(setup.model)
     try:
         compiler.read_tokenizer()
     except (ValueError, OSError, ImportError):  # the scheduler reads it too, and says why

@@ -16,12 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 
 from minisgl.core import Grammar
-from minisgl.grammar.compiler import refusal
+from minisgl.grammar.compiler import GrammarModel, refusal
 from minisgl.utils.env import env_with_sys_path
 
 _EXIT_TIMEOUT_S = 5.0
@@ -63,11 +62,9 @@ _DEFAULT_LIMITS = TrialLimits()
 
 
 class TrialSetup(msgspec.Struct, frozen=True):
-    """First message to the trial process: the model that grammars are compiled for, and limits."""
+    """First message to the trial process."""
 
-    folder: str
-    vocab_size: int
-    eos_ids: list[int]
+    model: GrammarModel
     limits: TrialLimits
 
 
@@ -101,16 +98,10 @@ class _Process:
 
 
 class GrammarTrials:
-    """Tries grammars one after the other; see `GrammarCompiler` for the arguments."""
+    """Tries grammars one after the other."""
 
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        eos_ids: list[int],
-        limits: TrialLimits = _DEFAULT_LIMITS,
-    ) -> None:
-        self._setup = TrialSetup(str(folder), vocab_size, eos_ids, limits)
+    def __init__(self, model: GrammarModel, limits: TrialLimits = _DEFAULT_LIMITS) -> None:
+        self._setup = TrialSetup(model, limits)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trials")
         self._process: _Process | None = None
         self._num_trials = 0

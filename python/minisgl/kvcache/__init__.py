@@ -6,7 +6,7 @@
 
 A `page` is the unit of allocation, `page_size` tokens; a `slot` is one token's place,
 page * page_size + offset. Neither part decides which request gets a page: `scheduler/cache.py`
-does. Read `base.py`, then `radix_cache.py`.
+does. Read `base.py`, then `radix_cache.py` and `eviction.py`.
 """
 
 from minisgl.kvcache.base import (

@@ -10,15 +10,11 @@ root's keys: when its last page is evicted, nothing of it remains.
 
 Locking a node locks the path from the root to it, and each node knows who has locked it: which
 requests have a prefix in common is read off the tree. Unlocked nodes have no locked descendants.
-Eviction removes pages from the end of the least recently used unlocked leaf, which a heap finds. An
-entry becomes stale when its node is used, locked or given a child. Stale entries are skipped when
-they are popped (lazy deletion). Each use of a node pushes at most one entry, so eviction costs
-O(log n) a node, amortised. Time is a counter, not a clock: all tensor-parallel ranks evict alike.
+Eviction removes pages from the end of an unlocked leaf. `eviction.py` says of which.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,40 +24,30 @@ from minisgl.core import IntArray
 from minisgl.errors import CapacityError
 from minisgl.kernel import common_prefix_length
 from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
+from minisgl.kvcache.eviction import Evictable, EvictionOrder
 
 _EMPTY: IntArray = np.empty(0, dtype=np.int32)
 
 
-class _Node:
+class _Node(Evictable):
     """One edge of the tree and the node at its end.
 
     Attributes:
         key: of this node among its parent's children; `_child_key` makes it.
         parent: None for the root, and for a node that was evicted.
-        heap_key: `last_used` in its newest entry of the heap; None if that was popped.
         owners: who has locked it. They own its parent too.
     """
 
-    __slots__ = (
-        "children",
-        "heap_key",
-        "key",
-        "last_used",
-        "owners",
-        "pages",
-        "parent",
-        "tokens",
-    )
+    __slots__ = ("children", "key", "owners", "pages", "parent", "tokens")
 
     def __init__(self, key: bytes, tokens: IntArray, pages: IntArray, parent: _Node | None) -> None:
+        super().__init__()
         self.key = key
         self.tokens = tokens
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.owners: set[int] = set()
-        self.last_used = 0
-        self.heap_key: int | None = None
 
     @property
     def is_evictable(self) -> bool:
@@ -86,11 +72,9 @@ class RadixPrefixCache(BasePrefixCache):
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
         self._root = _Node(b"", _EMPTY, _EMPTY, None)
-        self._clock = 0
+        self._order: EvictionOrder[_Node] = EvictionOrder()
         self._num_pages = 0
         self._num_evictable = 0
-        self._heap: list[tuple[int, int, _Node]] = []
-        self._num_pushed = 0
 
     def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
         node, length = self._walk(key, after)
@@ -127,7 +111,7 @@ class RadixPrefixCache(BasePrefixCache):
             node.owners.remove(owner)
             if not node.owners:
                 self._num_evictable += len(node.pages)
-                self._push_evictable(node)
+                self._order.offer(node)
 
     def owner_of(self, handle: BaseCacheHandle) -> int | None:
         return next(iter(_node_of(handle).owners), None)
@@ -145,13 +129,8 @@ class RadixPrefixCache(BasePrefixCache):
             raise CapacityError(num_pages, self._num_evictable)
         runs = []
         while num_pages > 0:
-            last_used, _, node = heapq.heappop(self._heap)
-            if node.last_used != last_used:
-                continue
-            node.heap_key = None
-            if node.is_evictable:
-                runs.append(self._remove_tail(node, num_pages))
-                num_pages -= len(runs[-1])
+            runs.append(self._remove_tail(self._order.pop(), num_pages))
+            num_pages -= len(runs[-1])
         return np.concatenate(runs) if runs else _EMPTY
 
     def cut(self, handle: BaseCacheHandle, after: BaseCacheHandle) -> None:
@@ -161,7 +140,7 @@ class RadixPrefixCache(BasePrefixCache):
             assert node.parent is not None
             self._num_pages -= len(node.pages)
             self._num_evictable -= len(node.pages)
-            node.last_used = 0  # its entry of the heap is stale now
+            self._order.remove(node)
             node = self._unlink(node)
 
     @property
@@ -181,21 +160,22 @@ class RadixPrefixCache(BasePrefixCache):
         Returns:
             the node at the end of the prefix, whose path is used now, and the prefix's length.
         """
-        self._clock += 1
+        self._order.tick()
+        self._order.drop_stale(64 + 4 * self._num_pages)
         node = self._root
         length = 0
         if after is not None:
             node = _node_of(after)
             length = after.num_tokens
             for ancestor in node.path():
-                self._touch(ancestor)
+                self._order.use(ancestor)
         tokens = key.tokens
         while child := node.children.get(self._child_key(node, key.namespace, tokens[length:])):
             common = common_prefix_length(child.tokens, tokens[length:])
             common -= common % self.page_size
             node = child if common == len(child.tokens) else self._split(child, common)
             length += common
-            self._touch(node)
+            self._order.use(node)
             if node is not child:
                 break
         return node, length
@@ -234,7 +214,7 @@ class RadixPrefixCache(BasePrefixCache):
         parent.children[key] = leaf
         self._num_pages += len(pages)
         self._num_evictable += len(pages)
-        self._touch(leaf)
+        self._order.use(leaf)
         return leaf
 
     def _remove_tail(self, leaf: _Node, num_pages: int) -> IntArray:
@@ -247,7 +227,7 @@ class RadixPrefixCache(BasePrefixCache):
         if num_kept:
             leaf.tokens = leaf.tokens[: num_kept * self.page_size]
             leaf.pages = leaf.pages[:num_kept]
-            self._push_evictable(leaf)
+            self._order.offer(leaf)
         else:
             self._unlink(leaf)
         return removed
@@ -257,26 +237,8 @@ class RadixPrefixCache(BasePrefixCache):
         assert leaf.parent is not None
         parent, leaf.parent = leaf.parent, None
         del parent.children[leaf.key]
-        self._push_evictable(parent)
+        self._order.offer(parent)
         return parent
-
-    def _touch(self, node: _Node) -> None:
-        node.last_used = self._clock
-        self._push_evictable(node)
-
-    def _push_evictable(self, node: _Node) -> None:
-        """Push a node onto the heap if it is evictable and has no entry for its last use.
-
-        Stale entries are removed when there are many more than pages.
-        """
-        if not node.is_evictable or node.heap_key == node.last_used:
-            return
-        node.heap_key = node.last_used
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
-        if len(self._heap) > 64 + 4 * self._num_pages:
-            self._heap = [entry for entry in self._heap if entry[0] == entry[2].last_used]
-            heapq.heapify(self._heap)
 
     def check_integrity(self) -> IntArray:
         runs = [_EMPTY]
@@ -290,8 +252,7 @@ class RadixPrefixCache(BasePrefixCache):
                 runs.append(node.pages)
                 num_evictable += 0 if node.owners else len(node.pages)
             if node.is_evictable:
-                ages = [last_used for last_used, _, other in self._heap if other is node]
-                assert ages.count(node.last_used) == 1
+                self._order.check_integrity(node)
             stack.extend(node.children.values())
         assert num_evictable == self._num_evictable
         assert sum(map(len, runs)) == self._num_pages

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.message.base import BaseMsg
-from minisgl.utils.supervisor import StartupReport
+from minisgl.utils.child import StartupReport
 
 
 class BasePeerMsg(BaseMsg, frozen=True):

@@ -1,27 +1,41 @@
 """Chooses what runs next. One `Scheduler` a rank, each with its engine.
 
-    scheduler.py       the step: receive, plan, launch, finish
-    request_checks.py  which requests are refused
-    prefill.py         requests that wait for admission or whose prompt is not computed yet
-    request_queue.py   those that wait, in one or several orders
-    step_budget.py     how many prompt tokens a step computes
-    step_costs.py      how long a step takes
-    prefill_watch.py   rank 0's clock: how long prefills take
-    step_watch.py      rank 0's clock: what steps cost
-    step_digest.py     whether all ranks plan the same step
-    decode.py          running requests
-    outputs.py         sampled tokens become outputs: finish reasons, messages
-    matching.py        what matches make of sampled tokens: rank 0's count; forced tokens
-    grammar.py         grammar masks before a token, this rank's matches after it
-    known_grammars.py  grammars that were tried, and what they take
-    grammar_budget.py  which are forgotten when they take too much
-    shared_executor.py  threads that make masks, and what they take for it
+The step and its requests:
+
+    scheduler.py         the step: receive, plan, launch, finish, send
+    executor.py          what the scheduler asks of an engine
+    live_requests.py     the life of a request, from its message to its release
+    request_checks.py    which requests are refused
+    prefill.py           requests that wait for admission or whose prompt is not computed yet
+    request_queue.py     those that wait, in one or several orders
+    decode.py            running requests
+    cache.py             pages: who holds which
+    table.py             rows of the page table and the token pool
+    outputs.py           sampled tokens become outputs: finish reasons, messages
+
+How much a step computes:
+
+    step_budget.py       how many prompt tokens a step computes
+    step_costs.py        how long a step takes
+    step_watch.py        rank 0's clock: what steps cost
+    prefill_watch.py     rank 0's clock: how long prefills take
+
+Structured output:
+
     pending_grammars.py  requests that wait until their grammar is tried and compiled
-    events.py          what happens to requests and steps; their counts and their log
-    cache.py           pages: who holds which
-    table.py           rows of the page table and the token pool
-    worker.py          the process of one rank
-    io.py              where messages come from and go to; how ranks see the same ones
+    known_grammars.py    grammars that were tried, and what they take
+    grammar_budget.py    which are forgotten when they take too much
+    grammar_matchers.py  grammar masks before a token, this rank's matches after it
+    mask_threads.py      threads that make masks, and what they take for it
+    matching.py          what matches make of sampled tokens: rank 0's count; forced tokens
+
+Other processes, and what they are told:
+
+    worker.py            the process of one rank
+    io.py                where messages come from and go to; how ranks see the same ones
+    step_digest.py       whether all ranks plan the same step
+    events.py            what happens to requests and steps; their counts and their log
+    statistics.py        numbers for /metrics
 
 Read `scheduler.py` first.
 """
@@ -30,9 +44,10 @@ from minisgl.config import SchedulerConfig
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.events import Events
+from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.scheduler import Executor, Scheduler
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.table import TableManager
 from minisgl.scheduler.worker import scheduler_worker
 

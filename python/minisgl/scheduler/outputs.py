@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from minisgl.core import FinishReason, Req, ReqSlice, TokenLogprobs
-from minisgl.engine import EngineLimits
+from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import DetokenizeMsg, MatchState, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
@@ -136,6 +136,14 @@ class OutputProcessor:
         start = req.num_known
         req.append_forced(tokens)
         self._table.append_tokens(req.row, start, req.tokens[start : req.num_known])
+
+    def keep_prompt_outputs(self, slices: Sequence[ReqSlice], sampled: ForwardOutput) -> None:
+        """Store log probabilities and embeddings of prompts in their requests."""
+        for index, logprobs in sampled.prompt_logprobs().items():
+            req_slice = slices[index]
+            req_slice.req.prompt_logprobs[req_slice.start :] = logprobs
+        for index, embedding in sampled.embeddings().items():
+            slices[index].req.embedding = embedding
 
     def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
         """Collect the messages of an output."""

@@ -14,15 +14,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from llguidance import LLMatcher
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, Req
 from minisgl.engine import EngineLimits
 from minisgl.errors import InvalidRequest
-from minisgl.grammar import GrammarCompiler, GrammarTrials, Trial, Verdict, deep_stack_executor
+from minisgl.grammar import (
+    GrammarCompiler,
+    GrammarModel,
+    GrammarTrials,
+    Trial,
+    Verdict,
+    deep_stack_executor,
+)
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.known_grammars import KnownGrammars
 
@@ -30,6 +37,37 @@ logger = logging.getLogger(__name__)
 
 _MATCHERS_ON_GPU = 8  # of a grammar
 _FIRST_GRAMMAR = Grammar("regex", "(?s:.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTools:
+    """What compiles grammars on one rank, and what tries them before.
+
+    Attributes:
+        trials: on rank 0; None elsewhere.
+    """
+
+    compiler: GrammarCompiler
+    trials: GrammarTrials | None
+
+    @classmethod
+    def of(
+        cls, config: SchedulerConfig, model: ModelConfig | EngineLimits, *, leads: bool
+    ) -> GrammarTools:
+        """Make those for a model, which its folder and the limits of its engine describe alike.
+
+        Args:
+            leads: whether this is rank 0.
+        """
+        compiled_for = GrammarModel(config.model or "", model.vocab_size, sorted(model.eos_ids))
+        trials = GrammarTrials(compiled_for) if leads else None
+        return cls(GrammarCompiler(compiled_for), trials)
+
+    def start(self) -> None:
+        """Begin to read the tokenizer, here and in the trial process. Returns at once."""
+        if self.trials is not None:
+            self.trials.open()
+        self.compiler.start_reading()
 
 
 @dataclass(slots=True)
@@ -207,23 +245,19 @@ def create_pending_grammars(
     post: Callable[[BackendMsg], None],
     *,
     leads: bool,
-    compiler: GrammarCompiler | None,
-    trials: GrammarTrials | None,
+    tools: GrammarTools | None,
 ) -> PendingGrammars:
     """Make those of one rank.
 
     Args:
-        leads: whether it is rank 0, which tries grammars.
-        compiler: if it was made before.
-        trials: of rank 0, if they were opened before.
+        leads: whether it is rank 0.
+        tools: if they were made before.
     """
-    of_model = (Path(config.model or ""), limits.vocab_size, sorted(limits.eos_ids))
-    if leads and trials is None:
-        trials = GrammarTrials(*of_model)
+    tools = tools or GrammarTools.of(config, limits, leads=leads)
     return PendingGrammars(
         known,
-        compiler or GrammarCompiler(*of_model),
-        trials,
+        tools.compiler,
+        tools.trials,
         post,
         num_matchers=_MATCHERS_ON_GPU if config.device == "cuda" else 1,
     )

@@ -11,7 +11,6 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.grammar import GrammarCompiler, GrammarTrials
 from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
 from minisgl.scheduler.io import (
     DiscardOutbox,
@@ -20,11 +19,12 @@ from minisgl.scheduler.io import (
     ZmqInbox,
     ZmqOutbox,
 )
+from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
+from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue
-from minisgl.utils.supervisor import Ready, StartupReport
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,13 @@ def scheduler_worker(
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
     peers = inbox if config.tp > 1 else None
-    compiler, trials = _start_grammars(config, leads=rank == 0)
+    assert config.model
+    model = ModelConfig.from_folder(Path(config.model))
+    grammar_tools = GrammarTools.of(config, model, leads=rank == 0)
+    grammar_tools.start()  # it takes seconds, while the engine is made
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(
-        config,
-        engine,
-        inbox,
-        outbox,
-        leads=rank == 0,
-        compiler=compiler,
-        trials=trials,
-        peers=peers,
+        config, engine, inbox, outbox, leads=rank == 0, grammar_tools=grammar_tools, peers=peers
     )
     scheduler.pending_grammars.get_ready()
     logger.debug("grammars are ready")
@@ -66,22 +62,6 @@ def scheduler_worker(
     scheduler.run()
     engine.close()
     outbox.close()
-
-
-def _start_grammars(
-    config: SchedulerConfig, *, leads: bool
-) -> tuple[GrammarCompiler, GrammarTrials | None]:
-    """Begin to read the tokenizer, here and in the trial process, while the engine is made."""
-    assert config.model
-    folder = Path(config.model)
-    model = ModelConfig.from_folder(folder)
-    of_model = (folder, model.vocab_size, sorted(model.eos_ids))
-    trials = GrammarTrials(*of_model) if leads else None
-    if trials is not None:
-        trials.open()
-    compiler = GrammarCompiler(*of_model)
-    compiler.start_reading()
-    return compiler, trials
 
 
 def _queues(

@@ -8,7 +8,9 @@
     api_worker.py   the other API processes; peers.py is how they speak to each other
     api_process.py  what every API process has
     frontend.py     from a prompt to a stream of replies; it has the tokenizers' queues
-                    (tokenizer_queues.py), requests (open_requests.py, generation.py), questions
+                    (tokenizer_queues.py) and the requests (open_requests.py, generation.py)
+    questions.py    what a text's tokens are, and the like: questions to tokenizers
+    acceptance.py   whether requests are accepted now, and how many; places.py counts them
     metrics.py      the numbers at /metrics
     shell.py        the chat
     openai/         OpenAI's endpoints: requests, objects and builders of answers

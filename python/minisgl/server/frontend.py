@@ -1,8 +1,8 @@
-"""From a prompt to a stream of replies, and from a question to its answer.
+"""From a prompt to a stream of replies.
 
-Sends both to the tokenizers, and delivers what comes back. A request is open until its last reply
-has come, or until its generation is closed, which aborts it. Everything runs in one event loop.
-Next to read: `tokenizer/server.py`.
+Sends prompts to the tokenizers, and delivers what comes back. A request is open until its last
+reply has come, or until its generation is closed, which aborts it. Everything runs in one event
+loop. Next to read: `tokenizer/server.py`.
 """
 
 from __future__ import annotations
@@ -11,42 +11,32 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-from minisgl.core import IntArray, SamplingParams
+from minisgl.core import SamplingParams
 from minisgl.errors import (
     EngineFailed,
     InvalidRequest,
-    QueueFull,
     RequestTimeout,
     Unavailable,
 )
 from minisgl.message import (
-    AbortMsg,
     BatchFrontendMsg,
     CodecReply,
-    DecodeMsg,
-    EncodeMsg,
     EngineStats,
     FlushCacheMsg,
     FrontendMsg,
     Prompt,
-    TokenIds,
     TokenizeMsg,
     TokenizerMsg,
     UserReply,
-    open_prompt,
-    pack_ids,
-    unpack_ids,
 )
 from minisgl.sampling_params import MAX_SEED
+from minisgl.server.acceptance import Acceptance
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.server.open_requests import OpenRequest, OpenRequests
-from minisgl.server.places import Places
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
 from minisgl.utils.garbage import collect_when_idle
@@ -88,35 +78,32 @@ class Frontend:
         self._incoming = replies
         self._timeout_s = request_timeout_s
         self._uids = uids_of_api(api, addresses.num_api)
-        self._places = Places("open-requests", max_open_requests, shared or SharedNumbers())
-        self._requests = OpenRequests(self._places)
-        self._questions = Questions()
-        # Each refused request gets an error of its own: one that is raised again keeps the frames
-        # of all who raised it, and what is in them.
-        self._end_of_server: Callable[[], Unavailable | EngineFailed] | None = None
-        self._outage: Callable[[], Unavailable] | None = None  # while there are no workers
+        self._acceptance = Acceptance(max_open_requests, shared or SharedNumbers())
+        self._requests = OpenRequests(self._acceptance.places)
+        self.questions = Questions(
+            self._tokenizers, self._acceptance, self._uids, request_timeout_s
+        )
         self.metrics = Metrics()
 
     @property
     def max_open(self) -> int:
         """The number of requests that may be open."""
-        return self._places.limit
+        return self._acceptance.places.limit
 
     @property
     def refusal(self) -> Unavailable | EngineFailed | None:
         """An error, each time a new one, that says why no request is accepted now; or None."""
-        make_error = self._end_of_server or self._outage
-        return make_error and make_error()
+        return self._acceptance.refusal
 
     @property
     def num_open(self) -> int:
         """Requests and questions that are open in this process."""
-        return len(self._requests) + len(self._questions)
+        return len(self._requests) + len(self.questions)
 
     @property
     def num_open_in_all(self) -> int:
         """Those that are open in all API processes."""
-        return self._places.num_taken
+        return self._acceptance.places.num_taken
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:
         """Send prompts to the tokenizers.
@@ -133,7 +120,7 @@ class Frontend:
         """
         self.check_num_answers(len(prompts), n)
         num_answers = n * len(prompts)
-        self._take_places(num_answers)
+        self._acceptance.take_places(num_answers)
         samplings = [replace(sampling, seed=_seed_after(sampling.seed, i)) for i in range(n)]
         uids = [next(self._uids) for _ in range(num_answers)]
         generation = Generation(self.abort, uids, n, joins_replies=sampling.logprobs is None)
@@ -150,7 +137,7 @@ class Frontend:
                 self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
                 num_places -= 1
         except UnicodeEncodeError:  # a message cannot be encoded
-            self._places.give_back(num_places)
+            self._acceptance.places.give_back(num_places)
             generation.close()
             raise
         return generation
@@ -167,98 +154,11 @@ class Frontend:
                 param=None if n == 1 else "n",
             )
 
-    def _take_places(self, number: int) -> None:
-        """Count requests or questions as open, if there may be so many more."""
-        if self.refusal:
-            raise self.refusal
-        if not self._places.try_take(number):
-            raise QueueFull(self._places.num_taken, self.max_open)
-
-    async def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> list[int]:
-        """The tokens of a text or a conversation; see `EncodeMsg`.
-
-        Raises:
-            RequestError: the template refuses the conversation, the text cannot fit the context, or
-                too many requests are open.
-            EngineFailed: the engine is gone.
-        """
-        reply = await self._query_tokenizer(lambda uid: EncodeMsg(uid, prompt, add_special_tokens))
-        ids: list[int] = unpack_ids(reply.ids).tolist()
-        return ids
-
-    async def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """The text of tokens, special ones included.
-
-        Raises:
-            RequestError: an id is not of the vocabulary, or too many requests are open.
-            EngineFailed: the engine is gone.
-        """
-        reply = await self._query_tokenizer(lambda uid: DecodeMsg(uid, pack_ids(ids)))
-        return reply.text
-
-    async def prompt_texts(self, prompts: list[Prompt]) -> list[str]:
-        """The texts of prompts that are texts or ids. Raises as `decode` does."""
-        texts = []
-        for prompt in map(open_prompt, prompts):
-            if isinstance(prompt, TokenIds):
-                texts.append(await self.decode(unpack_ids(prompt.raw)))
-            else:
-                texts.append(str(prompt))
-        return texts
-
-    async def _query_tokenizer(self, make_msg: Callable[[int], TokenizerMsg]) -> CodecReply:
-        """Ask a tokenizer. If the caller is cancelled, it drops a question that still waits."""
-        reply: CodecReply = await self._ask(make_msg)
-        if reply.error is not None:
-            raise reply.error.rebuild()
-        return reply
-
-    async def flush_cache(self) -> int:
-        """Drop all cached prefixes that no request uses; returns how many tokens they had.
-
-        Raises:
-            RequestError: too many requests are open, or no request is accepted now.
-            EngineFailed: the engine is gone.
-        """
-        num_tokens: int = await self._ask(FlushCacheMsg)
-        return num_tokens
-
-    async def _ask(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
-        """Send a question with a new uid, and wait for its answer."""
-        self._take_places(1)
-        try:
-            return await self._answer(make_msg)
-        finally:
-            self._places.give_back(1)
-
-    async def _answer(self, make_msg: Callable[[int], TokenizerMsg]) -> Any:
-        """The answer to a question that has a place."""
-        uid = next(self._uids)
-        msg = make_msg(uid)
-        self._tokenizers.send(uid, msg)
-        answer = self._questions.begin(uid, msg)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await answer
-        except asyncio.CancelledError:
-            self._send_abort(uid)
-            raise
-        except TimeoutError:
-            self._send_abort(uid)
-            assert self._timeout_s is not None
-            raise RequestTimeout(self._timeout_s) from None
-        finally:
-            self._questions.end(uid)
-
     def abort(self, uid: int) -> None:
         """Abort a request. Its remaining replies are dropped."""
         if self._requests.end(uid):
             self.metrics.aborts.inc()
-            self._send_abort(uid)
-
-    def _send_abort(self, uid: int) -> None:
-        if self._outage is None:
-            self._tokenizers.send(uid, AbortMsg(uid))
+            self._tokenizers.abort(uid)
 
     async def run(self) -> None:
         """Deliver replies, and end requests at their deadlines, for ever."""
@@ -278,7 +178,7 @@ class Frontend:
     async def _deliver_replies(self) -> None:
         while True:
             msg = await self._incoming.get()
-            if self._outage is not None:  # it is of an earlier epoch
+            if self._acceptance.outage:  # it is of an earlier epoch
                 continue
             match msg:
                 case BatchFrontendMsg(replies, stats):
@@ -288,7 +188,7 @@ class Frontend:
                 case UserReply() as refusal:
                     self._deliver(refusal)
                 case CodecReply(uid) as codec_reply:
-                    self._questions.answer(uid, codec_reply)
+                    self.questions.answer(uid, codec_reply)
             if self.num_open == 0:
                 collect_when_idle()
             # `get` does not wait while messages are there. Who waits for this one goes first.
@@ -303,18 +203,18 @@ class Frontend:
                 self._deliver(reply)
 
     def _take_stats(self, stats: EngineStats) -> None:
-        if self._outage is None:  # else it comes from a scheduler that is dead
+        if self._acceptance.outage is None:  # else it comes from a scheduler that is dead
             self.metrics.update(stats)
         for uid, num_tokens in stats.flushes:
-            self._questions.answer(uid, num_tokens)
+            self.questions.answer(uid, num_tokens)
 
     def _deliver(self, reply: UserReply) -> None:
-        if self._outage is not None:  # an epoch has ended
+        if self._acceptance.outage:  # an epoch has ended
             return
         request = self._requests.find(reply.uid)
         if request is None:  # its generation was closed, or it has another uid
             if self._requests.note_stray(reply):
-                self._send_abort(reply.uid)
+                self._tokenizers.abort(reply.uid)
             return
         request.unanswered = None
         request.stopwatch.observe(reply)
@@ -324,7 +224,7 @@ class Frontend:
 
     def refuse(self, reason: str) -> None:
         """Refuse new requests; open ones go on."""
-        self._end_of_server = partial(Unavailable, reason)
+        self._acceptance.refuse(reason)
 
     async def drained(self) -> None:
         """Wait until no request is open, in any API process."""
@@ -333,10 +233,10 @@ class Frontend:
 
     def fail(self, reason: str) -> None:
         """End every open request with an error, and refuse new ones."""
-        self._end_of_server = partial(EngineFailed, reason)
+        self._acceptance.fail(reason)
         failure = EngineFailed(reason)
         self._requests.fail(failure)
-        self._questions.fail(failure)
+        self.questions.fail(failure)
 
     def suspend(self, reason: str, outage_s: int) -> None:
         """Cut the workers off, for about `outage_s` seconds; they are dead or will be killed.
@@ -345,15 +245,14 @@ class Frontend:
         error, and so do those that were sent twice; the others wait.
         """
         self._tokenizers.drop()
-        self._outage = partial(Unavailable, f"the engine starts again: {reason}", outage_s)
-        self._questions.fail(self._outage())
+        self.questions.fail(self._acceptance.suspend(reason, outage_s))
         self.metrics.end_epoch()
         self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))
 
     def resume(self, addresses: Addresses) -> None:
         """Send what waits to the workers of a new epoch, and accept new requests."""
         self._tokenizers.connect(addresses)
-        self._outage = None
+        self._acceptance.resume()
         for uid in self._requests.uids:
             self._send_again(uid)
 
@@ -383,12 +282,12 @@ class Frontend:
         failure = f"a worker failed: {reason}"
         ended = self._requests.end_lost(lost, EngineFailed(failure))
         for uid in ended:
-            self._send_abort(uid)
+            self._tokenizers.abort(uid)
         for uid in lost:
             if self._requests.find(uid):
-                self._send_abort(uid)
+                self._tokenizers.abort(uid)
                 self._send_again(uid)
-        for uid, msg in self._questions.try_again(is_lost, Unavailable(failure)).items():
+        for uid, msg in self.questions.try_again(is_lost, Unavailable(failure)).items():
             self._tokenizers.send(uid, msg)
 
     def _send_again(self, uid: int) -> None:

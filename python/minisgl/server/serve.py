@@ -30,8 +30,8 @@ from minisgl.server.recovery import Recovery
 from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
 from minisgl.server.workers import Workers
+from minisgl.utils.child import StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.supervisor import StartupReport
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ A uid says which tokenizer has the request or question, so all messages about it
 
 from __future__ import annotations
 
-from minisgl.message import NewDetokenizerMsg, ShutdownMsg, TokenizerMsg, encode
+from minisgl.message import AbortMsg, NewDetokenizerMsg, ShutdownMsg, TokenizerMsg, encode
 from minisgl.utils.mp import DETOKENIZER, Addresses, PushQueue, tokenizer_of
 
 
@@ -20,6 +20,11 @@ class TokenizerQueues:
     def send(self, uid: int, msg: TokenizerMsg) -> None:
         """Send a message that is about a uid."""
         self._queues[self.number_of(uid)].put(msg)
+
+    def abort(self, uid: int) -> None:
+        """Abort a request or question, if there are tokenizers: without them it is gone."""
+        if self._queues:
+            self.send(uid, AbortMsg(uid))
 
     def number_of(self, uid: int) -> int:
         """Which tokenizer has a uid."""

@@ -1,7 +1,10 @@
 """Text to ids and ids to text, in processes of their own.
 
     tokenize.py        `Tokenizer`: prompts of all kinds to token ids
+    chat_template.py   conversations to texts
     tool_prompt.py     tools in prompts, where the chat template shows none
+    control_tokens.py  control tokens in the texts of chats are text
+    length_check.py    texts that are too long, before they are tokenized
     detokenize.py      `Detokenizer`: outputs of the scheduler to replies with text
     text_decoders.py   token ids of one answer to text, as they come
     vocabulary.py      `Vocabulary`: the bytes of each token

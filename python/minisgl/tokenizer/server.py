@@ -44,11 +44,11 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer.tokenize import Tokenizer
+from minisgl.utils.child import Ready, StartupReport, TokenizerInfo
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
 from minisgl.utils.mp import Addresses, PullQueue, PushQueue, api_of
-from minisgl.utils.supervisor import Ready, StartupReport, TokenizerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ class TokenizeWorker:
     def info(self) -> TokenizerInfo:
         tokenizer = self._tokenizer
         return TokenizerInfo(
-            tokenizer.chat_template,
+            tokenizer.template.text,
             tokenizer.added_tokens,
-            tokenizer.describes_tools,
-            tokenizer.call_format,
+            tokenizer.template.describes_tools,
+            tokenizer.template.call_format,
         )
 
     def run(self, inbox: PullQueue[TokenizerMsg]) -> None:

@@ -1,4 +1,9 @@
-"""Prompts to token ids."""
+"""Prompts to token ids.
+
+The chat template makes a text of a conversation first (`chat_template.py`). Control tokens in what
+the client sent stay text (`control_tokens.py`), and a text that is too long is refused before it is
+tokenized (`length_check.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,53 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers.pre_tokenizers import ByteLevel
 
 from minisgl.checkpoint.files import check_tokenizer_files, is_panic
 from minisgl.core import IntArray
-from minisgl.errors import CheckpointError, InvalidRequest, PromptTooLong
+from minisgl.errors import CheckpointError, InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
+from minisgl.tokenizer.chat_template import ChatTemplate
 from minisgl.tokenizer.control_tokens import ControlTokens, Marks
 from minisgl.tokenizer.detokenize import Detokenizer
-from minisgl.tokenizer.tool_prompt import HERMES_TEXTS, call_format_of, describe_tools
+from minisgl.tokenizer.length_check import LengthCheck
 from minisgl.tokenizer.vocabulary import Vocabulary
-
-_RESERVED = {  # parameters of apply_chat_template that are not variables of the template
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "processor_kwargs",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "sanitize_control_tokens",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
-_PROBE = "probe_of_the_template"
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _PROBE,
-        "description": "-",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
-_USUAL_CHARACTERS = 8  # of a token, at most; a longer text is looked at piece by piece
-_PIECE = 2**14  # characters
-_PIECE_SLACK = 256  # tokens
-_WHITESPACE_SAMPLE = "  \t\r\n a1!é语\u3000  "  # some pre-tokenizers drop a part of it
-_NORMALIZER_SHRINKS = {  # how many times shorter a normalizer can make the UTF-8 of a text
-    "NoneType": 1,
-    "NFC": 4,  # by 3.5 at most
-}
 
 
 class Tokenizer:
@@ -86,8 +54,9 @@ class Tokenizer:
             lines = str(error).strip().splitlines()
             reason = lines[0] if lines else type(error).__name__
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
+        self.template = ChatTemplate(self._tokenizer, needs_known_calls=needs_known_calls)
+        self.length_check = LengthCheck(self._tokenizer)
         self._allow_control_tokens = allow_control_tokens
-        self._needs_known_calls = needs_known_calls
 
     def get_ready(self) -> None:
         """Do once, and now, what the first prompts of each kind would wait for.
@@ -95,9 +64,9 @@ class Tokenizer:
         It is the template's compilation, tables of the vocabulary, and a copy of the tokenizer. The
         copy takes up to a second.
         """
-        _ = self.max_token_bytes
+        self.length_check.get_ready()
         self.text_of(self.encode("-"))
-        if self.chat_template is not None:
+        if self.template.text is not None:
             with suppress(InvalidRequest):  # some templates refuse such a conversation
                 self.encode(Conversation([{"role": "user", "content": "-"}]))
             if not self._allow_control_tokens:
@@ -131,39 +100,16 @@ class Tokenizer:
             marked = self._control_tokens.mark(prompt, marks)
             if marked != prompt:
                 text = self._render_marked(marked, marks)
-                self._check_length(marks.remove(text), max_tokens)
+                self.length_check.check(marks.remove(text), max_tokens)
                 return self._encode_marked(text, marks, add_special_tokens)
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
-        self._check_length(text, max_tokens)
+        text = prompt if isinstance(prompt, str) else self.template.render(prompt)
+        self.length_check.check(text, max_tokens)
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens)
         return np.array(encoding["input_ids"], dtype=np.int32)
 
-    def _check_length(self, text: str, max_tokens: int | None) -> None:
-        if max_tokens is not None and len(text) > max_tokens and self.max_token_bytes:
-            _check_min_tokens(len(text.encode()), max_tokens, self.max_token_bytes)
-        if max_tokens is not None and len(text) > _USUAL_CHARACTERS * max_tokens + _PIECE:
-            self._check_pieces(text, max_tokens)
-
-    def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Raise PromptTooLong if the pieces of a text have twice as many tokens as it may have.
-
-        A cut adds a few tokens and never so many. Tokenizing a text as a whole takes hundreds of
-        bytes of memory a token, and more time than others should wait for.
-        """
-        num_tokens = 0
-        for start in range(0, len(text), _PIECE):
-            piece = text[start : start + _PIECE]
-            num_tokens += len(self._tokenizer(piece, add_special_tokens=False)["input_ids"])
-            if num_tokens > 2 * max_tokens + _PIECE_SLACK:
-                raise PromptTooLong(
-                    max_tokens,
-                    f"you sent {len(text)} characters, the first {start + len(piece)} of which "
-                    f"are about {num_tokens} tokens",
-                )
-
     def _render_marked(self, marked: Conversation, marks: Marks) -> str:
         try:
-            return self.render(marked)
+            return self.template.render(marked)
         except InvalidRequest as error:  # the template may quote a text
             raise InvalidRequest(marks.remove(str(error)), param=error.param) from error
 
@@ -175,44 +121,6 @@ class Tokenizer:
                 f"a text contains a control token, but {error}", param="messages"
             ) from error
         return np.array(ids, dtype=np.int32)
-
-    def render(self, conversation: Conversation) -> str:
-        """Apply the chat template. By default the text ends where the answer begins.
-
-        Raises:
-            InvalidRequest: the template refuses the conversation, or there is no template.
-        """
-        if self.describes_tools:
-            conversation = describe_tools(conversation, has_system=self._has_system)
-        return self._apply_template(conversation)
-
-    def _apply_template(self, conversation: Conversation) -> str:
-        reserved = sorted(conversation.variables.keys() & _RESERVED)
-        if reserved:
-            raise InvalidRequest(
-                f"{reserved[0]!r} is not the template's to take", param="chat_template_kwargs"
-            )
-        options: dict[str, Any] = {
-            "add_generation_prompt": True,
-            **conversation.options,
-            **conversation.variables,
-        }
-        if conversation.tools:
-            options["tools"] = conversation.tools
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                conversation.messages, tokenize=False, **options
-            )
-        except Exception as error:  # a template is a program; it raises what its author chose
-            reason = str(error) or type(error).__name__
-            raise InvalidRequest(
-                f"the model's chat template refuses the messages: {reason}", param="messages"
-            ) from error
-        return text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; bytes that are no character become U+FFFD."""
@@ -235,82 +143,18 @@ class Tokenizer:
 
         Other added tokens are words or blanks to their models.
         """
-        template = str(self._tokenizer.chat_template)  # or several templates, by their names
-        if self.describes_tools:
-            template += "".join(HERMES_TEXTS)
+        written_texts = self.template.written_texts
         added = self._tokenizer.added_tokens_decoder.values()
-        written = [token for token in added if token.content in template]
+        written = [token for token in added if token.content in written_texts]
         controls = [token.content for token in added if token.special]
         controls += [token.content for token in written if token.content.strip()]
         return ControlTokens(getattr(self._tokenizer, "backend_tokenizer", None), controls)
-
-    @cached_property
-    def max_token_bytes(self) -> int | None:
-        """Most UTF-8 bytes of a text that become one token; None if there may be no bound.
-
-        It is known only for byte-level vocabularies that keep every byte of a text.
-        """
-        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None or not _keeps_every_byte(backend):
-            return None
-        shrinks = _NORMALIZER_SHRINKS.get(type(backend.normalizer).__name__)
-        if shrinks is None:
-            return None
-        added = self._tokenizer.added_tokens_decoder.values()
-        if any(token.lstrip or token.rstrip for token in added):  # they take all blanks beside them
-            return None
-        lengths = [len(token) for token in self._tokenizer.get_vocab()]
-        lengths += [len(token.content.encode()) for token in added]
-        return shrinks * max(lengths)
 
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one. There may be gaps below; a model may have rows beyond it."""
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         return max(vocab.values()) + 1
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template's text, of several the one for tools; None if there is none."""
-        if not self._tokenizer.chat_template:
-            return None
-        text: str = self._tokenizer.get_chat_template(tools=[])
-        return text
-
-    @cached_property
-    def describes_tools(self) -> bool:
-        """Whether tools are described in a system text, since the template cannot show them."""
-        template = self.chat_template
-        if template is None:
-            return False
-        if self._needs_known_calls and call_format_of(template) is None:
-            return True
-        question = {"role": "user", "content": "-"}
-        conversations = [[question], [{"role": "system", "content": "-"}, question]]
-        return not any(
-            self._shows(_PROBE, Conversation(messages, tools=[_PROBE_TOOL]))
-            for messages in conversations
-        )
-
-    @property
-    def call_format(self) -> str | None:
-        """The name of the format in which prompts have calls of tools, if it is known."""
-        if self.describes_tools:
-            return "hermes"
-        return None if self.chat_template is None else call_format_of(self.chat_template)
-
-    @cached_property
-    def _has_system(self) -> bool:
-        """Whether the template takes a turn of the system and shows it."""
-        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
-        return self._shows(_PROBE, Conversation(messages))
-
-    def _shows(self, text: str, conversation: Conversation) -> bool:
-        """Whether the prompt of a conversation has a text."""
-        try:
-            return text in self._apply_template(conversation)
-        except InvalidRequest:  # some templates need or refuse a system's turn
-            return False
 
     @property
     def added_tokens(self) -> dict[str, int]:
@@ -325,24 +169,3 @@ class Tokenizer:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self._tokenizer)
-
-
-def _keeps_every_byte(backend: Any) -> bool:
-    """Whether a tokenizer spells bytes as letters, has a token for each, and drops no blanks."""
-    letters = set(ByteLevel.alphabet())
-    if type(backend.decoder).__name__ != "ByteLevel" or not letters <= backend.get_vocab().keys():
-        return False
-    if not backend.pre_tokenizer:
-        return False
-    pieces = backend.pre_tokenizer.pre_tokenize_str(_WHITESPACE_SAMPLE)
-    num_kept = sum(len(piece) for piece, _ in pieces)
-    return num_kept >= len(_WHITESPACE_SAMPLE.encode())
-
-
-def _check_min_tokens(num_bytes: int, max_tokens: int, max_token_bytes: int) -> None:
-    """Raise PromptTooLong if a text of so many bytes must have more than `max_tokens` tokens."""
-    least = -(-num_bytes // max_token_bytes)
-    if least > max_tokens:
-        raise PromptTooLong(
-            max_tokens, f"you sent {num_bytes} bytes of text, which are at least {least} tokens"
-        )

@@ -1,19 +1,33 @@
 """Tools that do not know the engine.
 
-arch.py            the hardware; memory; a process that ends with its parent
-cuda_toolkit.py    CUDA's compiler
-env.py             environment variables
-logger.py          logging
-mp.py              queues between processes
-private_folder.py  the folder of their sockets
-progress.py        a progress bar
-registry.py        tables of named backends and models
-shared_numbers.py  numbers that several processes change
-staging.py         copies from pinned host memory to the device
-supervisor.py      child processes
+The machine:
+
+    hardware.py        its devices and its memory
+    cuda_toolkit.py    CUDA's compiler
+    env.py             environment variables
+    heap.py            what a thread takes from the heap
+    garbage.py         when a process collects garbage
+    staging.py         copies from pinned host memory to the device
+
+Processes:
+
+    supervisor.py      child processes, as their parent sees them
+    child.py           what a child does: it reports, beats, and ends with its parent
+    mp.py              queues between processes
+    shared_numbers.py  numbers that several processes change
+    private_folder.py  the folder of their sockets
+    ownership.py       folders and files that no other user can write
+    fair_queue.py      jobs that take turns by their cost
+
+For all:
+
+    logger.py          logging
+    progress.py        a progress bar
+    registry.py        tables of named backends and models
 """
 
-from minisgl.utils.arch import Hardware, detect_hardware, die_with_parent
+from minisgl.utils.child import die_with_parent
+from minisgl.utils.hardware import Hardware, detect_hardware
 from minisgl.utils.logger import set_up_logging
 from minisgl.utils.registry import Registry
 

@@ -17,11 +17,9 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import pkgutil
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -31,64 +29,13 @@ from typing import Any, Self
 
 import msgspec
 
-from minisgl.errors import ConfigError, EngineFailed, MiniSGLError
-from minisgl.utils.arch import die_with_parent, name_process, start_driver
-from minisgl.utils.garbage import start_process
-from minisgl.utils.logger import set_up_logging
+from minisgl.errors import ConfigError, EngineFailed
+from minisgl.utils.child import StartupReport, run_child
 
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
 _TICK_S = 0.5
-
-
-class TokenizerInfo(msgspec.Struct, frozen=True):
-    """What the API server needs to know of a tokenizer.
-
-    Attributes:
-        added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.
-        describes_tools: whether it describes tools in Hermes' form, since the template cannot.
-        call_format: name of the format in which its prompts have calls of tools, if it is known.
-    """
-
-    chat_template: str | None
-    added_tokens: dict[str, int]
-    describes_tools: bool = False
-    call_format: str | None = None
-
-
-class StartupReport(msgspec.Struct, frozen=True):
-    """A child's message once it is ready, or once it has failed.
-
-    Attributes:
-        failure: why it failed; None if it is ready.
-        is_config_error: whether options or model are the reason, which the user can change.
-        is_explained: whether the package itself found the reason. Any other failure may be the
-            consequence of another child's.
-        max_seq_len: of a scheduler.
-        tokenizer: of a tokenizer.
-    """
-
-    failure: str | None = None
-    is_config_error: bool = False
-    is_explained: bool = False
-    max_seq_len: int | None = None
-    tokenizer: TokenizerInfo | None = None
-
-
-class Ready:
-    """A child's way to its supervisor: call it with a report, then beat."""
-
-    def __init__(self, writer: Connection, beats: ctypes.c_ulong) -> None:
-        self._writer = writer
-        self._beats = beats
-
-    def __call__(self, report: StartupReport) -> None:
-        self._writer.send_bytes(msgspec.json.encode(report))
-
-    def beat(self) -> None:
-        """Say that this process goes on: one more in shared memory, without a lock."""
-        self._beats.value += 1
 
 
 @dataclass(slots=True)
@@ -178,7 +125,7 @@ class Supervisor:
         reader, writer = self._context.Pipe(duplex=False)
         beats = self._context.RawValue(ctypes.c_ulong)
         process = self._context.Process(
-            target=_run_worker,
+            target=run_child,
             args=(
                 name,
                 os.getpid(),
@@ -399,50 +346,3 @@ def _raise_failure(reports: list[StartupReport]) -> None:
             raise ConfigError(report.failure)
     if failed:
         raise EngineFailed(failed[0].failure)
-
-
-def _run_worker(
-    name: str,
-    parent_pid: int,
-    writer: Connection,
-    beats: ctypes.c_ulong,
-    log_level: str,
-    log_json: bool,
-    gpu: int | None,
-    body: str,
-    *args: Any,
-) -> None:
-    """Entry of every child: run its body, and report an error that ends it.
-
-    Ctrl-C reaches all processes of a terminal. Children ignore it; the parent ends them in order.
-    """
-    die_with_parent(parent_pid)
-    name_process(name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up_logging(name, log_level, as_json=log_json)
-    logger.debug("the process runs")
-    start_process()
-    if gpu is not None:
-        start_driver(gpu)
-
-    ready = Ready(writer, beats)
-    try:
-        run = pkgutil.resolve_name(body)
-        logger.debug("all is imported")
-        run(ready, *args)
-    except Exception as error:  # the border of the process; the supervisor acts on the report
-        if isinstance(error, MiniSGLError):
-            logger.debug("%s", traceback.format_exc())
-            reason = str(error)
-        else:
-            logger.exception("%s fails", name)
-            reason = f"{name}: {type(error).__name__}: {error}"
-        ready(
-            StartupReport(
-                failure=reason,
-                is_config_error=isinstance(error, ConfigError),
-                is_explained=isinstance(error, MiniSGLError),
-            )
-        )
-        writer.close()
-        os._exit(1)

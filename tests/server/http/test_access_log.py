@@ -120,7 +120,7 @@ def test_a_request_without_a_key_leaves_a_line_and_no_key(lines: LogLines) -> No
 
 def test_a_bug_is_a_line_too(lines: LogLines, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(app: App) -> None:
-        monkeypatch.setattr(app.frontend, "encode", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(app.frontend.questions, "encode", lambda *_, **__: 1 / 0)
         call = app.post("/tokenize", prompt="a")
         with pytest.raises(ZeroDivisionError):
             await call.done

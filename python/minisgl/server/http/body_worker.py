@@ -30,7 +30,7 @@ from minisgl.message import ReplyError
 from minisgl.server.http.body_parser import pack_body
 from minisgl.server.openai.prompts import PackedRequest, PromptRequest
 from minisgl.server.openai.validation import IgnoredField, RequestBounds
-from minisgl.utils.arch import die_with_parent, name_process
+from minisgl.utils.child import die_with_parent, name_process
 from minisgl.utils.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)

@@ -136,7 +136,7 @@ async def completions(
         prompts = _prompts(body, frontend)
         echoes = None
         if body.echo:
-            echoes = await run_while_connected(request, frontend.prompt_texts(prompts))
+            echoes = await run_while_connected(request, frontend.questions.prompt_texts(prompts))
         sampling = _sampling(body, model)
         builder = CompletionBuilder(model.name, body, prompts, echoes)
         return await _answer(request, frontend, body, prompts, sampling, builder)
@@ -211,7 +211,7 @@ async def count_tokens(
     model.check_name(body.model)
     (prompt,) = body.prompts()
     with errors_name_fields(body.field_of):
-        tokens = await run_while_connected(request, frontend.encode(prompt))
+        tokens = await run_while_connected(request, frontend.questions.encode(prompt))
     return TokenCount(input_tokens=len(tokens))
 
 
@@ -222,7 +222,7 @@ async def tokenize(
     model.check_name(body.model)
     (prompt,) = body.prompts()
     with errors_name_fields(lambda param: param or body.given_field):
-        encoding = frontend.encode(prompt, add_special_tokens=body.add_special_tokens)
+        encoding = frontend.questions.encode(prompt, add_special_tokens=body.add_special_tokens)
         tokens = await run_while_connected(request, encoding)
     # Written here: FastAPI would check each token of a long list, and the loop would wait.
     answer = {"tokens": tokens, "count": len(tokens), "max_model_len": model.max_seq_len}
@@ -235,7 +235,8 @@ async def detokenize(
 ) -> Detokenized:
     model.check_name(body.model)
     with errors_name_fields(lambda param: param or "tokens"):
-        (text,) = await run_while_connected(request, frontend.prompt_texts(body.prompts()))
+        texts = frontend.questions.prompt_texts(body.prompts())
+        (text,) = await run_while_connected(request, texts)
     return Detokenized(prompt=text)
 
 
@@ -246,7 +247,7 @@ class FlushedCache(BaseModel):
 @router.post("/flush_cache", responses=ERRORS)
 async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
     """Drop all cached prefixes that no request uses, whoever has sent them."""
-    num_tokens = await run_while_connected(request, frontend.flush_cache())
+    num_tokens = await run_while_connected(request, frontend.questions.flush_cache())
     return FlushedCache(num_tokens=num_tokens)
 
 

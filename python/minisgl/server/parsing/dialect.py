@@ -13,7 +13,7 @@ from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import AddedTokens
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
-from minisgl.utils.supervisor import TokenizerInfo
+from minisgl.utils.child import TokenizerInfo
 
 
 @dataclass(frozen=True, slots=True)

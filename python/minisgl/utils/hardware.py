@@ -1,16 +1,12 @@
-"""The machine: its devices, its memory, and ties between a child process and its parent."""
+"""The machine: its devices and its memory."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_PR_SET_NAME = 15
 _M_TRIM_THRESHOLD = -1  # mallopt(3)
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
@@ -120,15 +116,3 @@ def use_huge_pages() -> None:
             # One by one: the call ends at the first page that cannot be moved.
             for page in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end, _HUGE_PAGE):
                 madvise(page, _HUGE_PAGE, _MADV_COLLAPSE)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends in any way (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before the call above
-        os._exit(1)
-
-
-def name_process(name: str) -> None:
-    """Show `name`, up to 15 bytes of it, in `top` and `ps` in place of the program (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode())

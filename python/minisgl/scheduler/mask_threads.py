@@ -20,7 +20,7 @@ _UNWATCHED_BYTES = 2**18  # that the threads may take before they are watched
 _SHARE = 2**4  # times what a grammar has grown by, at most, are charged of what is unknown
 
 
-class SharedExecutor:
+class MaskThreads:
     """The threads, and the memory that they took for nobody knows whom.
 
     Args:

@@ -1,10 +1,9 @@
-"""The machine and the environment."""
+"""The machine."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -14,32 +13,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.utils.arch import available_memory, detect_hardware, start_driver
-from minisgl.utils.env import cache_folder
-
-CHILD = """
-import sys, time
-from minisgl.utils import die_with_parent
-die_with_parent(int(sys.argv[1]))
-print("ready", flush=True)
-time.sleep(60)
-"""
-PARENT = """
-import os, subprocess, sys
-subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
-"""
-
-
-def test_a_process_is_shown_by_its_name() -> None:
-    script = """
-from pathlib import Path
-from minisgl.utils.arch import name_process
-name_process("scheduler-0")
-print(Path("/proc/self/comm").read_text(), end="")
-"""
-    shown = subprocess.check_output([sys.executable, "-c", script], text=True)
-
-    assert shown == "scheduler-0\n"
+from minisgl.utils.hardware import available_memory, detect_hardware, start_driver
 
 
 def test_the_hardware_is_one_that_can_be_used() -> None:
@@ -55,43 +29,11 @@ def test_available_memory_is_less_than_there_is() -> None:
     assert 0 < available_memory() < total
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"MINISGL_CACHE": "/a/b"}, Path("/a/b")),
-        ({"MINISGL_CACHE": "", "XDG_CACHE_HOME": "/x"}, Path("/x/minisgl")),
-        ({"HOME": "/home/me"}, Path("/home/me/.cache/minisgl")),
-        ({"HOME": "/home/me", "MINISGL_CACHE": "~/c"}, Path("/home/me/c")),
-    ],
-)
-def test_the_cache_folder_follows_the_environment(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: Path
-) -> None:
-    for name in ("MINISGL_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-    assert cache_folder() == folder
-
-
-def test_a_child_dies_with_its_parent_even_if_that_is_killed() -> None:
-    command = [sys.executable, "-c", PARENT, CHILD]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout
-        assert parent.stdout.readline() == b"ready\n"
-        parent.kill()
-
-        has_ended, *_ = select.select([parent.stdout], [], [], 10)  # the child holds the other end
-        assert has_ended
-        assert parent.stdout.read() == b""
-
-
 def test_freed_memory_is_kept_for_the_next_allocation() -> None:
     """In a process of its own: what is set holds for all of it."""
     script = """
 import ctypes, resource
-from minisgl.utils.arch import keep_freed_memory
+from minisgl.utils.hardware import keep_freed_memory
 keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -117,7 +59,7 @@ def test_memory_moves_to_huge_pages_unchanged_and_untouched_memory_stays_unalloc
     script = """
 import mmap, re
 from pathlib import Path
-from minisgl.utils.arch import use_huge_pages
+from minisgl.utils.hardware import use_huge_pages
 
 def kilobytes(name):
     return int(re.search(name + r": +(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])

@@ -23,7 +23,7 @@ from minisgl.grammar import refusal
 from minisgl.message import BackendMsg, MatchState
 from minisgl.scheduler.grammar_budget import GrammarBudget
 from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
-from minisgl.scheduler.shared_executor import SharedExecutor
+from minisgl.scheduler.mask_threads import MaskThreads
 from minisgl.utils.heap import bytes_touched, return_free_memory
 
 IN_PROGRESS = MatchState()
@@ -79,7 +79,7 @@ class GrammarMatchers:
         self._budget = GrammarBudget(self.known)
         self._masks_XW = masks_XW
         self._post = post
-        self._executor = SharedExecutor() if for_gpu else None
+        self._mask_threads = MaskThreads() if for_gpu else None
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._matches: dict[int, _Match] = {}
 
@@ -123,8 +123,8 @@ class GrammarMatchers:
         """Count what this thread has taken for a grammar since it had touched so many bytes."""
         num_bytes = bytes_touched() - before
         if num_bytes:
-            if self._executor is not None:
-                num_bytes += self._executor.take_unknown(num_bytes)
+            if self._mask_threads is not None:
+                num_bytes += self._mask_threads.take_unknown(num_bytes)
             self._budget.grow(known, num_bytes)
 
     def restricts_any(self, slices: Sequence[ReqSlice]) -> bool:
@@ -153,11 +153,11 @@ class GrammarMatchers:
             else:
                 matches.append((match.known, match.matcher, x))
 
-        if self._executor is None:
+        if self._mask_threads is None:
             self._fill_each(matches, masks_XW)
             return PendingMasks()
         has_begun = threading.Event()
-        future = self._helper.submit(self._fill, self._executor, matches, masks_XW, has_begun)
+        future = self._helper.submit(self._fill, self._mask_threads, matches, masks_XW, has_begun)
         # Else the caller would keep Python's lock until it waits for the masks, and they begin
         # then.
         has_begun.wait()
@@ -174,17 +174,17 @@ class GrammarMatchers:
 
     def _fill(
         self,
-        executor: SharedExecutor,
+        threads: MaskThreads,
         matches: list[tuple[KnownGrammar, LLMatcher, int]],
         masks_XW: IntArray,
         has_begun: threading.Event,
     ) -> None:
         """Make masks; runs on the helper's thread, without Python's lock."""
         has_begun.set()
-        if executor.is_watched:
+        if threads.is_watched:
             self._fill_each(matches, masks_XW)
         elif matches:
-            executor.fill([(matcher, x) for _, matcher, x in matches], masks_XW)
+            threads.fill([(matcher, x) for _, matcher, x in matches], masks_XW)
 
     def accept(self, uid: int, tokens: list[int]) -> MatchState:
         """Advance a request's match by its next tokens."""

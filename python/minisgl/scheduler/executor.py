@@ -1,0 +1,45 @@
+"""What the scheduler asks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from minisgl.core import BatchPlan, IntArray, PromptWaves
+from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
+
+
+class Executor(Protocol):
+    """What runs a plan: the `Engine`, or a fake one in tests. It starts no processes."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def grammar_masks(self) -> IntArray:
+        """Where the masks of a step are put before it is sampled."""
+
+    @property
+    def prompt_waves(self) -> PromptWaves:
+        """In which portions the device attends for the tokens of prompts."""
+
+    def prompt_room(self, num_decodes: int) -> Sequence[int]:
+        """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""
+
+    def prepare(self, plan: BatchPlan) -> PreparedStep:
+        """Do the host work that can be done before the step before is sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full.
+        """
+
+    def launch(self, prepared: PreparedStep) -> LaunchedStep:
+        """Start computing logits, after the step before is sampled.
+
+        Raises:
+            StepOutOfMemory: the device's memory is full. Some of the plan's writes may be done, and
+                the KV of some of its slices may be written.
+        """
+
+    def sample(self, launched: LaunchedStep) -> ForwardOutput:
+        """Start choosing tokens. The steps after this one find them in the token pool."""

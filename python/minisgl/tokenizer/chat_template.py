@@ -1,0 +1,142 @@
+"""From a conversation to the text of its prompt, by the model's chat template."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from minisgl.errors import InvalidRequest
+from minisgl.message import Conversation
+from minisgl.tokenizer.tool_prompt import HERMES_TEXTS, call_format_of, describe_tools
+
+_RESERVED = {  # parameters of apply_chat_template that are not variables of the template
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "processor_kwargs",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+_PROBE = "probe_of_the_template"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE,
+        "description": "-",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, if it has one.
+
+    Where it shows no tools, a system text describes them (`tool_prompt.py`).
+
+    Args:
+        tokenizer: of transformers.
+        needs_known_calls: whether calls of tools have to be written in a form that can be parsed,
+            also where the template has another.
+    """
+
+    def __init__(self, tokenizer: Any, *, needs_known_calls: bool) -> None:
+        self._tokenizer = tokenizer
+        self._needs_known_calls = needs_known_calls
+
+    def render(self, conversation: Conversation) -> str:
+        """Apply the chat template. By default the text ends where the answer begins.
+
+        Raises:
+            InvalidRequest: the template refuses the conversation, or there is no template.
+        """
+        if self.describes_tools:
+            conversation = describe_tools(conversation, has_system=self._has_system)
+        return self._apply(conversation)
+
+    def _apply(self, conversation: Conversation) -> str:
+        reserved = sorted(conversation.variables.keys() & _RESERVED)
+        if reserved:
+            raise InvalidRequest(
+                f"{reserved[0]!r} is not the template's to take", param="chat_template_kwargs"
+            )
+        options: dict[str, Any] = {
+            "add_generation_prompt": True,
+            **conversation.options,
+            **conversation.variables,
+        }
+        if conversation.tools:
+            options["tools"] = conversation.tools
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                conversation.messages, tokenize=False, **options
+            )
+        except Exception as error:  # a template is a program; it raises what its author chose
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(
+                f"the model's chat template refuses the messages: {reason}", param="messages"
+            ) from error
+        return text
+
+    @property
+    def text(self) -> str | None:
+        """Its text, of several the one for tools; None if there is none."""
+        if not self._tokenizer.chat_template:
+            return None
+        text: str = self._tokenizer.get_chat_template(tools=[])
+        return text
+
+    @cached_property
+    def describes_tools(self) -> bool:
+        """Whether tools are described in a system text, since the template cannot show them."""
+        template = self.text
+        if template is None:
+            return False
+        if self._needs_known_calls and call_format_of(template) is None:
+            return True
+        question = {"role": "user", "content": "-"}
+        conversations = [[question], [{"role": "system", "content": "-"}, question]]
+        return not any(
+            self._shows(_PROBE, Conversation(messages, tools=[_PROBE_TOOL]))
+            for messages in conversations
+        )
+
+    @property
+    def call_format(self) -> str | None:
+        """The name of the format in which prompts have calls of tools, if it is known."""
+        if self.describes_tools:
+            return "hermes"
+        return None if self.text is None else call_format_of(self.text)
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """Whether the template takes a turn of the system and shows it."""
+        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
+        return self._shows(_PROBE, Conversation(messages))
+
+    def _shows(self, text: str, conversation: Conversation) -> bool:
+        """Whether the prompt of a conversation has a text."""
+        try:
+            return text in self._apply(conversation)
+        except InvalidRequest:  # some templates need or refuse a system's turn
+            return False
+
+    @property
+    def written_texts(self) -> str:
+        """All texts that it may write of itself, and those that describe tools in its place."""
+        text = str(self._tokenizer.chat_template)  # or several templates, by their names
+        return text + "".join(HERMES_TEXTS) if self.describes_tools else text
