@@ -105,7 +105,7 @@ def load_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     tokenizer.make_detokenizer()
     assert isinstance(tokenizer.added_tokens, dict)
-    assert isinstance(tokenizer.chat_template, str | None)
+    assert isinstance(tokenizer.template.text, str | None)
 
 
 def load_gguf(folder: Path) -> None:
