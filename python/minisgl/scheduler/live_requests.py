@@ -204,8 +204,8 @@ class LiveRequests:
     def _release(self, req: Req) -> None:
         """Release a request's row and pages; queue it again if it was retracted.
 
-        `CacheManager.release` returns the pages, and the row by `TableManager.release`. It is called
-        here, and in `PrefillManager.undo_plan` for requests that were never launched.
+        `CacheManager.release` returns the pages, and the row by `TableManager.release`. It is
+        called here, and in `PrefillManager.undo_plan` for requests that were never launched.
         """
         if req.row is not None:
             self._cache.release(req)
