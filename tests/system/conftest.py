@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,12 @@ import pytest
 from tests.checkpoints import tiny_checkpoint
 from tests.system.harness import Program, small_server
 from tests.system.oracle import ARCH, CONTEXT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_interruptible() -> None:
+    """A shell's job in the background ignores SIGINT, and so would the programs it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

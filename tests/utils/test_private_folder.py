@@ -34,8 +34,11 @@ with private_folder() as folder:
 
 
 @pytest.fixture
-def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temp(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A temporary folder of this test alone, with a short name: sockets are to be in it."""
+    tmp_path_factory.getbasetemp()  # now: not in the folder below
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -79,6 +82,21 @@ def test_the_folder_goes_with_its_sockets_also_after_an_error() -> None:
     pull.close()
 
     assert not folder.exists()
+
+
+def test_a_signal_just_after_the_folder_is_made_leaves_none(
+    temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def make_with_a_signal_after_it(path: str, mode: int = 0o777) -> None:
+        make(path, mode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", make_with_a_signal_after_it)
+    with pytest.raises(KeyboardInterrupt), private_folder():
+        pass
+    assert list(temp.iterdir()) == []
 
 
 def test_the_folder_of_a_killed_process_goes_with_the_next_start(stale: Path) -> None:

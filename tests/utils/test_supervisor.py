@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 
 import pytest
@@ -171,6 +172,33 @@ def test_children_that_end_with_their_supervisor_have_not_died() -> None:
         with pytest.raises(KeyError), supervisor:
             raise KeyError
         assert supervisor.death() == ""
+
+
+@pytest.mark.parametrize("has_children", [False, True])
+def test_a_signal_just_after_a_start_leaves_no_child(
+    has_children: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = SpawnProcess.start
+
+    def start_with_a_signal_after_it(process: SpawnProcess) -> None:
+        start(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpawnProcess, "start", start_with_a_signal_after_it)
+    with pytest.raises(KeyboardInterrupt), Supervisor("CRITICAL") as supervisor:
+        supervisor.start("child", f"{__name__}:waits", has_children=has_children)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_signal_just_before_a_start_is_no_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def signal_before_it(process: SpawnProcess) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpawnProcess, "start", signal_before_it)
+    with pytest.raises(KeyboardInterrupt), Supervisor("CRITICAL") as supervisor:
+        supervisor.start("child", f"{__name__}:waits")
 
 
 @pytest.mark.parametrize(

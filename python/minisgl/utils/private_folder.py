@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 
 import zmq
 
@@ -32,29 +34,32 @@ def private_folder() -> Iterator[Path]:
     Raises:
         ConfigError: the path is too long for the name of a socket.
     """
-    _remove_stale_folders(Path(gettempdir()))
-    with TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
-        if len(os.fsencode(name)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:
-            raise ConfigError(
-                f"the temporary folder {name} is too long for a socket name; set TMPDIR"
-            )
-        lock = _lock(Path(name))
-        try:
-            yield Path(name)
-        finally:
-            os.close(lock)
+    parent = Path(gettempdir())
+    _remove_stale_folders(parent)
+    folder = parent / f"{_PREFIX}{secrets.token_hex(6)}"
+    if len(os.fsencode(folder)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:
+        raise ConfigError(
+            f"the temporary folder {parent} is too long for a socket name; set TMPDIR"
+        )
+    try:
+        folder.mkdir(mode=0o700)  # within: a signal may come as soon as it is made
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int:
-    """Mark a folder as one whose process lives, until the returned descriptor is closed.
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Mark a folder as one whose process lives.
 
     The file gets its name when it is locked, so that nobody takes a new folder for a stale one.
     """
     unnamed = folder / f"{_LOCK}-new"
-    descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    unnamed.rename(folder / _LOCK)
-    return descriptor
+    with unnamed.open("xb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unnamed.rename(folder / _LOCK)
+        yield
 
 
 def _remove_stale_folders(parent: Path) -> None:

@@ -140,9 +140,9 @@ class Supervisor:
             name=name,
             daemon=not has_children,
         )
+        self._children[name] = _Child(process, reader, beats)  # first: a signal may end `start`
         process.start()
         writer.close()
-        self._children[name] = _Child(process, reader, beats)
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
@@ -324,6 +324,7 @@ class Supervisor:
     def _stop(self, timeout_s: float) -> None:
         """Wait until all have ended; kill those that still run after the timeout."""
         self._is_stopping = True
+        self._forget_unstarted()
         processes = [child.process for child in self._children.values()]
         deadline = time.monotonic() + timeout_s
         for process in processes:
@@ -336,6 +337,11 @@ class Supervisor:
         if self._guard:
             self._guard.join()
         self.remove()
+
+    def _forget_unstarted(self) -> None:
+        """Drop a child whose start a signal or an error has ended before it had a process."""
+        for name in [name for name, child in self._children.items() if child.process.pid is None]:
+            self._children.pop(name).reader.close()
 
 
 def _raise_failure(reports: list[StartupReport]) -> None:
