@@ -160,4 +160,5 @@ def _made_of(source: str, kind: str) -> str:
 def _run(command: list[str], folder: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(done.stderr or done.stdout)
+        silent = f"{command[0]} ends with {done.returncode} and says nothing"  # as where it is killed
+        raise RuntimeError(done.stderr or done.stdout or silent)
