@@ -199,6 +199,35 @@ def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], page_si
     torch.testing.assert_close(world.attend(1, "fi").double(), world.dense(), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("is_memory_full", [False, True])
+def test_no_step_goes_on_before_the_prompts_of_the_one_before_it(
+    is_memory_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[str, str]] = []
+
+    def stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: waits.append((name, other.name))
+        )
+
+    def decode(*arguments: Any, **scores: Any) -> None:
+        waits.append(("decodes", "run"))
+        if is_memory_full:
+            raise torch.OutOfMemoryError
+
+    main = stream("main")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream("prompts"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(flashinfer_backend, "attend_decode", decode)
+    spec = AttentionSpec(scale=0.4, window=6)  # whose decodes take memory
+    world = World(
+        SPANS["decodes and chunks"], num_heads=4, num_kv_heads=2, page_size=4, specs=(spec, spec)
+    )
+    with pytest.raises(torch.OutOfMemoryError) if is_memory_full else nullcontext():
+        world.attend(0, "fi")
+    assert waits == [("prompts", "main"), ("decodes", "run"), ("main", "prompts")]
+
+
 def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
     world = World(SPANS["prompts"], num_heads=4, num_kv_heads=2, page_size=4)
     assert world.backend("fi").prompt_waves == PromptWaves(128, 4, 132)

@@ -329,10 +329,12 @@ class _SpecAttention:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         if metadata.num_decodes and metadata.groups:
             # Prompts before decodes, by priority: decodes go where prompts leave processors idle.
-            with _fork(self._pool.prompt_stream):
-                self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
-            self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
-            _join(self._pool.prompt_stream)
+            try:
+                with _fork(self._pool.prompt_stream):
+                    self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+                self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
+            finally:  # also if memory is full: the next step's plan goes where prompts read theirs
+                _join(self._pool.prompt_stream)
         elif metadata.num_decodes:
             self._attend_decodes(q_TNH, layer, batch, metadata, o_TNH)
         else:
