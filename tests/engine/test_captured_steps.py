@@ -40,8 +40,9 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, model_runner, sampler
 from minisgl.engine import graph_runner as graph_module
 from minisgl.engine.graph_capture import CudaGraphCapture, Graph, GraphCapture
-from minisgl.engine.graph_key import GraphKey, GraphKind, graph_keys, most_prompt_tokens
+from minisgl.engine.graph_key import GraphKey, GraphKind
 from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.graph_sizes import gpu_graph_keys, most_prompt_tokens
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.kernel import attend_decode
 from minisgl.message import AbortBackendMsg
@@ -151,7 +152,7 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         longest = most_prompt_tokens(engine.limits.num_row_tokens - 1, engine._loaded.weight_bytes)
         engine._graphs = GraphRunner(
             RepeatedCalls(log),
-            graph_keys(MAX_DECODES, longest),
+            gpu_graph_keys(MAX_DECODES, longest),
             engine._forward_to_logits,
             engine._sampler,
             engine.context,
@@ -448,14 +449,14 @@ def test_a_trial_captures_few_and_counts_the_rest(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
     graphs = GraphRunner(
         RepeatedCalls(Counter()),
-        graph_keys(256, 256),
+        gpu_graph_keys(256, 256),
         engine._forward_to_logits,
         engine._sampler,
         engine.context,
         is_trial=True,
     )
-    num_all = sum(map(len, graph_keys(256, 256).values()))
-    assert captured[:3] == [keys[-1] for keys in graph_keys(256, 256).values()]
+    num_all = sum(map(len, gpu_graph_keys(256, 256).values()))
+    assert captured[:3] == [keys[-1] for keys in gpu_graph_keys(256, 256).values()]
     assert len(captured) == len(set(captured)) == 12
     assert graphs.bytes_not_captured == 7 * (num_all - 12)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)

@@ -25,7 +25,8 @@ from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_room
 from minisgl.engine.first_steps import first_choices, first_plans
-from minisgl.engine.graph_key import find_graph_key, graph_keys
+from minisgl.engine.graph_key import find_graph_key
+from minisgl.engine.graph_sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
 from minisgl.engine.sampler import sampler_room
@@ -82,7 +83,7 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
     """Each is a whole model, launched kernel by kernel."""
     limits = limits_of(40960, 256)
     config = config_of(Path("model"), max_running_requests=256)
-    captured = graph_keys(256, 2048)
+    captured = gpu_graph_keys(256, 2048)
     eager = [plan for plan in first_plans(config, limits) if not find_graph_key(plan, captured)]
     assert len(eager) == 6
 

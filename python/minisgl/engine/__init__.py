@@ -18,6 +18,7 @@
     prompt_outputs.py     logprobs of a prompt, and its embedding
     graph_runner.py       steps as CUDA graphs
     graph_key.py          which graph takes a plan
+    graph_sizes.py        which sizes are captured
     graph_inputs.py       what a graph reads of a plan
     graph_capture.py      a call as a CUDA graph
     forward_output.py     what the host waits for

@@ -22,7 +22,7 @@ import numpy as np
 
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
-from minisgl.engine.graph_key import MAX_PROMPTS
+from minisgl.engine.graph_sizes import MAX_PROMPTS
 from minisgl.engine.limits import EngineLimits
 
 # Tokens of each prompt where there are too many prompts for a captured step: kernels of attention

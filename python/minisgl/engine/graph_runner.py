@@ -35,8 +35,8 @@ from minisgl.engine.graph_key import (
     GraphKind,
     find_graph_key,
     prompt_room,
-    some_keys,
 )
+from minisgl.engine.graph_sizes import some_keys
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,

@@ -23,15 +23,14 @@ from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, Tab
 from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
-from minisgl.engine.graph_key import (
-    GraphKeys,
+from minisgl.engine.graph_key import GraphKeys, has_room_for_writes
+from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.graph_sizes import (
     cpu_graph_keys,
-    graph_keys,
-    has_room_for_writes,
+    gpu_graph_keys,
     most_decodes,
     most_prompt_tokens,
 )
-from minisgl.engine.graph_runner import GraphRunner
 from minisgl.engine.limits import EngineLimits, most_tokens
 from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
@@ -134,7 +133,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             capture = CudaGraphCapture()
             longest = most_prompt_tokens(self.limits.num_row_tokens - 1, self._loaded.weight_bytes)
-            keys = graph_keys(max_decodes, longest)
+            keys = gpu_graph_keys(max_decodes, longest)
         else:
             kernels = load_cpu_kernels()
             if kernels is None:
