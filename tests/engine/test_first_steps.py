@@ -24,7 +24,7 @@ from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_room
-from minisgl.engine.first_steps import first_choices, first_plans
+from minisgl.engine.first_steps import first_choices, first_plans, run_first_steps
 from minisgl.engine.graph_key import find_graph_key
 from minisgl.engine.graph_sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
@@ -112,7 +112,7 @@ def test_answers_are_the_same_after_the_first_steps(checkpoint: Callable[[str], 
     config = config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL)
     expected = Host(WatchedEngine(config), config).ask(prompts, greedy(9))
     engine = WatchedEngine(config)
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     page_table_RP = engine.context.page_table_RP
     assert (page_table_RP == engine.limits.num_pages).all(), "every page is the padding page still"
     answers = Host(engine, config).ask(prompts, greedy(9))
@@ -168,7 +168,7 @@ def test_nothing_that_is_sent_to_the_device_needs_more_room_than_there_is(
     host.ask(random_prompts([30, 7, *[1] * 17], VOCAB_SIZE), params)
     assert 0.1 < WatchedStaging.most <= 1
 
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     assert WatchedStaging.most <= 1
 
 
@@ -231,7 +231,7 @@ def test_no_variant_of_a_kernel_is_met_first_while_serving(
     # The interpreter takes milliseconds a program: it runs what makes tokens and slots, any tokens.
     runs = {"_look_up", "_scatter", "_best_of_split", "_best_of_all"}
     launches = Launches(monkeypatch, runs=runs)
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     known = launches.take()
     assert {"_best_of_split", "_rotate_and_store", "_attend_suffix", "_mask_logits"} <= known.keys()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, TableWrites
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice, TableWrites
 from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
@@ -36,6 +36,7 @@ from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room
+from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter
@@ -166,6 +167,10 @@ class ModelRunner:
         """Estimated memory of the graphs that a trial leaves out."""
         return self._graphs.bytes_not_captured if self._graphs else 0
 
+    def captures(self, plan: BatchPlan) -> bool:
+        """Whether a captured step takes a plan."""
+        return self._graphs is not None and self._graphs.find_key(plan) is not None
+
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that is possible before the previous step is sampled.
 
@@ -210,6 +215,22 @@ class ModelRunner:
         )
         graph_key = replay.key if replay else None
         return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
+
+    @torch.inference_mode()
+    def launch_choice(self, slices: list[ReqSlice]) -> LaunchedStep:
+        """Launch a step of slices that sample, without a model: their hidden states are zero."""
+        places = [
+            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
+        ]
+        hidden_BD = torch.zeros(
+            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
+        )
+        inputs = SamplingInputs(
+            self._model.logits(hidden_BD),
+            BatchSamplingArgs.of(slices, self._staging),
+            torch.tensor(places, dtype=torch.int32, device=self._device),
+        )
+        return LaunchedStep(slices, inputs)
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
