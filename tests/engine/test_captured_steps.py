@@ -432,7 +432,7 @@ def test_one_step_of_each_kind_is_rehearsed(hosts: Hosts) -> None:
     assert log["rehearsed"] == 2 * num_kinds, "to logits, and from logits to tokens"
 
 
-def test_a_trial_captures_few_and_counts_the_rest(
+def test_few_graphs_are_captured_and_the_rest_estimated(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, _ = hosts()
@@ -453,7 +453,7 @@ def test_a_trial_captures_few_and_counts_the_rest(
         engine._forward_to_logits,
         engine._sampler,
         engine.context,
-        is_trial=True,
+        few_graphs=True,
     )
     num_all = sum(map(len, gpu_graph_keys(256, 256).values()))
     assert captured[:3] == [keys[-1] for keys in gpu_graph_keys(256, 256).values()]

@@ -122,10 +122,10 @@ def test_answers_are_the_same_after_the_first_steps(checkpoint: Callable[[str], 
 def test_memory_that_a_process_takes_once_is_counted_once(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules and workspaces of libraries stay after the trial: they are no longer free."""
+    """Modules and workspaces stay when the runner of one page is closed: they are not free."""
     engine = WatchedEngine(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL))
     config = replace(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL), num_pages=None)
-    readings = iter([700, 900])  # in the trial, and after it
+    readings = iter([700, 900])  # with the runner of one page, and after it
     monkeypatch.setattr(pool_size, "free_bytes", lambda *_: next(readings))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     limits = replace(engine.limits, num_pages=1)

@@ -84,10 +84,10 @@ class GraphRunner:
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
-        is_trial: capture few of each kind, to estimate how much memory all would take.
+        few_graphs: capture few of each kind, to estimate how much memory all would take.
 
     Attributes:
-        bytes_not_captured: estimated memory of the graphs that a trial leaves out.
+        bytes_not_captured: estimated memory of the graphs that are left out where few are captured.
     """
 
     @torch.inference_mode()
@@ -99,7 +99,7 @@ class GraphRunner:
         sampler: Sampler,
         context: Context,
         *,
-        is_trial: bool = False,
+        few_graphs: bool = False,
     ) -> None:
         self._device_capture = capture
         self._keys = keys
@@ -119,7 +119,7 @@ class GraphRunner:
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
         started = time.monotonic()
-        if is_trial:
+        if few_graphs:
             self._capture_some()
         else:
             self._capture_all(self._keys)
@@ -204,7 +204,7 @@ class GraphRunner:
                 logger.debug("%s of %d tokens run eagerly: %s", key.kind.value, num_tokens, error)
 
     def _capture_some(self) -> None:
-        """For a trial: estimate the memory of all graphs by the largest and a few others."""
+        """Estimate the memory of all graphs by the largest and a few others."""
         num_graphs = sum(map(len, self._keys.values()))
         self._keys = {kind: some_keys(keys) for kind, keys in self._keys.items()}
 

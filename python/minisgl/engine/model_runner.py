@@ -55,7 +55,7 @@ class ModelRunner:
 
     Args:
         limits: of the pool and the tables.
-        is_trial: capture few graphs, to estimate how much memory all would take.
+        few_graphs: capture few graphs, to estimate how much memory all would take.
 
     Attributes:
         context: the tables, the pool and the backends.
@@ -72,7 +72,7 @@ class ModelRunner:
         loaded: LoadedModel,
         limits: EngineLimits,
         *,
-        is_trial: bool = False,
+        few_graphs: bool = False,
     ) -> None:
         self.limits = limits
         self._loaded = loaded
@@ -94,7 +94,7 @@ class ModelRunner:
             self._vocab, self.context.token_pool_RL, limits.eos_ids, self._extra_staging
         )
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
-        self._graphs = self._make_graph_runner(config, is_trial=is_trial)
+        self._graphs = self._make_graph_runner(config, few_graphs=few_graphs)
 
     def _make_context(self) -> Context:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
@@ -124,7 +124,7 @@ class ModelRunner:
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
-    def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
+    def _make_graph_runner(self, config: EngineConfig, *, few_graphs: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
         max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
         if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
@@ -147,7 +147,7 @@ class ModelRunner:
             self._forward_to_logits,
             self._sampler,
             self.context,
-            is_trial=is_trial,
+            few_graphs=few_graphs,
         )
 
     @property
@@ -164,7 +164,7 @@ class ModelRunner:
 
     @property
     def bytes_not_captured(self) -> int:
-        """Estimated memory of the graphs that a trial leaves out."""
+        """Estimated memory of the graphs that are left out where few are captured."""
         return self._graphs.bytes_not_captured if self._graphs else 0
 
     def captures(self, plan: BatchPlan) -> bool:
