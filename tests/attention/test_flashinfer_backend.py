@@ -179,7 +179,7 @@ def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(step_attention, "kernels_for", lambda x: gpu)
+    monkeypatch.setattr(step_attention, "triton_kernels_for", lambda x: gpu)
 
 
 SPANS = {

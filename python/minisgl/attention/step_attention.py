@@ -37,7 +37,7 @@ from minisgl.attention.prompt_attention import (
 )
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
-from minisgl.kernel import kernels_for
+from minisgl.kernel import triton_kernels_for
 
 
 class _PageLists(NamedTuple):
@@ -188,7 +188,7 @@ class StepAttention:
                 group.attention.plan(end_B - start_B, end_B)
 
     def prepare_on_device(self, batch: Batch, metadata: StepMetadata) -> None:
-        kernels = kernels_for(self._pool.page_table_RP)
+        kernels = triton_kernels_for(self._pool.page_table_RP)
         assert kernels is not None
         if metadata.own_decodes:
             self._own_kernels.plan(batch, metadata.own_decodes)

@@ -38,13 +38,13 @@ from minisgl.kernel import (
     choose_scored_tokens,
     choose_tokens,
     gpu_linear,
-    kernels_for,
     look_up,
     rms_norm,
     rotate_and_store,
     route,
     scatter,
     silu_and_mul,
+    triton_kernels_for,
 )
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import VocabShard
@@ -181,7 +181,7 @@ def _tables(sizes: KernelSizes) -> None:
     scatter(token_pool_RL, zero_T, zero_T)
     look_up(zero_T, zero_T, token_pool_RL, page_table_RP, sizes.limits.page_size)
     if "fi" in backend_names(sizes.attn):
-        kernels = kernels_for(page_table_RP)
+        kernels = triton_kernels_for(page_table_RP)
         assert kernels is not None
         kernels.list_pages(zero_T, sizes.ints(2), page_table_RP, zero_T)
 
