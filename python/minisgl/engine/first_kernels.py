@@ -78,7 +78,7 @@ class KernelSizes:
 
     @property
     def num_heads(self) -> int:
-        return len(self.info.shard(self.model.num_heads, "attention heads"))
+        return len(self.info.shard_heads(self.model.num_heads))
 
     @property
     def num_kv_heads(self) -> int:

@@ -105,7 +105,7 @@ class ModelRunner:
         )
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages)
         page_table_RP.fill_(limits.num_pages)
-        num_heads = len(loaded.comm.info.shard(loaded.config.num_heads, "attention heads"))
+        num_heads = len(loaded.comm.info.shard_heads(loaded.config.num_heads))
         return Context(
             page_table_RP=page_table_RP,
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.num_row_tokens),
