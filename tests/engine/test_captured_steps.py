@@ -24,9 +24,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnMetadata, CapturedSlices
+from minisgl.attention import CapturedSlices
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.core import (
+    BaseAttnMetadata,
     Batch,
     BatchPlan,
     Grammar,

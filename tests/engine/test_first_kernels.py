@@ -16,6 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import EngineLimits, first_kernels
 from minisgl.engine.first_kernels import KernelSizes
@@ -23,7 +24,6 @@ from minisgl.engine.first_steps import run_first_steps
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
 from minisgl.layers import VocabShard
-from minisgl.models import ModelConfig
 from minisgl.moe import FusedMoeBackend
 from tests.checkpoints import ARCHITECTURES, CONTEXT
 from tests.engine.harness import WatchedEngine, config_of

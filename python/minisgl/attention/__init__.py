@@ -21,7 +21,6 @@ from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
-from minisgl.core import BaseAttnMetadata
 from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry
@@ -89,7 +88,6 @@ def _backends_with(field: str) -> str:
 __all__ = [
     "ATTENTION_BACKENDS",
     "BaseAttnBackend",
-    "BaseAttnMetadata",
     "CapturedSlices",
     "FlashAttentionBackend",
     "FlashInferBackend",

@@ -26,7 +26,6 @@
 Does not know which requests there are; that is the scheduler's. Read `model_runner.py`.
 """
 
-from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward_output import ForwardOutput
 from minisgl.engine.limits import EngineLimits
@@ -37,7 +36,6 @@ from minisgl.engine.steps import LaunchedStep, PreparedStep
 __all__ = [
     "BatchSamplingArgs",
     "Engine",
-    "EngineConfig",
     "EngineLimits",
     "ForwardOutput",
     "LaunchedStep",

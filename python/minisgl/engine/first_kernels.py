@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minisgl.checkpoint import AttentionSpec
+from minisgl.checkpoint import AttentionSpec, ModelConfig
 from minisgl.config import backend_names
 from minisgl.distributed import DistributedInfo
 from minisgl.engine.limits import EngineLimits
@@ -48,7 +48,6 @@ from minisgl.kernel import (
 )
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import VocabShard
-from minisgl.models import ModelConfig
 from minisgl.moe import create_moe_backend
 
 _NUM_THREADS = 4

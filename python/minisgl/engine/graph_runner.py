@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import BaseAttnMetadata, CapturedSlices
-from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
+from minisgl.attention import CapturedSlices
+from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, TableWrites
 from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
 from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
 from minisgl.engine.graph_key import (
