@@ -122,7 +122,7 @@ class RepeatedCalls(GraphCapture):
 
     def capture(self, call: Callable[[], Any]) -> tuple[RepeatedCall, Any]:
         result = call()
-        name = "forward" if isinstance(result, tuple) else "choose"
+        name = "forward" if isinstance(result, tuple) else "sample"
         return RepeatedCall(call, result, self._log, name), result
 
 
@@ -248,7 +248,7 @@ def test_tokens_are_those_without_graphs(
     assert log["forward"] > 15
     assert log["writes"] == 1, "pages are appended by graphs"
     is_eager = kind in ("processed", "all") or (kind == "filtered" and not captures_filters)
-    assert (log["choose"] < log["forward"]) == is_eager
+    assert (log["sample"] < log["forward"]) == is_eager
 
 
 def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
@@ -259,7 +259,7 @@ def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
         expected = [host.ask([prompt], params)[0].tokens for prompt in prompts]
     other, log = hosts(max_prefill_length=50)
     assert [other.ask([prompt], params)[0].tokens for prompt in prompts] == expected
-    assert (log["forward"], log["choose"]) == (4, 2), (
+    assert (log["forward"], log["sample"]) == (4, 2), (
         "one step, and three of which the last samples"
     )
 
@@ -313,7 +313,7 @@ def test_ranks_replay_and_call_what_one_rank_does(
         list(pool.map(run, range(2)))
     assert log["forward"] > 30
     is_eager = kind in ("processed", "all") or (kind == "filtered" and not captures_filters)
-    assert (log["choose"] < log["forward"]) == is_eager
+    assert (log["sample"] < log["forward"]) == is_eager
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -333,7 +333,7 @@ def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> 
         answer.tokens for answer in expected
     ]
     assert host.scheduler.statistics.counts.num_retractions > 0
-    assert 0 < log["choose"] < log["forward"]
+    assert 0 < log["sample"] < log["forward"]
 
 
 def test_an_abort_between_replayed_steps_changes_no_other_answer(hosts: Hosts) -> None:
@@ -376,7 +376,7 @@ def test_a_filter_that_is_not_captured_does_not_concern_greedy_requests(hosts: H
             [[1, 2]],
             SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True),
         )
-        assert (log["forward"], log["choose"]) == (9, expected)
+        assert (log["forward"], log["sample"]) == (9, expected)
 
 
 def test_cuda_graphs_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:

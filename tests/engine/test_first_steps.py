@@ -24,7 +24,7 @@ from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_room
-from minisgl.engine.first_steps import first_choices, first_plans, run_first_steps
+from minisgl.engine.first_steps import first_plans, first_samples, run_first_steps
 from minisgl.engine.graph_key import find_graph_key
 from minisgl.engine.graph_sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
@@ -65,8 +65,8 @@ def test_first_plans_are_plans_that_a_scheduler_makes(
         Path("model"), max_running_requests=num_rows, max_prefill_length=max_prefill_length
     )
     plans = first_plans(config, limits)
-    choices = [BatchPlan(slices) for slices in first_choices(limits)]
-    for plan in plans + choices:
+    samples = [BatchPlan(slices) for slices in first_samples(limits)]
+    for plan in plans + samples:
         rows = [req_slice.row for req_slice in plan.slices]
         assert len(set(rows)) == len(rows) > 0
         assert set(rows) <= set(range(num_rows))
@@ -93,17 +93,17 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
     assert len(beside_decodes) == 4
 
 
-def test_what_is_chosen_first_is_all_that_can_be_asked_for() -> None:
+def test_what_is_sampled_first_is_all_that_can_be_asked_for() -> None:
     """Few rows and many, 32 of which are changed at a time; with filters and without."""
-    choices = first_choices(limits_of(100, 256))
-    assert [len(slices) for slices in choices] == [1, 1, 12, 12, 40, 40]
-    for slices in choices:
+    samples = first_samples(limits_of(100, 256))
+    assert [len(slices) for slices in samples] == [1, 1, 12, 12, 40, 40]
+    for slices in samples:
         for req_slice in slices:
             params = req_slice.req.params
             assert params.changes_logits
             assert params.min_tokens > 0
             assert params.logprobs is not None
-    has_filters = [slices[0].req.params.top_p < 1 for slices in choices]
+    has_filters = [slices[0].req.params.top_p < 1 for slices in samples]
     assert has_filters == [False, True] * 3
 
 

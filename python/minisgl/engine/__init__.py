@@ -29,7 +29,7 @@ Does not know which requests there are; that is the scheduler's. Read `model_run
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward_output import ForwardOutput
 from minisgl.engine.limits import EngineLimits
-from minisgl.engine.sampler import sample
+from minisgl.engine.sampler import sample_logits
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 
@@ -40,5 +40,5 @@ __all__ = [
     "ForwardOutput",
     "LaunchedStep",
     "PreparedStep",
-    "sample",
+    "sample_logits",
 ]

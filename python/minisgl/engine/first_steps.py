@@ -7,7 +7,7 @@ runs eagerly:
 
     run_first_steps  runs both of these
     first_plans      few whole steps: the largest, small ones with more prompts than are captured
-    first_choices    tokens chosen from logits alone, by all that requests can ask for
+    first_samples    tokens sampled from logits alone, by all that requests can ask for
 
 A library may have a kernel for few tokens and another for many. Triton's kernels have the same
 variants whatever the numbers are (`kernel/gpu/`). Whole steps take the host tens of milliseconds
@@ -41,7 +41,7 @@ _TOKENS_OF_MANY_PROMPTS = (3, 20)
 # Tokens of prompts alone in their step.
 _TOKENS_OF_LONE_PROMPTS = (16, 400)
 # Requests whose logits are changed, 32 at a time. Torch sorts few rows otherwise than many.
-_NUMS_OF_CHOICES = (1, 12, 40)
+_NUMS_OF_SAMPLES = (1, 12, 40)
 
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
@@ -77,8 +77,8 @@ def run_first_steps(runner: ModelRunner, config: EngineConfig, loaded: LoadedMod
         if not runner.captures(plan):
             _read(runner.sample(runner.launch(PreparedStep(plan, plan.writes))))
             num_steps += 1
-    for slices in first_choices(runner.limits):
-        _read(runner.sample(runner.launch_choice(slices)))
+    for slices in first_samples(runner.limits):
+        _read(runner.sample(runner.launch_without_model(slices)))
     logger.debug("%d first steps in %.2f s", num_steps, time.monotonic() - started)
 
 
@@ -138,14 +138,14 @@ def largest_step(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
     return BatchPlan(slices)
 
 
-def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:
+def first_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
     """Slices that sample, with all that changes logits, with filters and without."""
-    counts = {min(count, limits.num_rows) for count in _NUMS_OF_CHOICES}
-    choices = []
+    counts = {min(count, limits.num_rows) for count in _NUMS_OF_SAMPLES}
+    samples = []
     for count in sorted(counts):
         for params in (_CHANGED, _CHANGED_AND_FILTERED):
-            choices.append([_slice(limits, row, 0, 1, params) for row in range(count)])
-    return choices
+            samples.append([_slice(limits, row, 0, 1, params) for row in range(count)])
+    return samples
 
 
 def _largest_continued(config: EngineConfig, limits: EngineLimits) -> BatchPlan:

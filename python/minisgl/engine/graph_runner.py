@@ -232,9 +232,9 @@ class GraphRunner:
         sampling_graphs: dict[bool, SamplingGraph] = {}
         if self._device_capture.takes_sampling:
             for is_filtered in self._filter_choices:
-                choice = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
-                choose = partial(self._sampler.choose, choice)
-                sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, choose))
+                variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
+                sample = partial(self._sampler.sample, variant)
+                sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))

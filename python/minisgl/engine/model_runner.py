@@ -217,8 +217,8 @@ class ModelRunner:
         return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
 
     @torch.inference_mode()
-    def launch_choice(self, slices: list[ReqSlice]) -> LaunchedStep:
-        """Launch a step of slices that sample, without a model: their hidden states are zero."""
+    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
+        """Launch a step of slices that sample; their hidden states are zero."""
         places = [
             req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
         ]
