@@ -25,14 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import CapturedSlices
 from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, TableWrites
 from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
-from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
+from minisgl.engine.graph_inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
 from minisgl.engine.graph_key import (
     GraphKey,
     GraphKeys,
-    GraphKind,
     find_graph_key,
     prompt_room,
 )
@@ -226,7 +224,9 @@ class GraphRunner:
         num_sampling = len(SamplingArrays._fields)
         args = BatchSamplingArgs(self._filter_choices[0], True, *others[:num_sampling])
 
-        call = self._forward_call(key, page_index_B, page_B, others[num_sampling:])
+        tensors = graph_tensors(key, others[num_sampling:])
+        metadata = self._context.attn_backend.make_capture_metadata(tensors.slices)
+        call = _ForwardCall(self._forward, self._context, page_index_B, page_B, tensors, metadata)
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
@@ -238,45 +238,13 @@ class GraphRunner:
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
-        return CapturedStep(
-            call.metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs
-        )
+        return CapturedStep(metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs)
 
     def _capture_call(self, key: GraphKey, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         """Capture a call of a step. The calls of the first step of each kind are rehearsed."""
         if all(other.kind is not key.kind for other in self._captured):
             self._device_capture.rehearse(call)
         return self._device_capture.capture(call)
-
-    def _forward_call(
-        self, key: GraphKey, page_index_B: Tensor, page_B: Tensor, token_tensors: list[Tensor]
-    ) -> _ForwardCall:
-        """What the first graph of a key captures.
-
-        Args:
-            token_tensors: where `GraphInputs.token_arrays` lie on the device.
-        """
-        returned_B: Tensor | None = None
-        if key.kind is GraphKind.WITH_PROMPTS:
-            row_T, position_T, slice_row_X, prompt_indptr, returned_B = token_tensors
-            slices = CapturedSlices(
-                slice_row_X, key.num_decodes, key.num_prompt_tokens, prompt_indptr
-            )
-        else:
-            row_T, position_T, num_shared_tokens_1 = token_tensors
-            slices = CapturedSlices(row_T, key.num_decodes)
-            if key.kind is GraphKind.SHARED_PREFIX:
-                slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
-        return _ForwardCall(
-            forward=self._forward,
-            context=self._context,
-            page_index_B=page_index_B,
-            page_B=page_B,
-            row_T=row_T,
-            position_T=position_T,
-            returned_B=returned_B,
-            metadata=self._context.attn_backend.make_capture_metadata(slices),
-        )
 
 
 def _filter_choices(captures_filters: bool, vocab: VocabShard) -> list[bool]:
@@ -292,33 +260,32 @@ def _filter_choices(captures_filters: bool, vocab: VocabShard) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
-
-    Attributes:
-        returned_B: int32, on the device: the index of the last token of each slice that samples.
-            None for decodes, where each token is a last one.
-    """
+    """What the first graph of a step captures: page writes, look-up of tokens and slots, model."""
 
     forward: ForwardFunction
     context: Context
     page_index_B: Tensor
     page_B: Tensor
-    row_T: Tensor
-    position_T: Tensor
-    returned_B: Tensor | None
+    tensors: GraphTensors
     metadata: BaseAttnMetadata
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         context = self.context
+        tensors = self.tensors
         scatter(context.page_table_RP, self.page_index_B, self.page_B)
         input_ids_T, slot_T = look_up(
-            self.row_T,
-            self.position_T,
+            tensors.row_T,
+            tensors.position_T,
             context.token_pool_RL,
             context.page_table_RP,
             context.kv_pool.page_size,
         )
         batch = Batch(
-            self.row_T, self.position_T, input_ids_T, slot_T, self.returned_B, self.metadata
+            tensors.row_T,
+            tensors.position_T,
+            input_ids_T,
+            slot_T,
+            tensors.returned_B,
+            self.metadata,
         )
         return self.forward(batch)
