@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from minisgl.message import AbortMsg, UserReply
 from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.frontend import Frontend
 from minisgl.server.http import connections
 from minisgl.server.http.connections import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
@@ -227,6 +228,40 @@ def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> 
 
 
 # ---- many at once
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health", 200), ("/v1/models", 200), (TEXT, 405), ("/nowhere", 404)]
+)
+def test_an_answer_to_head_has_no_body_and_keeps_the_connection(
+    path: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        for _ in range(2):
+            client.send(b"HEAD %b HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode())
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario)
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
+
+
+def test_a_failed_answer_to_head_has_no_body(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        monkeypatch.setattr(Frontend, "refusal", property(lambda self: 1 / 0))
+        client = await served.connect()
+        client.send(b"HEAD /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 500 ")
+        assert body == b""
+
+    run_served(scenario)
+    assert "Too much data" not in caplog.text
 
 
 class TurnCounter:

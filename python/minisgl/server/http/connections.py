@@ -281,7 +281,12 @@ class Connection(H11Protocol):
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
 
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or refuse; announce that the connection closes if it does."""
+        """Run the application, or refuse; announce that the connection closes if it does.
+
+        The application has a scope of its own. It changes the method of HEAD, and uvicorn reads the
+        true one to leave the body out.
+        """
+        scope = {**scope}
         refusal = self._refusal(scope)
         must_close = self._is_reserved or refusal is not None
 

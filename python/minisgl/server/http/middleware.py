@@ -112,7 +112,7 @@ class KeyQuota:
 
 
 class HeadAsGet:
-    """Answers HEAD as GET. The connection leaves the body out (RFC 9110, section 9.3.2)."""
+    """Answers HEAD as GET (RFC 9110, section 9.3.2). `Connection` leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
