@@ -448,6 +448,17 @@ def test_a_client_that_sends_its_whole_body_first_still_reads_why_it_is_refused(
     run_served(scenario)
 
 
+def test_a_client_that_asks_before_it_sends_too_much_is_refused_at_once() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b"", "expect: 100-continue", length=MAX_BODY + 1))
+        status, headers, body = await client.response()  # no 100 before it
+        assert (status, headers["connection"]) == (413, "close")
+        assert str(MAX_BODY) in json.loads(body)["error"]["message"]
+
+    run_served(scenario)
+
+
 def test_a_refusal_after_the_body_keeps_the_connection() -> None:
     async def scenario(served: Served) -> None:
         client = await served.connect()
