@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +141,26 @@ def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed
                 await worker.pack([body], CompletionRequest)
             assert (refusal.value.status, refusal.value.code) == (400, "body_too_costly")
         await worker.pack([body], CompletionRequest)
+
+    run(scenario())
+
+
+def test_a_process_that_somebody_has_stopped_is_replaced(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = bytes_of({"model": "m", "prompt": "a" * 2**22})  # more than a pipe holds
+
+    async def scenario() -> None:
+        await worker.pack([large], CompletionRequest)
+        process = worker._process._process
+        assert process is not None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(body_worker, "_TIMEOUT_S", 0.1)
+            with pytest.raises(RequestError, match="MiB of memory or 0 s"):
+                await worker.pack([large], CompletionRequest)
+        await worker.pack([large], CompletionRequest)
 
     run(scenario())
 

@@ -111,15 +111,20 @@ class BodyWorker:
             if turn.packed.cancelled():
                 continue
             self._is_busy = True
-            work = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._process.pack, turn.job, turn.chunks
-            )
-            work.add_done_callback(partial(self._finish, turn.packed))
+            loop = asyncio.get_running_loop()
+            # A process that somebody has stopped does not even take a body.
+            deadline = loop.call_later(_TIMEOUT_S, self._process.kill)
+            work = loop.run_in_executor(self._thread, self._process.pack, turn.job, turn.chunks)
+            work.add_done_callback(partial(self._finish, turn.packed, deadline))
 
     def _finish(
-        self, packed: asyncio.Future[PackedRequest], done: asyncio.Future[PackedRequest]
+        self,
+        packed: asyncio.Future[PackedRequest],
+        deadline: asyncio.TimerHandle,
+        done: asyncio.Future[PackedRequest],
     ) -> None:
         self._is_busy = False
+        deadline.cancel()
         error = done.exception()
         if packed.cancelled():
             pass
