@@ -165,6 +165,23 @@ def test_a_process_that_somebody_has_stopped_is_replaced(
     run(scenario())
 
 
+def test_a_body_whose_process_somebody_kills_is_parsed_by_another(worker: BodyWorker) -> None:
+    large = bytes_of({"model": "m", "prompt": "a" * 2**22})
+
+    async def scenario() -> None:
+        await worker.pack([large], CompletionRequest)
+        process = worker._process._process
+        assert process is not None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        packed = asyncio.create_task(worker.pack([large], CompletionRequest))
+        await asyncio.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        assert len((await packed).prompts) == 1
+
+    run(scenario())
+
+
 def test_a_client_that_goes_away_gives_its_turn_to_the_next(worker: BodyWorker) -> None:
     body = bytes_of({"model": "m", "prompt": "a"})
 
