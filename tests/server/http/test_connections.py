@@ -706,3 +706,48 @@ def test_a_client_that_reads_nothing_for_long_loses_its_stream(
         await wait_until(lambda: served.num_open == 0)
 
     run_served(scenario)
+
+
+# ---- clients that go away
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("more", [b"\r\n", HEALTH], ids=["blank line", "next request"])
+def test_a_client_that_sends_more_during_its_answer_is_still_noticed_when_it_goes(
+    more: bytes, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode()))
+        await served.app.worker.receive()
+        (connection,) = served.server.server_state.connections
+        client.send(more)
+        await wait_until(lambda: connection.flow is not None and connection.flow.read_paused)
+        if resets:
+            client.writer.transport.abort()
+        else:
+            client.close()
+        assert isinstance(await served.app.worker.receive(), AbortMsg)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+
+
+def test_a_client_that_sends_more_during_its_answer_and_waits_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode()))
+        msg = await served.app.worker.receive()
+        client.send(HEALTH)
+        await asyncio.sleep(0.1)  # several looks
+        served.app.worker.send(*token_replies("ok")(msg))
+        assert (await client.response())[0] == 200
+        assert (await client.response())[2] == b'{"status":"ok"}'
+
+    run_served(scenario)
