@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -25,9 +24,7 @@ sys.exit(subprocess.run([sys.executable, "-c", code], close_fds=True).returncode
 
 @pytest.mark.parametrize("closed", [(), (0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_a_program_and_its_children_have_all_streams(closed: tuple[int, ...]) -> None:
-    def close() -> None:
-        for descriptor in closed:
-            os.close(descriptor)
-
-    program = [sys.executable, "-c", _PROGRAM]
-    assert subprocess.run(program, preexec_fn=close, timeout=60).returncode == 0  # noqa: PLW1509
+    redirections = " ".join(f"{descriptor}>&-" for descriptor in closed)
+    shell = f'exec "$0" -c "$1" {redirections}'
+    program = ["sh", "-c", shell, sys.executable, _PROGRAM]
+    assert subprocess.run(program, timeout=60).returncode == 0

@@ -127,7 +127,8 @@ class BodyLimit:
     """Answers a body larger than `max_bytes` with 413, whatever its Content-Length says.
 
     One that says that it is larger is refused unread, and a client that asks first (`Expect:
-    100-continue`) does not send it. A body that has not come in full after `timeout_s` gets a 408, however it drips.
+    100-continue`) does not send it. A body that has not come in full after `timeout_s` gets a 408,
+    however it drips.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
