@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,6 +182,18 @@ def test_a_body_whose_process_somebody_kills_is_parsed_by_another(worker: BodyWo
         assert len((await packed).prompts) == 1
 
     run(scenario())
+
+
+def test_the_memory_of_its_parent_does_not_count_as_the_processs() -> None:
+    """Each large body would get a new process as soon as its API process is large."""
+    child = "from minisgl.server.http.body_worker import _peak_memory; print(_peak_memory())"
+    parent = f"""
+import subprocess, sys
+large = b"x" * 2**29
+subprocess.run([sys.executable, "-c", {child!r}], check=True)
+"""
+    output = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True).stdout
+    assert 2**20 < int(output) < 2**29
 
 
 def test_a_client_that_goes_away_gives_its_turn_to_the_next(worker: BodyWorker) -> None:
