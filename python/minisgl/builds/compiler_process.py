@@ -49,8 +49,10 @@ def _run(commands: Sequence[Sequence[str]], signals: set[signal.Signals]) -> Non
     try:
         for number, command in enumerate(commands):
             compilers.append(_Compiler(command, Path(f"output-{number}"), signals))
-        while any(compiler.is_running() for compiler in compilers):
-            if signal.sigwait(signals) != signal.SIGCHLD:
+        running = compilers
+        while running:
+            running = [compiler for compiler in running if compiler.is_running()]
+            if running and signal.sigwait(signals) != signal.SIGCHLD:
                 raise _Failed("interrupted")
     finally:
         for compiler in compilers:

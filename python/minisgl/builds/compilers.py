@@ -22,14 +22,18 @@ def run_compilers(stages: Sequence[Sequence[Sequence[str]]], folder: Path) -> No
     """
     # Without the folders of packages, which it does not need: it starts in 20 ms.
     program = [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid())]
-    done = subprocess.run(
+    with subprocess.Popen(
         program,
         cwd=folder,
-        input=json.dumps(stages),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
+    ) as process:
+        try:
+            _, failure = process.communicate(json.dumps(stages))
+        except BaseException:  # Ctrl-C
+            process.terminate()
+            raise
+    if process.returncode:
+        raise RuntimeError(failure)

@@ -1,4 +1,8 @@
-"""Which kernels are compiled at a start, side by side, while the weights are loaded."""
+"""Which kernels must be there before the first step.
+
+They are compiled side by side while the weights are loaded; libraries already since before torch
+was imported (`builds`). For those nothing is left here but to wait for them, and to load them.
+"""
 
 from __future__ import annotations
 
