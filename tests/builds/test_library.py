@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def test_a_failure_leaves_nothing_and_the_next_one_tries_again(compiler: str, fo
     assert not [path for path in folder.iterdir() if path.suffix != ".lock"]
 
     Path(compiler).write_text(working)
+    assert a_library(compiler).make_in(folder).exists()
+
+
+def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(
+    compiler: str, folder: Path, tmp_path: Path
+) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\ntouch begun; sleep 300\n")
+    endless.chmod(0o700)
+    with subprocess.Popen([sys.executable, "-c", MAKE, str(endless), str(folder)]) as killed:
+        while not list(folder.glob("*/begun")):
+            time.sleep(0.01)
+        killed.kill()
     assert a_library(compiler).make_in(folder).exists()
 
 
