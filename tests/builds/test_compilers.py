@@ -79,6 +79,11 @@ def test_a_compiler_that_is_missing_is_named(tmp_path: Path) -> None:
         run_compilers([[shell("sleep 300"), ["no-compiler", "-c"]]], tmp_path)
 
 
+def test_a_compiler_that_is_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"\Ash ends with -9 and says nothing\Z"):
+        run_compilers([[shell("kill -9 $$")]], tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_compilers_end_with_the_process_that_waits_for_them(
     number: signal.Signals, tmp_path: Path

@@ -63,6 +63,7 @@ class _Compiler:
     """A command that runs in a group of its own."""
 
     def __init__(self, command: Sequence[str], output: Path, signals: set[signal.Signals]) -> None:
+        self._program = command[0]
         self._output = output
         with output.open("w") as file:
             self._process = subprocess.Popen(
@@ -81,7 +82,9 @@ class _Compiler:
         """
         status = self._process.poll()
         if status:
-            raise _Failed(self._output.read_text(errors="replace"))
+            # One that is killed says nothing.
+            silent = f"{self._program} ends with {status} and says nothing"
+            raise _Failed(self._output.read_text(errors="replace") or silent)
         return status is None
 
     def kill(self) -> None:

@@ -69,12 +69,14 @@ class Library:
         library = self.path_in(folder)
         with _lock(folder / f"{self.name}.lock"):
             if not self.is_in(folder):
-                library.unlink(missing_ok=True)  # it is not our own
                 self._compile(library)
         return library
 
     def _compile(self, library: Path) -> None:
-        """Compile in a scratch folder, then rename: another process may be loading the library."""
+        """Compile in a scratch folder, then rename: what was there, another process may be loading.
+
+        A file or a link that is not our own is replaced, too.
+        """
         assert self.compiler
         started = time.monotonic()
         compilations = [[self.compiler, *arguments] for arguments in self.compilations]

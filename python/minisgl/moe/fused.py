@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel import kernels_for
+from minisgl.kernel import triton_kernels_for
 from minisgl.moe.base import BaseMoeBackend
 
 # Up to so many tokens seldom choose an expert in common, so nothing is gained by listing them.
@@ -28,7 +28,7 @@ class FusedMoeBackend(BaseMoeBackend):
         return device.type == "cuda" and dtype in _DTYPES
 
     def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:
-        kernels = kernels_for(torch.empty(0, device="cuda"))
+        kernels = triton_kernels_for(torch.empty(0, device="cuda"))
         assert kernels is not None
         by_tile: list[int] = kernels.nums_of_tokens_by_tile(num_experts, each)
         return [1, *(max(num_tokens, _MAX_BY_TOKEN + 1) for num_tokens in by_tile)]
@@ -41,7 +41,7 @@ class FusedMoeBackend(BaseMoeBackend):
         weight_TA: Tensor,
         expert_TA: Tensor,
     ) -> Tensor:
-        kernels = kernels_for(x_TD)
+        kernels = triton_kernels_for(x_TD)
         assert kernels is not None
         multiply = kernels.moe_by_expert
         if len(x_TD) <= _MAX_BY_TOKEN:
