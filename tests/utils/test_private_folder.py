@@ -74,7 +74,7 @@ def test_without_a_folder_for_it_the_error_names_the_variable(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "none")])
-    with pytest.raises(ConfigError, match="none.*TMPDIR"), private_folder():
+    with pytest.raises(ConfigError, match=r"none.*TMPDIR"), private_folder():
         pass
 
 

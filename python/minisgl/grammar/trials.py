@@ -153,9 +153,7 @@ class GrammarTrials:
         try:
             process = self._running_process()
             # A thread of its own: what is stopped does not even take a large grammar.
-            deadline = threading.Timer(
-                self._setup.limits.wall_s + _START_S, process.process.kill
-            )
+            deadline = threading.Timer(self._setup.limits.wall_s + _START_S, process.process.kill)
             deadline.daemon = True
             deadline.start()
             try:
