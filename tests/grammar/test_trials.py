@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,20 @@ def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed
     assert trials._process is not None
     trials._process.process.kill()
     assert trials.ask(YES).error is None
+
+
+def test_a_process_that_somebody_stops_is_replaced_and_the_grammar_is_not_blamed(
+    model: GrammarModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = Trials(model, TrialLimits(wall_s=0.5))
+    try:
+        assert trials.ask(YES).error is None
+        assert trials._process is not None
+        os.kill(trials._process.process.pid, signal.SIGSTOP)
+        monkeypatch.setattr("minisgl.grammar.trials._START_S", 9.5)
+        assert trials.ask(YES).error is None
+    finally:
+        trials.close()
 
 
 def test_a_grammar_whose_trial_is_broken_off_twice_is_refused(endless_trials: Trials) -> None:

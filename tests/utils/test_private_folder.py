@@ -69,6 +69,15 @@ def test_only_this_user_can_enter_the_folder() -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_without_a_folder_for_it_the_error_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with pytest.raises(ConfigError, match=r"none.*TMPDIR"), private_folder():
+        pass
+
+
 def test_two_servers_do_not_meet() -> None:
     with private_folder() as one, private_folder() as other:
         assert one != other

@@ -25,6 +25,7 @@ from minisgl.grammar.compiler import GrammarModel, refusal
 from minisgl.utils.env import env_with_sys_path
 
 _EXIT_TIMEOUT_S = 5.0
+_START_S = 90.0  # until the process has read its tokenizer, where others use the processors
 _NICENESS = 10  # the trial process yields to the engine, also while it imports
 _MAX_NICENESS = 19  # setpriority(2)
 
@@ -102,7 +103,8 @@ class GrammarTrials:
     """Tries grammars one after the other.
 
     A trial that is broken off with its process is repeated, once, in another process: its verdict
-    is remembered, and the grammar need not be what has ended the process.
+    is remembered, and the grammar need not be what has ended the process. A process that
+    somebody has stopped is killed at a deadline above all limits.
     """
 
     def __init__(self, model: GrammarModel, limits: TrialLimits = _DEFAULT_LIMITS) -> None:
@@ -147,11 +149,18 @@ class GrammarTrials:
         report(verdict or Verdict.refused("its trial was broken off"))
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
-        """The verdict of the process; None if somebody has killed it."""
+        """The verdict of the process; None if somebody has killed or stopped it."""
         try:
-            link = self._running_process().link
-            link.send_bytes(msgspec.json.encode(request))
-            return msgspec.json.decode(link.recv_bytes(), type=Verdict)
+            process = self._running_process()
+            # A thread of its own: what is stopped does not even take a large grammar.
+            deadline = threading.Timer(self._setup.limits.wall_s + _START_S, process.process.kill)
+            deadline.daemon = True
+            deadline.start()
+            try:
+                process.link.send_bytes(msgspec.json.encode(request))
+                return msgspec.json.decode(process.link.recv_bytes(), type=Verdict)
+            finally:
+                deadline.cancel()
         except (EOFError, OSError):
             self._drop_process()
             return None

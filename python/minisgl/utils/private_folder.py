@@ -32,9 +32,12 @@ def private_folder() -> Iterator[Path]:
     Folders that killed processes of this user have left are removed before.
 
     Raises:
-        ConfigError: the path is too long for the name of a socket.
+        ConfigError: no folder can be made, or the path is too long for the name of a socket.
     """
-    parent = Path(gettempdir())
+    try:
+        parent = Path(gettempdir())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.strerror}; set TMPDIR to a folder with room") from None
     _remove_stale_folders(parent)
     folder = parent / f"{_PREFIX}{secrets.token_hex(6)}"
     if len(os.fsencode(folder)) + len("/tokenizer-000.0000") > zmq.IPC_PATH_MAX_LEN:

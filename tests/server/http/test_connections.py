@@ -227,6 +227,68 @@ def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> 
     run_served(scenario)
 
 
+@pytest.mark.parametrize("line", [b"\r\n", b"\n", b"\r\n" * 3])
+def test_empty_lines_before_a_request_are_dropped(line: bytes) -> None:
+    body = b'{"text": "a"}'
+    head = b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(line + HEALTH)
+        assert (await client.response())[0] == 200
+        client.send(head + body + line + HEALTH)
+        assert [(await client.response())[0] for _ in range(2)] == [404, 200]
+        for number in range(len(line)):  # alone, and in pieces
+            client.send(line[number : number + 1])
+            await asyncio.sleep(0.01)
+        client.send(head + body + line)
+        assert (await client.response())[0] == 404
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario)
+
+
+def test_empty_lines_do_not_put_off_the_deadline_of_a_head() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        async with client.dripping(b"\r\n" * 500):
+            await client.rest()
+
+    run_served(scenario, header_timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://a/health", 200),
+        ("HTTP://a:80/health?x=/y", 200),
+        ("https://[::1]:80/v1/models", 200),
+        ("http://a", 404),
+        ("http://a?x=/health", 404),
+        ("http:///health", 404),
+        ("/http://a/health", 404),
+    ],
+)
+def test_a_target_may_have_a_scheme_and_a_host(target: str, status: int) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        for _ in range(2):
+            client.send(b"GET %b HTTP/1.1\r\nhost: b\r\n\r\n" % target.encode())
+            assert (await client.response())[0] == status
+
+    run_served(scenario)
+
+
+def test_a_path_behind_a_host_needs_a_key_as_any_other() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(b"GET http://a/v1/models HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await client.response())[0] == 401
+
+    run_served(scenario, api_keys=("sk-one",))
+
+
 # ---- many at once
 
 

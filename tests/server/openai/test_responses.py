@@ -690,6 +690,23 @@ THOUGHT = {
             ],
             [{"role": "user", "content": "ab"}],
         ),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]}, USER],
+            [SPOKEN, USER],
+        ),
+        (
+            [
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [
+                        {"type": "output_text", "text": "Hm, ", "annotations": []},
+                        {"type": "refusal", "refusal": "no"},
+                    ],
+                }
+            ],
+            [{"role": "assistant", "content": "Hm, no"}],
+        ),
         ([USER, SPOKEN, SPOKEN, USER], [USER, SPOKEN, SPOKEN, USER]),
         ([_call(0), _call(1)], [{"role": "assistant", "content": "", "tool_calls": _called(0, 1)}]),
         ([SPOKEN, _call(0)], [{**SPOKEN, "tool_calls": _called(0)}]),

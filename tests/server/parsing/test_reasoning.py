@@ -23,7 +23,12 @@ from minisgl.server.parsing.deltas import PlainTextParser
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.checkpoints import tiny_tokenizer
-from tests.server.parsing.test_tool_formats import feed_pieces
+from tests.server.parsing.test_tool_formats import (
+    MOST_LOOKS,
+    batches,
+    feed_pieces,
+    num_characters_looked_at,
+)
 
 QWEN = REASONING_FORMATS["qwen3"]
 DEEPSEEK = REASONING_FORMATS["deepseek_r1"]
@@ -107,6 +112,35 @@ def test_only_blanks_and_markers_are_lost(text: str, is_open: bool) -> None:
     reasoning, content = map(re.escape, parse(text, ReasoningFormat(is_open)))
     if content != re.escape(text):
         assert re.fullmatch(rf"\s*(<think>)?\s*{reasoning}\s*(</think>)?\s*{content}", text)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    text=st.lists(
+        st.sampled_from(["<think>", "</think>", "a"])
+        | st.integers(500, 3000).map(lambda size: " " * size),
+        max_size=6,
+    ).map("".join),
+    size=st.integers(1, 5000),
+    is_open=st.booleans(),
+)
+def test_long_blanks_change_nothing_however_the_text_is_cut(
+    text: str, size: int, is_open: bool
+) -> None:
+    def parse_pieces(*pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
+        reasoning_format = ReasoningFormat(is_open)
+        parser = reasoning_format.make_parser(PlainTextParser(), allows_reasoning=True)
+        return feed_pieces(parser, *pieces)
+
+    whole = parse_pieces(text)
+    assert parse_pieces(*batches(text, size), "") == whole
+    assert parse_pieces(*text, "") == whole
+
+
+@pytest.mark.parametrize("begun", ["", "<think>", "<think>a", "<think>a</think>", "a"])
+def test_blanks_are_looked_at_a_bounded_number_of_times(begun: str) -> None:
+    parser = QWEN.make_parser(PlainTextParser(), allows_reasoning=True)
+    assert num_characters_looked_at(parser, begun, " " * 8_000) < MOST_LOOKS * 8_000
 
 
 def test_calls_are_read_behind_a_thought_and_not_in_it() -> None:

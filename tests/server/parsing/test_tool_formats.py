@@ -22,6 +22,7 @@ from minisgl.server.parsing.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from minisgl.server.parsing.incremental import IncrementalParser
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
 from tests.checkpoints import tiny_tokenizer
 
@@ -354,6 +355,95 @@ def test_how_the_text_is_cut_changes_nothing(
     whole = feed_pieces(style.make_parser(use, eager=eager), text)
     assert feed_pieces(style.make_parser(use, eager=eager), *pieces) == whole
     assert feed_pieces(style.make_parser(use, eager=eager), *text, "") == whole
+
+
+GAPS = st.integers(0, 9) | st.integers(500, 3000)
+GAPPED_WORDS = st.lists(
+    st.sampled_from(MARKS) | st.sampled_from(PARTS) | GAPS.map(lambda size: " " * size), max_size=9
+).map("".join)
+
+
+@styles
+@eagerness
+@settings(deadline=None, max_examples=50)
+@given(
+    text=GAPPED_WORDS,
+    size=st.integers(1, 5000),
+    choice=st.sampled_from(["auto", "required"]),
+)
+def test_long_blanks_change_nothing_however_the_text_is_cut(
+    style: ToolFormat, eager: bool, text: str, size: int, choice: Any
+) -> None:
+    use = ToolUse(TOOLS, choice)
+    whole = feed_pieces(style.make_parser(use, eager=eager), text)
+    assert feed_pieces(style.make_parser(use, eager=eager), *batches(text, size), "") == whole
+    assert feed_pieces(style.make_parser(use, eager=eager), *text, "") == whole
+
+
+def batches(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+MOST_LOOKS = 1_000  # at a character; to look at all of 8,000 each time would be 4,000
+BEGUN = {
+    "text": "a",
+    "hermes marker": "<tool_call>",
+    "hermes object": '<tool_call>{"name"',
+    "hermes end": '<tool_call>{"name": "get", "arguments": {}}',
+    "mistral marker": "[TOOL_CALLS]",
+    "mistral object": '[TOOL_CALLS][{"name":',
+    "llama object": '{"name": "get", ',
+    "no call": "",
+}
+
+
+@styles
+@eagerness
+@pytest.mark.parametrize("begun", BEGUN.values(), ids=BEGUN)
+@pytest.mark.parametrize("filler", [" ", ";", "\n,"])
+def test_what_is_held_back_is_looked_at_a_bounded_number_of_times(
+    style: ToolFormat, eager: bool, begun: str, filler: str
+) -> None:
+    parser = style.make_parser(USE, eager=eager)
+    assert num_characters_looked_at(parser, begun, filler * 8_000) < MOST_LOOKS * 8_000
+
+
+@pytest.mark.parametrize("key", ["id", "type"])
+def test_so_is_a_long_field_behind_the_arguments(key: str) -> None:
+    begun = f'<tool_call>{{"name": "get", "arguments": {{}}, "{key}": "'
+    parser = HERMES.make_parser(USE, eager=False)
+    assert num_characters_looked_at(parser, begun, "a" * 8_000) < MOST_LOOKS * 8_000
+
+
+@styles
+@eagerness
+def test_many_calls_that_come_at_once_are_not_copied_once_a_call(
+    style: ToolFormat, eager: bool
+) -> None:
+    few, many = (
+        num_characters_looked_at(
+            style.make_parser(USE, eager=eager), calls(*[("get", "{}")] * count, style=style)
+        )
+        for count in (500, 2_000)
+    )
+    assert many < 6 * few
+
+
+def num_characters_looked_at(parser: OutputParser, begun: str, rest: str = "") -> int:
+    """The held text of all states that run, while the rest comes character by character."""
+    assert isinstance(parser, IncrementalParser)
+    num_characters = 0
+    run_state = parser._run_state
+
+    def counted(is_last: bool) -> bool:
+        nonlocal num_characters
+        num_characters += len(parser._held)
+        return run_state(is_last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parser, "_run_state", counted)
+        feed_pieces(parser, begun, *rest, "")
+    return num_characters
 
 
 @styles

@@ -16,18 +16,20 @@ neither them nor the streams of others.
 What a client sends during its answer waits unread, and so does the end of its connection. Then the
 kernel is asked now and then whether the client has gone.
 
-Does not know what a request means. Reference: RFC 9112, sections 6.3 and 9.6.
+Does not know what a request means. Reference: RFC 9112, sections 2.2, 3.2.2, 6.3 and 9.6.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 from fastapi.responses import JSONResponse
@@ -59,6 +61,7 @@ _CAREFUL_READ = 2**9
 _PLAIN_READ = 2**18
 _CHECKS = (b"GET /health ", b"HEAD /health ")
 _CLOSE = (b"connection", b"close")
+_ABSOLUTE_FORM = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)  # of a request's target
 _HEAD_TIMEOUT = (
     b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
@@ -199,6 +202,25 @@ class Connection(H11Protocol):
         else:
             self.transport.resume_reading()
 
+    def handle_events(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self._skip_empty_lines()
+        super().handle_events()
+
+    def _skip_empty_lines(self) -> None:
+        """Drop those before a request: some clients end a body with a line that is not its own."""
+        received, has_ended = self.conn.trailing_data
+        if not received.startswith((b"\r", b"\n")):
+            return
+        rest = received.lstrip(b"\r\n")
+        max_head_bytes = self.config.h11_max_incomplete_event_size
+        assert max_head_bytes is not None  # `listener.py` sets it
+        self.conn = h11.Connection(h11.SERVER, max_head_bytes)  # as idle as the old one
+        if rest:
+            self.conn.receive_data(rest)
+        if has_ended:
+            self.conn.receive_data(b"")
+
     def on_response_complete(self) -> None:
         cycle = self.cycle
         super().on_response_complete()
@@ -316,7 +338,7 @@ class Connection(H11Protocol):
         The application has a scope of its own. It changes the method of HEAD, and uvicorn reads the
         true one to leave the body out.
         """
-        scope = {**scope}
+        scope = _with_origin_form(scope)
         refusal = self._refusal(scope)
         must_close = self._is_reserved or refusal is not None
 
@@ -346,6 +368,22 @@ class Connection(H11Protocol):
             message = f"{limit} connections are open, which is the limit; try again later"
             return _Refusal(503, message, "server_error", "too_many_connections")
         return None
+
+
+def _with_origin_form(scope: Scope) -> Scope:
+    """A scope of its own, whose target is a path. The host of a target with one is the host."""
+    absolute = _ABSOLUTE_FORM.fullmatch(scope["raw_path"])
+    if absolute is None:
+        return {**scope}
+    host, path = absolute.groups()
+    others = [header for header in scope["headers"] if header[0] != b"host"]
+    raw_path = path or b"/"
+    return {
+        **scope,
+        "path": unquote(raw_path.decode("ascii")),
+        "raw_path": raw_path,
+        "headers": [(b"host", host), *others],
+    }
 
 
 def _has_gone(connected: socket.socket) -> bool:

@@ -19,19 +19,21 @@ from minisgl.server.openai.validation import (
 PLACEHOLDER_TURNS = [{"role": "user", "content": "-"}]
 
 
+def refusal_as_text(part: Any) -> Any:
+    """A part of a turn, with its text as `text` also where it is a refusal."""
+    if not isinstance(part, dict) or part.get("type") != "refusal" or "refusal" not in part:
+        return part
+    others = {name: value for name, value in part.items() if name != "refusal"}
+    return {**others, "text": part["refusal"]}
+
+
 class TextPart(RequestModel):
     """Text. It may also come as the `refusal` of a part of that type, as in answers of OpenAI's."""
 
     type: Literal["text", "refusal"]
     text: ValidText
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_refusal(cls, part: Any) -> Any:
-        if not isinstance(part, dict) or part.get("type") != "refusal" or "refusal" not in part:
-            return part
-        others = {name: value for name, value in part.items() if name != "refusal"}
-        return {**others, "text": part["refusal"]}
+    read_refusal = model_validator(mode="before")(refusal_as_text)
 
 
 _ByPrefill: TypeAlias = Annotated[Any, NeutralOnly(False, instead="continue_final_message")]

@@ -17,6 +17,7 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.server.openai.generation_request import ConversationRequest
+from minisgl.server.openai.messages import refusal_as_text
 from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice, name_for_model
 from minisgl.server.openai.structured_output import PlainFormat, TextFormat
 from minisgl.server.openai.tools import MAX_TOOLS, CalledFunction, Function, ToolCall
@@ -57,12 +58,17 @@ def _assistant_turn(messages: list[ChatMessage], *absent: str) -> ChatMessage:
 
 
 class Part(RequestModel):
-    """Text. A client may send back what an answer has beside it, which is ignored."""
+    """Text, or the `refusal` of a part of that type, as in answers of OpenAI's.
 
-    type: Literal["input_text", "output_text"]
+    A client may send back what an answer has beside it, which is ignored.
+    """
+
+    type: Literal["input_text", "output_text", "refusal"]
     text: ValidText
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+
+    read_refusal = model_validator(mode="before")(refusal_as_text)
 
 
 class ReasoningPart(RequestModel):

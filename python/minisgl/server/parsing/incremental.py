@@ -11,6 +11,10 @@ from minisgl.server.parsing.deltas import Delta, OutputParser, ToolCallArguments
 
 State: TypeAlias = Callable[[bool], bool]
 
+# A state may look at all held text, and take a part of it, which copies the rest.
+_LOOKS = 2**9  # at a character, on average
+_PIECE = 2**12  # characters
+
 
 class IncrementalParser(OutputParser):
     """A state machine whose states are methods.
@@ -19,10 +23,16 @@ class IncrementalParser(OutputParser):
 
     A state gets `is_last`: whether no more text will come. It returns whether the state after it
     has to run now. The deltas do not depend on the pieces in which the text comes.
+
+    What is undecided is looked at again and again, and a client can have it grow without end. So
+    states run again when new text is a small share of the held text, which a call of usual length
+    never waits for. An answer then takes a time in proportion to its length.
     """
 
     def __init__(self) -> None:
         self._held = ""
+        self._new: list[str] = []  # text that no state has seen
+        self._num_new = 0
         self._deltas: list[Delta] = []
         self._go_to(self._begin)
 
@@ -31,11 +41,23 @@ class IncrementalParser(OutputParser):
         """The first state."""
 
     def feed(self, text: str, *, is_last: bool) -> list[Delta]:
-        self._held += text
-        while self._run_state(is_last):
-            pass
+        last = max(0, len(text) - 1) // _PIECE * _PIECE
+        for begin in range(0, last, _PIECE):
+            self._add(text[begin : begin + _PIECE], is_last=False)
+        self._add(text[last:], is_last=is_last)
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def _add(self, piece: str, *, is_last: bool) -> None:
+        self._new.append(piece)
+        self._num_new += len(piece)
+        if self._num_new < len(self._held) // _LOOKS and not is_last:
+            return
+        self._held += "".join(self._new)
+        self._new = []
+        self._num_new = 0
+        while self._run_state(is_last):
+            pass
 
     def _go_to(self, state: State) -> bool:
         # Weak, or each parser would keep itself, and its request, until garbage is collected.

@@ -83,7 +83,7 @@ class ToolCallParser(IncrementalParser):
     def _start_call(self, opening: Any) -> bool:
         self._opening_text = self._take(opening.end() - opening.start())
         self._name = opening["name"]
-        self._arguments = ""
+        self._arguments: list[str] = []  # in pieces
         self._braces = _Braces()
         self._is_started = self._eager and self._name is not None
         if self._is_started:
@@ -92,7 +92,7 @@ class ToolCallParser(IncrementalParser):
 
     def _in_arguments(self, is_last: bool) -> bool:
         piece = self._take(self._braces.measure(self._held))
-        self._arguments += piece
+        self._arguments.append(piece)
         if self._is_started and piece:
             self._emit_call(ToolCallArguments(self._num_calls, piece))
         if self._braces.are_closed:
@@ -106,11 +106,12 @@ class ToolCallParser(IncrementalParser):
             return False
         if not self._is_started:
             name = self._name or (tail and tail["name"])
-            is_call = tail and name in self._names and is_object(self._arguments)
+            arguments = "".join(self._arguments)
+            is_call = tail and name in self._names and is_object(arguments)
             if not is_call:
                 return self._reject_call()
             self._emit_call(ToolCallStart(self._num_calls, self._new_id(), name))
-            self._emit_call(ToolCallArguments(self._num_calls, self._arguments))
+            self._emit_call(ToolCallArguments(self._num_calls, arguments))
         self._take(tail.end() if tail else 0)
         self._num_calls += 1
         return self._go_to(self._at_next)
@@ -118,7 +119,7 @@ class ToolCallParser(IncrementalParser):
     def _reject_call(self) -> bool:
         """What looked like a call is content, if it has not been emitted."""
         if not self._is_started:
-            self._emit(ContentDelta(self._opening_text + self._arguments))
+            self._emit(ContentDelta("".join([self._opening_text, *self._arguments])))
         return self._go_to(self._in_text)
 
     def _at_next(self, is_last: bool) -> bool:
