@@ -16,7 +16,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.utils.child import Ready
 from minisgl.utils.driver import GpuDriver
-from minisgl.utils.hardware import guess_hardware
+from minisgl.utils.hardware import guess_hardware, short_waits
 from minisgl.utils.mp import Addresses
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
     """Body of a process: see `scheduler_worker`."""
     threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
-    from minisgl.scheduler import scheduler_worker  # here, while the thread runs
+    with short_waits():
+        from minisgl.scheduler import scheduler_worker  # here, while the thread runs
 
     logger.debug("torch and the scheduler are imported")
     scheduler_worker(ready, config, rank, addresses)

@@ -27,6 +27,34 @@ def test_available_memory_is_less_than_there_is() -> None:
     assert 0 < available_memory() < total
 
 
+@pytest.mark.parametrize(
+    ("of_the_user", "spin_count"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+)
+def test_threads_sleep_soon_unless_the_user_wants_otherwise(
+    of_the_user: dict[str, str], spin_count: str
+) -> None:
+    """In a process of its own, in which GNU's OpenMP says what it has read."""
+    script = """
+import os
+from minisgl.utils.hardware import short_waits
+before = dict(os.environ)
+with short_waits():
+    import torch
+assert dict(os.environ) == before
+"""
+    ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    others = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**others, "OMP_DISPLAY_ENV": "verbose", **of_the_user},
+    )
+    assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
+
+
 def test_freed_memory_is_kept_for_the_next_allocation() -> None:
     """In a process of its own: what is set holds for all of it."""
     script = """

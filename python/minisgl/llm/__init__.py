@@ -8,8 +8,11 @@
 Read `llm.py`.
 """
 
-from minisgl.core import SamplingParams
-from minisgl.llm.answers import GenerationOutput, StreamOutput
-from minisgl.llm.llm import LLM
+from minisgl.utils.hardware import short_waits
+
+with short_waits():
+    from minisgl.core import SamplingParams
+    from minisgl.llm.answers import GenerationOutput, StreamOutput
+    from minisgl.llm.llm import LLM
 
 __all__ = ["LLM", "GenerationOutput", "SamplingParams", "StreamOutput"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl.utils.driver import GpuDriver
 
+_SPIN_COUNT = "GOMP_SPINCOUNT"
 _M_TRIM_THRESHOLD = -1  # mallopt(3)
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
@@ -71,6 +75,24 @@ def available_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+@contextmanager
+def short_waits() -> Iterator[None]:
+    """Import torch within: its threads sleep when they have waited for 0.1 ms for one another.
+
+    By default GNU's OpenMP lets them wait awake for milliseconds. If another program, or the API
+    process, then has the processor of the one that works, that one cannot go on where they wait.
+    A choice of the user's own holds, and so does that of a torch that is imported already.
+    """
+    if {"OMP_WAIT_POLICY", _SPIN_COUNT} & os.environ.keys():
+        yield
+        return
+    os.environ[_SPIN_COUNT] = "5000"  # looks at what they wait for
+    try:
+        yield
+    finally:
+        del os.environ[_SPIN_COUNT]
 
 
 def keep_freed_memory() -> None:
