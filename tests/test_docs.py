@@ -144,6 +144,28 @@ def test_identifiers_in_backticks_stand_in_the_package(name: str) -> None:
     assert [each for each in identifiers if not words.issuperset(each.split("."))] == []
 
 
+# ---- docstrings
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, documented):
+            yield ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name)
+def test_files_and_members_in_docstrings_exist(path: Path) -> None:
+    text = "\n".join(docstrings(path))
+    names = re.findall(r"[\w/]+\.py\b", text)
+    pairs = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    classes = members_of_classes()
+    of_package = [(name, member) for name, member in pairs if name in classes]
+
+    assert [name for name in names if not exists(Path(name).name, path)] == []
+    assert [pair for pair in of_package if pair[1] not in classes[pair[0]]] == []
+
+
 # ---- commands
 
 

@@ -3,9 +3,10 @@
     minisgl.llm.LLM       offline: prompts in, texts out
     python -m minisgl     online: an OpenAI-compatible server, or a chat in the terminal
 
-The parts, bottom up; each imports only from those before it:
-core, config, errors, utils · checkpoint, builds, distributed, message, kernel · layers, attention,
-kvcache, moe · models · engine, scheduler · tokenizer, server, llm, benchmark.
+The parts, bottom up; each imports only from those of its tier and of the tiers before it:
+core, config, sampling_params, errors, utils · checkpoint, builds, distributed, grammar, message,
+kernel · layers, attention, kvcache, moe · models · engine, scheduler · rank_process, tokenizer,
+server, llm, benchmark.
 `docs/reading-order.md` is the guided tour.
 """
 

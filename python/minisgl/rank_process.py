@@ -1,8 +1,8 @@
 """The process of a tensor-parallel rank, from its first moment.
 
 torch takes seconds to import. Meanwhile a thread makes the context of the rank's GPU, and compilers
-make what the cache folder lacks. What they make is found by what loads it, as if it had been kept.
-So the thread promises nothing: where it fails, that is met and told again, by the engine.
+make what the cache folder lacks. The engine finds what they have made in that folder, as on a later
+start. If the thread fails, the engine does the same work, and reports the failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def prepare(config: SchedulerConfig, rank: int) -> None:
     driver = None if config.device == "cpu" else GpuDriver.load()
     try:
         start_compilers(config, rank, driver)
-    except Exception:  # the engine meets it, too
+    except Exception:  # the engine meets and reports it
         logger.debug("nothing is compiled while torch is imported", exc_info=True)
     if driver is not None and rank < driver.num_gpus:
         driver.make_context(rank)

@@ -12,8 +12,7 @@ calls it. It knows neither models nor the lives of requests.
     prompt_attention.py      its prompts
     flashinfer_pool.py       the pool and the page table, for all of them
     flashinfer_plans.py      what plans are made of
-    flashinfer_modules.py    the kernels of prompts, compiled ahead
-    hopper_prompts.py        how they are compiled for Hopper
+    flashinfer_modules.py    the kernels of prompts, compiled ahead; builds/prompts.py says how
     fa_backend.py          FlashAttention
     trtllm_backend.py      TensorRT-LLM
     paged.py                 metadata of these two

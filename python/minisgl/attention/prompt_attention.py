@@ -195,7 +195,7 @@ class HopperRagged(_HopperPlan, RaggedPrompts):
     """By our kernels.
 
     Args:
-        module: the functions of a library that `PromptKernels.compile` wrote.
+        module: the functions of the library that `PromptKernels.library` describes.
     """
 
     def plan(self, length_B: IntArray) -> None:
@@ -211,7 +211,7 @@ class HopperPaged(_HopperPlan, PagedPrompts):
     """By our kernels.
 
     Args:
-        module: the functions of a library that `PromptKernels.compile` wrote.
+        module: the functions of the library that `PromptKernels.library` describes.
     """
 
     def __init__(self, module: Any, shape: LayerShape, room: GraphRoom | None = None) -> None:

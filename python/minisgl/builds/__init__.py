@@ -1,7 +1,8 @@
 """Libraries that compilers make at a first start: what a model needs, and where they are kept.
 
 Nothing here imports torch. So compilers run while a rank's process imports it (`rank_process.py`).
-Who loads a library makes it, too. It then waits for the compilers that run, or finds it.
+What loads a library calls `Library.make_in`, too: it waits for compilers that run, or finds the
+file.
 
     library.py           a library and its file; one process at a time makes it
     kernels.py           the libraries of kernel/csrc
@@ -10,7 +11,7 @@ Who loads a library makes it, too. It then waits for the compilers that run, or 
     compilers.py         runs compilers that end with this process
     compiler_process.py  the program that does that
 
-Who calls what is compiled is in `kernel/native.py` and `attention/flashinfer_modules.py`.
+The libraries are loaded by `kernel/native.py` and `attention/flashinfer_modules.py`.
 """
 
 from minisgl.builds.kernels import CUDA_DTYPES, cpu_library, cuda_library

@@ -1,4 +1,4 @@
-"""Which libraries a rank will load, as far as that can be told without torch."""
+"""Which libraries a rank will load, as far as that is known without torch."""
 
 from __future__ import annotations
 

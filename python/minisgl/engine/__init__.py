@@ -16,11 +16,11 @@
     logits_processing.py  bias, bans and penalties
     logprobs.py           log probabilities of tokens
     prompt_outputs.py     logprobs of a prompt, and its embedding
-    graph_runner.py       steps as CUDA graphs
+    graph_runner.py       captures steps as graphs, and replays them
     graph_key.py          which graph takes a plan
     graph_sizes.py        which sizes are captured
     graph_inputs.py       what a graph reads of a plan
-    graph_capture.py      a call as a CUDA graph
+    graph_capture.py      a call as a CUDA graph, or as a graph of a CPU
     forward_output.py     what the host waits for
 
 Does not know which requests there are; that is the scheduler's. Read `model_runner.py`.

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel when it is first called, in half a second, and keeps it. Each function of
 `_CALLS` calls the kernels of one file of `kernel/gpu/`, through what layers, backends and the
-sampler call. Whoever adds a kernel adds its call here, and a test tells who forgot it.
+sampler call. A new kernel needs its call here; a test finds the kernels that have none.
 
 Triton compiles anew for other dtypes, for other compile-time constants, for a pointer that 16 bytes
 divide, and for an int that is 1 or that 16 divides; other sizes it does not tell apart. So the

@@ -1,7 +1,7 @@
 """Which kernels must be there before the first step.
 
-They are compiled side by side while the weights are loaded; libraries already since before torch
-was imported (`builds`). For those nothing is left here but to wait for them, and to load them.
+They are compiled side by side while the weights are loaded. Compilers of libraries run before,
+while torch is imported (`builds`); here they are waited for, and the libraries are loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A step between its phases: prepared, then launched, then sampled.
 
-`Engine` makes these objects, and takes each in its next phase. None of them holds a graph, only its
-key. NCCL does not leave its group as long as a graph that uses it is alive, and the traceback of an
-exception may keep a step alive.
+`ModelRunner` makes these objects, and takes each in its next phase. None of them holds a graph,
+only its key. NCCL does not leave its group as long as a graph that uses it is alive, and the
+traceback of an exception may keep a step alive. The graphs themselves are in `graph_runner.py`.
 
 They are not frozen dataclasses: those take several times as long to make, and the device waits
 meanwhile.

@@ -76,7 +76,7 @@ class CpuGraphMemory:
 
 
 class CpuKernels:
-    """The functions of a library, as attributes. Within `capture_calls` each call is kept too."""
+    """The functions of a library, as attributes. During `capture` each call is kept too."""
 
     def __init__(self, library: tvm_ffi.Module) -> None:
         self._library = library

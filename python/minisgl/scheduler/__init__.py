@@ -29,7 +29,7 @@ Structured output:
     mask_threads.py      threads that make masks, and what they take for it
     matching.py          what matches make of sampled tokens: rank 0's count; forced tokens
 
-Other processes, and what they are told:
+Other processes, and what goes to them:
 
     worker.py            the process of one rank
     io.py                where messages come from and go to; how ranks see the same ones

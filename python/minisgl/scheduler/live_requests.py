@@ -1,8 +1,8 @@
 """The life of a request in the scheduler, from its message to its release.
 
     message ─ pending ─ waiting ─ half computed ─ running ─ ended ─ released
-                           ▲                         │
-                           └──────── retracted ──────┘
+                           ▲           │             │
+                           └───────────┴─ retracted ─┘
 
 `PendingGrammars` owns the first state, `PrefillManager` the two after it, and `DecodeManager` the
 running requests. A request ends (`stop`, `length`, `abort`) or is retracted at any moment. Launched

@@ -9,7 +9,7 @@ a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` give
 
 If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`),
 one request of it ends, and the others are planned again. Next to read: `live_requests.py`,
-`prefill.py`, `decode.py`, `cache.py`.
+`decode.py`, `prefill.py`, `outputs.py`, `cache.py`.
 """
 
 from __future__ import annotations

@@ -2,29 +2,30 @@
 
 The machine:
 
-    hardware.py        its devices and its memory
-    driver.py          the driver of its GPUs
-    cuda_toolkit.py    CUDA's compiler
-    env.py             environment variables
-    heap.py            what a thread takes from the heap
-    garbage.py         when a process collects garbage
-    staging.py         copies from pinned host memory to the device
+    hardware.py          its devices and its memory
+    driver.py            the driver of its GPUs
+    cuda_toolkit.py      CUDA's compiler
+    env.py               environment variables
+    heap.py              what a thread takes from the heap
+    garbage.py           when a process collects garbage
+    staging.py           copies from pinned host memory to the device
 
 Processes:
 
-    supervisor.py      child processes, as their parent sees them
-    child.py           what a child does: it reports, beats, and ends with its parent
-    mp.py              queues between processes
-    shared_numbers.py  numbers that several processes change
-    private_folder.py  the folder of their sockets
-    ownership.py       folders and files that no other user can write
-    fair_queue.py      jobs that take turns by their cost
+    supervisor.py        child processes, as their parent sees them
+    child.py             what a child does: it reports, beats, and ends with its parent
+    mp.py                queues between processes
+    shared_numbers.py    numbers that several processes change
+    private_folder.py    the folder of their sockets
+    ownership.py         folders and files that no other user can write
+    fair_queue.py        jobs that take turns by their cost
+    standard_streams.py  standard streams that were closed when the program was started
 
 For all:
 
-    logger.py          logging
-    progress.py        a progress bar
-    registry.py        tables of named backends and models
+    logger.py            logging
+    progress.py          a progress bar
+    registry.py          tables of named backends and models
 """
 
 from minisgl.utils.child import die_with_parent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The folder of downloaded and converted models: MINISGL_CACHE, or ~/.cache/minisgl."""
+    """The folder of models and compiled kernels: MINISGL_CACHE, or minisgl in the user's cache."""
     folder = os.environ.get("MINISGL_CACHE")
     if folder:
         return Path(folder).expanduser()

@@ -1,8 +1,8 @@
 """A process that parses large bodies, so that the event loop does not.
 
 It starts with the server, or with the first large body, and again after it was killed. It does
-one body after the other, at bounded memory and in bounded time. Whoever waits for it takes turns by
-the sizes of their bodies. Bodies and results cross a pipe as bytes; nothing is unpickled.
+one body after the other, at bounded memory and in bounded time. Requests that wait for it take
+turns by the sizes of their bodies. Bodies and results cross a pipe as bytes; nothing is unpickled.
 """
 
 from __future__ import annotations

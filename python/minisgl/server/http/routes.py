@@ -1,7 +1,7 @@
 """The routes: a function a route, from a request to an answer.
 
 A request is refused before the first byte of its answer: a route waits for the first reply before
-it begins a stream. Next to read: `openai/chat.py`, then `frontend.py`.
+it begins a stream. Next to read: `frontend.py`, then `openai/builder.py`.
 """
 
 from __future__ import annotations
