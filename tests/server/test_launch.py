@@ -78,6 +78,7 @@ def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
         (["--port", "99999"], "--port"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--model", "{folder}"], "config.json"),
+        (["--key-limits", "keys.toml"], "--key-limits needs keys"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_1(

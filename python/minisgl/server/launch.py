@@ -58,7 +58,7 @@ def launch_server(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: ServerConfig) -> int:
-    key_limits = read_key_limits(Path(config.key_limits)) if config.key_limits else None
+    key_limits = _key_limits(config)
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
@@ -81,6 +81,15 @@ def _run(config: ServerConfig) -> int:
         _accept_connections(listener)
         serve(config, model_config, reports, workers, listener, key_limits)
     return 0
+
+
+def _key_limits(config: ServerConfig) -> str | None:
+    """The text of the file of limits, if there is one."""
+    if config.key_limits is None:
+        return None
+    if not config.api_key:
+        raise ConfigError("--key-limits needs keys: --api-key or MINISGL_API_KEY")
+    return read_key_limits(Path(config.key_limits))
 
 
 def _fit(config: ServerConfig) -> ServerConfig:
