@@ -68,6 +68,13 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "yarn with one scale only": new(rope_type="yarn", mscale=1.5, **YARN),
     "yarn with other bounds": new(rope_type="yarn", beta_fast=16.0, beta_slow=2.0, **YARN),
     "yarn with fractional bounds": new(rope_type="yarn", truncate=False, **YARN),
+    "yarn with bounds in the other order": new(
+        rope_type="yarn", beta_fast=1.0, beta_slow=8.0, **YARN
+    ),
+    "yarn with a bound before the first dimension": new(rope_type="yarn", beta_slow=64.0, **YARN),
+    "yarn with equal bounds": new(
+        rope_type="yarn", beta_fast=2.0, beta_slow=2.0, truncate=False, **YARN
+    ),
     "yarn of a small factor": new(
         rope_type="yarn", factor=1.0, original_max_position_embeddings=512
     ),

@@ -98,6 +98,15 @@ def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) 
             assert out.prompt_logprobs is None
 
 
+def test_an_answer_without_tokens_has_no_log_probabilities(llm: LLM) -> None:
+    """What is sampled after the prompt is dropped, and with it what was measured of it."""
+    prompts = random_prompts([1, 30], VOCAB_SIZE, seed=6)
+    params = SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=1)
+    for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert (out.token_ids, out.logprobs) == ([], [])
+        check(prompt, out.prompt_logprobs, num_top=1)
+
+
 def test_more_rows_than_are_made_logits_at_a_time(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

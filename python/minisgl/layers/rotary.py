@@ -144,7 +144,8 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, config.head_dim - 1)
-    ramp = (torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)
+    width = high - low  # below 0 where the bounds come in the other order
+    ramp = (torch.arange(half, dtype=torch.float32) - low) / (width or 0.001)
     interpolate = ramp.clamp(0, 1)
     stretched = frequency / factor * interpolate + frequency * (1 - interpolate)
     return stretched, _yarn_scale(scaling, factor)

@@ -146,11 +146,15 @@ class OutputProcessor:
             slices[index].req.embedding = embedding
 
     def add(self, req: Req, output: Output, logprobs: TokenLogprobs | None) -> None:
-        """Collect the messages of an output."""
+        """Collect the messages of an output.
+
+        Args:
+            logprobs: of the sampled token, which the output need not have.
+        """
         if output.error:
             self.add_error(req, output.error)
             return
-        entries = [] if logprobs is None else [logprobs]
+        entries = [logprobs] if logprobs is not None and output.tokens else []
         if output.is_match:  # two messages: the last token of a "stop" is no part of the answer
             self._add(req, output.tokens, None, entries)
             self._add(req, [], "stop", [])
