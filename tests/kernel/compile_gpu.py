@@ -20,6 +20,7 @@ from tvm_ffi import libinfo
 
 from minisgl.kernel import gpu, native
 from minisgl.kernel.gpu import launch
+from minisgl.moe import rule_table
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
 
@@ -102,17 +103,21 @@ def experts() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
         down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
-        nums_of_tokens = [1, *(16 * pairs for pairs in gpu.experts._TILES)]
-        if dtype == torch.bfloat16:  # the largest tile is not for float32, where it spills
-            nums_of_tokens.append(8192)
+        table = rule_table(num_experts, each)
+        nums_of_tokens = table.nums_of_tokens
+        if dtype == torch.float32:  # the largest tile is not for it: it spills
+            nums_of_tokens.pop()
         for tokens in nums_of_tokens:
             x = torch.empty(tokens, width, dtype=dtype)
             logits = torch.empty(tokens, num_experts, dtype=dtype)
             weight = logits[:, :each].contiguous()
             expert = torch.empty(tokens, each, dtype=torch.int32)
             gpu.route(logits, weight, expert, tokens > 1)
-            multiply = gpu.moe_by_token if tokens == 1 else gpu.moe_by_expert
-            multiply(x, gate_up, down, weight, expert, x)
+            tiles = table.find(tokens)
+            if tiles is None:
+                gpu.moe_by_token(x, gate_up, down, weight, expert, x)
+            else:
+                gpu.moe_by_expert(x, gate_up, down, weight, expert, x, tiles)
 
 
 def cuda(nvcc: str, source: Path) -> None:
