@@ -39,6 +39,8 @@ class NoDevice:
 
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = run(self, *args, grid=grid, warmup=True, **options)
+    late = read_too_late(compiled.asm["ttir"])
+    assert not late, f"{self.__name__} reads {late} after an inner loop: see read_too_late"
     cubin = compiled.asm["cubin"]
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
     dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
@@ -49,6 +51,44 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
         "waits" if waits else "does not wait",
     ]
     print(f"{self.__name__}: {', '.join(facts)}")
+
+
+def read_too_late(ttir: str) -> list[str]:
+    """Operations after the inner loop of a flattened one that read what the outer loop carries.
+
+    Triton 3.6 to 3.9 fuse the two loops into one. There, such an operation may get the value of the
+    next iteration instead of its own.
+    """
+    lines = ttir.splitlines()
+    late: list[str] = []
+    for end, line in enumerate(lines):
+        if "} {tt.flatten" not in line:
+            continue
+        begin = _begin_of_block(lines, end)
+        inner_end = max(i for i in range(begin, end) if lines[i].strip().startswith("}"))
+        inner_begin = _begin_of_block(lines, inner_end)
+        carried = set(re.findall(r"(%\w+) = ", lines[begin].partition("iter_args")[2]))
+        for number in (*range(begin + 1, inner_begin), *range(inner_end + 1, end)):
+            operation, _, _ = lines[number].strip().partition(" loc(")
+            result = re.match(r"(%\w+)(:\d+)? = ", operation)
+            read = set(re.findall(r"%\w+", operation[result.end() if result else 0 :]))
+            if operation.startswith("scf.yield") or not carried & read:
+                continue
+            if result:
+                carried.add(result[1])
+            if number > inner_end:
+                late.append(operation)
+    return late
+
+
+def _begin_of_block(lines: list[str], end: int) -> int:
+    """The line that opens the block that a line closes: the last one that is as far to the left."""
+    depth = _indentation(lines[end])
+    return max(i for i in range(end) if _indentation(lines[i]) == depth)
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def stack_bytes(cubin: bytes) -> int:
