@@ -246,6 +246,9 @@ def _multiply(
     If gated, x has a row a token, and y gets silu(gate) * up in the order of the blocks. Otherwise
     x is in this order, and y gets a row a pair. On Hopper the two loops are one: a program loads
     its next tile while it ends the last one. The block of a tile is read a tile before.
+
+    What follows the inner loop must not read what the outer loop carries: Triton gives it the next
+    tile's values there. So the pairs are loaded again.
     """
     i = tl.arange(0, INPUTS)
     num_rows = 2 * outputs if IS_GATED else outputs
@@ -254,28 +257,25 @@ def _multiply(
     num_tiles = tl.load(num_blocks) * num_columns
     next_block = tl.program_id(0) // num_columns
     next_e = tl.load(block_expert + next_block)
-    next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
+    if IS_GATED:
+        next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=PDL):
         block = tile // num_columns
         column = tile % num_columns
         e = next_e.to(tl.int64)
-        j = next_j.to(tl.int64)
         next_block = min(tile + tl.num_programs(0), num_tiles - 1) // num_columns
         next_e = tl.load(block_expert + next_block)
-        next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
         place = block.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
         r = column * ROWS + tl.arange(0, ROWS)
         if IS_GATED:  # rows of gate and of up take turns, so that a thread has both
             row = tl.where(r < num_rows, r // 2 + r % 2 * outputs, 0)
             o = column * (ROWS // 2) + tl.arange(0, ROWS // 2)
-            t = tl.maximum(j, 0) // EACH
-            source = t
-            target = place
+            source = tl.maximum(next_j, 0).to(tl.int64) // EACH
+            next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
         else:
             row = tl.where(r < num_rows, r, 0)
             o = r
             source = place
-            target = j
         x_rows = x + source[:, None] * stride_x + i[None, :]
         w_rows = weight + e * stride_expert + row[None, :] * stride_row + i[:, None]
         acc = tl.zeros((PAIRS, ROWS), tl.float32)
@@ -289,6 +289,8 @@ def _multiply(
             value = gate * tl.sigmoid(gate) * up
         else:
             value = acc
+        j = tl.load(pairs + place).to(tl.int64)
+        target = place if IS_GATED else j
         mask = (j >= 0)[:, None] & (o < outputs)[None, :]
         y_rows = y + target[:, None] * outputs
         tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
