@@ -23,6 +23,8 @@ from minisgl.kernel.gpu import launch
 from minisgl.moe import rule_table
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 
+_END_OF_FLATTENED = "} {tt.flatten"
+
 
 class NoDevice:
     """The methods of a driver that Triton calls in order to compile."""
@@ -39,7 +41,9 @@ class NoDevice:
 
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = run(self, *args, grid=grid, warmup=True, **options)
-    late = read_too_late(compiled.asm["ttir"])
+    ttir = compiled.asm["ttir"]
+    assert ("flatten=" in self.src) == (_END_OF_FLATTENED in ttir)
+    late = read_too_late(ttir)
     assert not late, f"{self.__name__} reads {late} after an inner loop: see read_too_late"
     cubin = compiled.asm["cubin"]
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
@@ -56,13 +60,13 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
 def read_too_late(ttir: str) -> list[str]:
     """Operations after the inner loop of a flattened one that read what the outer loop carries.
 
-    Triton 3.6 to 3.9 fuse the two loops into one. There, such an operation may get the value of the
-    next iteration instead of its own.
+    Triton 3.6 and 3.9 fuse the two loops into one. There, such an operation may get the value of
+    the next iteration instead of its own.
     """
     lines = ttir.splitlines()
     late: list[str] = []
     for end, line in enumerate(lines):
-        if "} {tt.flatten" not in line:
+        if _END_OF_FLATTENED not in line:
             continue
         begin = _begin_of_block(lines, end)
         inner_end = max(i for i in range(begin, end) if lines[i].strip().startswith("}"))
