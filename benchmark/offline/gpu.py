@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.benchmark.perf import Figure, append_figures
+from minisgl.checkpoint import ModelConfig
 from minisgl.llm import LLM, SamplingParams
-from minisgl.models import ModelConfig
 from minisgl.scheduler import SchedulerConfig
 
 MODELS = Path(__file__).parent.parent / "models"

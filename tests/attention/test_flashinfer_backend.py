@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the lists of pages are made by a Triton kernel")
-from minisgl.attention import flashinfer_backend
+from minisgl.attention import decode_attention, step_attention
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import PromptWaves
 from minisgl.kernel import gpu
@@ -162,7 +162,7 @@ class FakeModule:
 @pytest.fixture(autouse=True, params=["FlashInfer", "ours"])
 def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "ours":
-        monkeypatch.setattr(flashinfer_backend, "load_hopper_module", lambda *args: FakeModule())
+        monkeypatch.setattr(step_attention, "load_hopper_module", lambda *args: FakeModule())
     module = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
         BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
@@ -179,7 +179,7 @@ def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(flashinfer_backend, "kernels_for", lambda x: gpu)
+    monkeypatch.setattr(step_attention, "triton_kernels_for", lambda x: gpu)
 
 
 SPANS = {
@@ -197,6 +197,35 @@ SPANS = {
 def test_each_slice_attends_to_its_context(spans: list[tuple[int, int]], page_size: int) -> None:
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=page_size)
     torch.testing.assert_close(world.attend(1, "fi").double(), world.dense(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("is_memory_full", [False, True])
+def test_no_step_goes_on_before_the_prompts_of_the_one_before_it(
+    is_memory_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[str, str]] = []
+
+    def stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: waits.append((name, other.name))
+        )
+
+    def decode(*arguments: Any, **scores: Any) -> None:
+        waits.append(("decodes", "run"))
+        if is_memory_full:
+            raise torch.OutOfMemoryError
+
+    main = stream("main")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream("prompts"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(decode_attention, "attend_decode", decode)
+    spec = AttentionSpec(scale=0.4, window=6)  # whose decodes take memory
+    world = World(
+        SPANS["decodes and chunks"], num_heads=4, num_kv_heads=2, page_size=4, specs=(spec, spec)
+    )
+    with pytest.raises(torch.OutOfMemoryError) if is_memory_full else nullcontext():
+        world.attend(0, "fi")
+    assert waits == [("prompts", "main"), ("decodes", "run"), ("main", "prompts")]
 
 
 def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
@@ -217,7 +246,7 @@ def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
 def test_layers_may_differ_in_their_scores(
     special: AttentionSpec, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flashinfer_backend, "attend_decode", gpu_attend_decode)
+    monkeypatch.setattr(decode_attention, "attend_decode", gpu_attend_decode)
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=4, specs=(PLAIN, special))
     for layer in range(2):
         o_TNH = world.attend(layer, "fi").double()

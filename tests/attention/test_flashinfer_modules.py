@@ -239,6 +239,29 @@ def test_what_others_can_write_is_not_used_on_hopper(hopper: Path, tmp_path: Pat
     assert not modules(FULL).missing
 
 
+def test_a_compiler_that_is_killed_on_hopper_is_told(hopper: Path, tmp_path: Path) -> None:
+    install_nvcc(tmp_path, "#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(ConfigError, match="nvcc ends with -9 and says nothing"):
+        modules(FULL).build()
+
+
+def test_what_another_process_compiles_meanwhile_stays_on_hopper(
+    env: Any, hopper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it that process would load FlashInfer's own module, which compiles for minutes."""
+
+    def find_slowly() -> CudaToolkit:
+        monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
+        modules(FULL).build()  # by the other process
+        install_nvcc(tmp_path, "#!/bin/sh\nexit 1\n")
+        return CudaToolkit(tmp_path)
+
+    monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", find_slowly)
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        modules(FULL).build()
+    assert not modules(FULL).missing
+
+
 def test_on_hopper_layers_find_what_was_compiled_for_them(
     hopper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention import BaseAttnBackend, BaseAttnMetadata, create_attention_backend
+from minisgl.attention import BaseAttnBackend, create_attention_backend
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import Batch, BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import ConfigError
 from minisgl.kernel import split_heads, store_kv
 from minisgl.kvcache import MHAKVCache

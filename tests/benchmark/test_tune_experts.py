@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import ExpertTiles, ProductTile, gpu
-from minisgl.kernel import dispatch as dispatch_module
 from minisgl.moe import ExpertShape
+from minisgl.moe import fused as fused_module
 from minisgl.moe import tiles as tiles_module
 
 TUNE = Path(__file__).parents[2] / "benchmark" / "tune_experts.py"
@@ -92,7 +92,7 @@ def test_a_file_is_written_that_the_engine_reads(
     monkeypatch.setattr(tune, "seconds_of", seconds_on_the_host)
     monkeypatch.setattr(tune, "TUNED_FOLDER", tmp_path)
     monkeypatch.setattr(tiles_module, "TUNED_FOLDER", tmp_path)
-    monkeypatch.setattr(dispatch_module, "load_cpu_kernels", lambda: gpu)
+    monkeypatch.setattr(fused_module, "triton_kernels_for", lambda x: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     properties = argparse.Namespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

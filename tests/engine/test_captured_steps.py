@@ -24,9 +24,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BaseAttnMetadata, CapturedSlices
+from minisgl.attention import CapturedSlices
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.core import (
+    BaseAttnMetadata,
     Batch,
     BatchPlan,
     Grammar,
@@ -40,8 +41,9 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, model_runner, sampler
 from minisgl.engine import graph_runner as graph_module
 from minisgl.engine.graph_capture import CudaGraphCapture, Graph, GraphCapture
-from minisgl.engine.graph_key import GraphKey, GraphKind, graph_keys, most_prompt_tokens
+from minisgl.engine.graph_key import GraphKey, GraphKind
 from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.graph_sizes import gpu_graph_keys, most_prompt_tokens
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.kernel import attend_decode
 from minisgl.message import AbortBackendMsg
@@ -120,7 +122,7 @@ class RepeatedCalls(GraphCapture):
 
     def capture(self, call: Callable[[], Any]) -> tuple[RepeatedCall, Any]:
         result = call()
-        name = "forward" if isinstance(result, tuple) else "choose"
+        name = "forward" if isinstance(result, tuple) else "sample"
         return RepeatedCall(call, result, self._log, name), result
 
 
@@ -151,7 +153,7 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         longest = most_prompt_tokens(engine.limits.num_row_tokens - 1, engine._loaded.weight_bytes)
         engine._graphs = GraphRunner(
             RepeatedCalls(log),
-            graph_keys(MAX_DECODES, longest),
+            gpu_graph_keys(MAX_DECODES, longest),
             engine._forward_to_logits,
             engine._sampler,
             engine.context,
@@ -246,7 +248,7 @@ def test_tokens_are_those_without_graphs(
     assert log["forward"] > 15
     assert log["writes"] == 1, "pages are appended by graphs"
     is_eager = kind in ("processed", "all") or (kind == "filtered" and not captures_filters)
-    assert (log["choose"] < log["forward"]) == is_eager
+    assert (log["sample"] < log["forward"]) == is_eager
 
 
 def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
@@ -257,7 +259,7 @@ def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
         expected = [host.ask([prompt], params)[0].tokens for prompt in prompts]
     other, log = hosts(max_prefill_length=50)
     assert [other.ask([prompt], params)[0].tokens for prompt in prompts] == expected
-    assert (log["forward"], log["choose"]) == (4, 2), (
+    assert (log["forward"], log["sample"]) == (4, 2), (
         "one step, and three of which the last samples"
     )
 
@@ -311,7 +313,7 @@ def test_ranks_replay_and_call_what_one_rank_does(
         list(pool.map(run, range(2)))
     assert log["forward"] > 30
     is_eager = kind in ("processed", "all") or (kind == "filtered" and not captures_filters)
-    assert (log["choose"] < log["forward"]) == is_eager
+    assert (log["sample"] < log["forward"]) == is_eager
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -331,7 +333,7 @@ def test_requests_that_come_go_and_lose_their_pages(seed: int, hosts: Hosts) -> 
         answer.tokens for answer in expected
     ]
     assert host.scheduler.statistics.counts.num_retractions > 0
-    assert 0 < log["choose"] < log["forward"]
+    assert 0 < log["sample"] < log["forward"]
 
 
 def test_an_abort_between_replayed_steps_changes_no_other_answer(hosts: Hosts) -> None:
@@ -374,7 +376,7 @@ def test_a_filter_that_is_not_captured_does_not_concern_greedy_requests(hosts: H
             [[1, 2]],
             SamplingParams(max_tokens=9, temperature=temperature, top_k=3, ignore_eos=True),
         )
-        assert (log["forward"], log["choose"]) == (9, expected)
+        assert (log["forward"], log["sample"]) == (9, expected)
 
 
 def test_cuda_graphs_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +433,7 @@ def test_one_step_of_each_kind_is_rehearsed(hosts: Hosts) -> None:
     assert log["rehearsed"] == 2 * num_kinds, "to logits, and from logits to tokens"
 
 
-def test_a_trial_captures_few_and_counts_the_rest(
+def test_few_graphs_are_captured_and_the_rest_estimated(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, _ = hosts()
@@ -448,14 +450,14 @@ def test_a_trial_captures_few_and_counts_the_rest(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
     graphs = GraphRunner(
         RepeatedCalls(Counter()),
-        graph_keys(256, 256),
+        gpu_graph_keys(256, 256),
         engine._forward_to_logits,
         engine._sampler,
         engine.context,
-        is_trial=True,
+        few_graphs=True,
     )
-    num_all = sum(map(len, graph_keys(256, 256).values()))
-    assert captured[:3] == [keys[-1] for keys in graph_keys(256, 256).values()]
+    num_all = sum(map(len, gpu_graph_keys(256, 256).values()))
+    assert captured[:3] == [keys[-1] for keys in gpu_graph_keys(256, 256).values()]
     assert len(captured) == len(set(captured)) == 12
     assert graphs.bytes_not_captured == 7 * (num_all - 12)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)

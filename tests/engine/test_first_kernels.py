@@ -16,13 +16,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import EngineLimits, first_kernels
 from minisgl.engine.first_kernels import KernelSizes
+from minisgl.engine.first_steps import run_first_steps
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
 from minisgl.layers import VocabShard
-from minisgl.models import ModelConfig
 from minisgl.moe import FusedMoeBackend
 from tests.checkpoints import ARCHITECTURES, CONTEXT
 from tests.engine.harness import WatchedEngine, config_of
@@ -112,7 +113,7 @@ def test_the_steps_of_a_model_meet_no_other_variant(
         config = config_of(checkpoint(arch), **EAGER)
         engine = WatchedEngine(config)
         launches = Launches(patch, runs={"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
-        engine.run_first_steps(config)
+        run_first_steps(engine, config, engine._loaded)
         of_steps = launches.take()
     assert {"_best_of_split", "_rotate_and_store", "_attend_suffix"} <= of_steps.keys()
 

@@ -24,8 +24,9 @@ from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_room
-from minisgl.engine.first_steps import first_choices, first_plans
-from minisgl.engine.graph_key import find_graph_key, graph_keys
+from minisgl.engine.first_steps import first_plans, first_samples, run_first_steps
+from minisgl.engine.graph_key import find_graph_key
+from minisgl.engine.graph_sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
 from minisgl.engine.sampler import sampler_room
@@ -64,8 +65,8 @@ def test_first_plans_are_plans_that_a_scheduler_makes(
         Path("model"), max_running_requests=num_rows, max_prefill_length=max_prefill_length
     )
     plans = first_plans(config, limits)
-    choices = [BatchPlan(slices) for slices in first_choices(limits)]
-    for plan in plans + choices:
+    samples = [BatchPlan(slices) for slices in first_samples(limits)]
+    for plan in plans + samples:
         rows = [req_slice.row for req_slice in plan.slices]
         assert len(set(rows)) == len(rows) > 0
         assert set(rows) <= set(range(num_rows))
@@ -82,7 +83,7 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
     """Each is a whole model, launched kernel by kernel."""
     limits = limits_of(40960, 256)
     config = config_of(Path("model"), max_running_requests=256)
-    captured = graph_keys(256, 2048)
+    captured = gpu_graph_keys(256, 2048)
     eager = [plan for plan in first_plans(config, limits) if not find_graph_key(plan, captured)]
     assert len(eager) == 6
 
@@ -92,17 +93,17 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
     assert len(beside_decodes) == 4
 
 
-def test_what_is_chosen_first_is_all_that_can_be_asked_for() -> None:
+def test_what_is_sampled_first_is_all_that_can_be_asked_for() -> None:
     """Few rows and many, 32 of which are changed at a time; with filters and without."""
-    choices = first_choices(limits_of(100, 256))
-    assert [len(slices) for slices in choices] == [1, 1, 12, 12, 40, 40]
-    for slices in choices:
+    samples = first_samples(limits_of(100, 256))
+    assert [len(slices) for slices in samples] == [1, 1, 12, 12, 40, 40]
+    for slices in samples:
         for req_slice in slices:
             params = req_slice.req.params
             assert params.changes_logits
             assert params.min_tokens > 0
             assert params.logprobs is not None
-    has_filters = [slices[0].req.params.top_p < 1 for slices in choices]
+    has_filters = [slices[0].req.params.top_p < 1 for slices in samples]
     assert has_filters == [False, True] * 3
 
 
@@ -111,7 +112,7 @@ def test_answers_are_the_same_after_the_first_steps(checkpoint: Callable[[str], 
     config = config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL)
     expected = Host(WatchedEngine(config), config).ask(prompts, greedy(9))
     engine = WatchedEngine(config)
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     page_table_RP = engine.context.page_table_RP
     assert (page_table_RP == engine.limits.num_pages).all(), "every page is the padding page still"
     answers = Host(engine, config).ask(prompts, greedy(9))
@@ -121,10 +122,10 @@ def test_answers_are_the_same_after_the_first_steps(checkpoint: Callable[[str], 
 def test_memory_that_a_process_takes_once_is_counted_once(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules and workspaces of libraries stay after the trial: they are no longer free."""
+    """Modules and workspaces stay when the runner of one page is closed: they are not free."""
     engine = WatchedEngine(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL))
     config = replace(config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL), num_pages=None)
-    readings = iter([700, 900])  # in the trial, and after it
+    readings = iter([700, 900])  # with the runner of one page, and after it
     monkeypatch.setattr(pool_size, "free_bytes", lambda *_: next(readings))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     limits = replace(engine.limits, num_pages=1)
@@ -167,7 +168,7 @@ def test_nothing_that_is_sent_to_the_device_needs_more_room_than_there_is(
     host.ask(random_prompts([30, 7, *[1] * 17], VOCAB_SIZE), params)
     assert 0.1 < WatchedStaging.most <= 1
 
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     assert WatchedStaging.most <= 1
 
 
@@ -230,7 +231,7 @@ def test_no_variant_of_a_kernel_is_met_first_while_serving(
     # The interpreter takes milliseconds a program: it runs what makes tokens and slots, any tokens.
     runs = {"_look_up", "_scatter", "_best_of_split", "_best_of_all"}
     launches = Launches(monkeypatch, runs=runs)
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     known = launches.take()
     assert {"_best_of_split", "_rotate_and_store", "_attend_suffix", "_mask_logits"} <= known.keys()
 

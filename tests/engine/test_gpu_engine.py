@@ -40,7 +40,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from minisgl.core import Batch, ReqSlice, TableWrites
-from minisgl.engine import BatchSamplingArgs, Engine, sample
+from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
 from minisgl.engine.graph_capture import unowned
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
@@ -366,7 +366,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             given = getattr(inputs.args, field.name)[: len(expected)]
             assert torch.equal(given, expected), field.name
         plain = [i for i, req_slice in enumerate(slices) if not wants_processing(req_slice)]
-        eager_B = sample(inputs.logits_BV[: len(slices)], eager_args, engine._vocab)
+        eager_B = sample_logits(inputs.logits_BV[: len(slices)], eager_args, engine._vocab)
         assert torch.equal(sampled.token_B[plain], eager_B[plain])
 
         for i, req_slice in enumerate(slices):

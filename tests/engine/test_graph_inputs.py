@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
-from minisgl.engine.graph_inputs import DecodeInputs, PromptInputs, graph_inputs
+from minisgl.engine.graph_inputs import DecodeInputs, PromptInputs, graph_inputs, graph_tensors
 from minisgl.engine.graph_key import GraphKey, GraphKind
 
 PADDING_ROW = 9
@@ -85,3 +86,30 @@ def test_a_plan_without_slices_is_padding_alone(key: GraphKey) -> None:
     assert len(inputs.row_T) == len(inputs.position_T) == key.num_tokens
     assert (inputs.attn_end_X - inputs.attn_start_X).sum() == key.num_tokens
     assert {array.dtype for array in inputs.token_arrays()} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey) -> None:
+    plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)], num_shared_tokens=5)
+    if key.num_decodes == 0:
+        plan = BatchPlan([req_slice(3, 10, 30)])
+    inputs = graph_inputs(plan, key, PADDING_ROW)
+    tensors = graph_tensors(key, [torch.from_numpy(array) for array in inputs.token_arrays()])
+    assert tensors.row_T.tolist() == inputs.row_T.tolist()
+    assert tensors.position_T.tolist() == inputs.position_T.tolist()
+    assert tensors.slices.num_decodes == key.num_decodes
+    if isinstance(inputs, PromptInputs):
+        assert tensors.returned_B is not None
+        assert tensors.returned_B.tolist() == inputs.returned_B.tolist()
+        assert tensors.slices.prompt_indptr is not None
+        assert tensors.slices.prompt_indptr.tolist() == inputs.prompt_indptr.tolist()
+        assert tensors.slices.row_X.tolist() == inputs.slice_row_X.tolist()
+        return
+    assert tensors.returned_B is None
+    assert tensors.slices.row_X.tolist() == inputs.row_T.tolist()
+    shared_1 = tensors.slices.num_shared_tokens_1
+    if key.kind is GraphKind.SHARED_PREFIX:
+        assert shared_1 is not None
+        assert shared_1.tolist() == [5]
+    else:
+        assert shared_1 is None

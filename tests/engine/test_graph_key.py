@@ -9,14 +9,11 @@ from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams, TableWrites
 from minisgl.engine.graph_key import (
     GraphKey,
     GraphKind,
-    cpu_graph_keys,
     find_graph_key,
-    graph_keys,
     has_room_for_writes,
-    most_decodes,
     prompt_room,
-    size_ladder,
 )
+from minisgl.engine.graph_sizes import cpu_graph_keys, gpu_graph_keys
 
 
 def plan(
@@ -32,30 +29,12 @@ def plan(
     return BatchPlan(slices, num_shared_tokens=num_shared_tokens)
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 255, 256, 257, 500, 512])
-def test_the_ladder_rises_to_the_largest_and_pads_by_less_than_an_eighth(largest: int) -> None:
-    sizes = size_ladder(largest)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == largest
-    for num_decodes in range(1, largest + 1):
-        num_padded = next(size for size in sizes if size >= num_decodes) - num_decodes
-        assert num_padded < max(8, num_decodes / 8)
-
-
-def test_all_running_requests_are_captured_up_to_a_limit_if_nothing_is_asked_for() -> None:
-    assert most_decodes(None, 300) == 300
-    assert most_decodes(None, 4096) == 512
-    assert most_decodes(1024, 4096) == 1024
-    assert most_decodes(8, 300) == 8
-    assert most_decodes(0, 300) == 0
-
-
 @pytest.mark.parametrize("num_shared_tokens", [0, 255, 256, 4096])
 @pytest.mark.parametrize("max_decodes", [1, 20, 100, 256, 512])
 def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
     max_decodes: int, num_shared_tokens: int
 ) -> None:
-    keys = graph_keys(max_decodes, 1024)
+    keys = gpu_graph_keys(max_decodes, 1024)
     for number in range(1, max_decodes + 1):
         decodes = plan([1] * number, start=4200, num_shared_tokens=num_shared_tokens)
         key = find_graph_key(decodes, keys)
@@ -85,7 +64,7 @@ def test_every_number_of_decodes_up_to_the_largest_has_a_graph(
 def test_a_prefix_is_shared_where_less_would_be_read(
     ends: list[int], num_shared_tokens: int, expected: GraphKind
 ) -> None:
-    keys = graph_keys(256, 1024)
+    keys = gpu_graph_keys(256, 1024)
     req = plan([1]).slices[0].req
     slices = [ReqSlice(req, end - 1, end, samples=True) for end in ends]
     key = find_graph_key(BatchPlan(slices, num_shared_tokens=num_shared_tokens), keys)
@@ -123,14 +102,14 @@ def with_prompts(num_decodes: int, num_prompts: int, num_prompt_tokens: int) -> 
 def test_prompts_have_the_smallest_graph_that_has_room(
     lengths: list[int], samples: bool, expected: GraphKey | None
 ) -> None:
-    assert find_graph_key(plan(lengths, samples=samples), graph_keys(256, 2048)) == expected
+    assert find_graph_key(plan(lengths, samples=samples), gpu_graph_keys(256, 2048)) == expected
 
 
 @pytest.mark.parametrize("num_decodes", [1, 33, 64, 200, 256])
 def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them(
     num_decodes: int,
 ) -> None:
-    keys = graph_keys(256, 2048)
+    keys = gpu_graph_keys(256, 2048)
     rooms = prompt_room(keys, num_decodes)
     assert rooms == sorted(set(rooms))
     assert rooms[0] <= 128
@@ -142,8 +121,8 @@ def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them
 
 
 def test_beside_too_many_decodes_there_is_no_room() -> None:
-    assert prompt_room(graph_keys(256, 2048), 257) == []
-    assert prompt_room(graph_keys(256, 0), 1) == []
+    assert prompt_room(gpu_graph_keys(256, 2048), 257) == []
+    assert prompt_room(gpu_graph_keys(256, 0), 1) == []
 
 
 @pytest.mark.parametrize(
@@ -169,22 +148,8 @@ def test_a_cpu_captures_steps_of_few_tokens(
     assert find_graph_key(plan(lengths, samples=samples), keys) == expected
 
 
-@pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
-@pytest.mark.parametrize("max_prompt_tokens", [1, 30, 1000])
-def test_what_a_cpu_captures_is_within_the_options(
-    max_decodes: int, max_prompt_tokens: int
-) -> None:
-    by_kind = cpu_graph_keys(max_decodes, max_prompt_tokens)
-    for keys in by_kind.values():
-        sizes = [(key.num_tokens, key.num_decodes) for key in keys]
-        assert sizes == sorted(set(sizes))
-        assert all(key.num_decodes <= max_decodes for key in keys)
-        assert all(key.num_prompt_tokens <= max_prompt_tokens for key in keys)
-    assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)
-
-
 def test_a_model_too_large_for_prompt_graphs_has_none() -> None:
-    assert find_graph_key(plan([20]), graph_keys(256, 0)) is None
+    assert find_graph_key(plan([20]), gpu_graph_keys(256, 0)) is None
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, GraphKey(GraphKind.DECODES, 1)), (2, None)])
@@ -193,7 +158,7 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
 ) -> None:
     """A graph returns those of last tokens."""
     scored = plan([length], params=SamplingParams(prompt_logprobs=0))
-    assert find_graph_key(scored, graph_keys(256, 1024)) == expected
+    assert find_graph_key(scored, gpu_graph_keys(256, 1024)) == expected
 
 
 @pytest.mark.parametrize(

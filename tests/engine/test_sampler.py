@@ -14,8 +14,7 @@ from torch import Tensor
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import BatchSamplingArgs
-from minisgl.engine import sample as sample_of_ranks
+from minisgl.engine import BatchSamplingArgs, sample_logits
 from minisgl.kernel import noise
 from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging
@@ -36,7 +35,7 @@ def args_of(slices: list[ReqSlice]) -> BatchSamplingArgs:
 
 def sample(logits_BV: Tensor, args: BatchSamplingArgs) -> Tensor:
     """The tokens of one rank, which has the whole vocabulary."""
-    return sample_of_ranks(logits_BV, args, VocabShard(logits_BV.shape[1], SingleCommunicator()))
+    return sample_logits(logits_BV, args, VocabShard(logits_BV.shape[1], SingleCommunicator()))
 
 
 def random_logits(vocab_size: int, width: float, seed: int = 0) -> Tensor:

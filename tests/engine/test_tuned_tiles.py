@@ -12,11 +12,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.engine import model_runner
-from minisgl.kernel import ExpertTiles, ProductTile
-from minisgl.models import ModelConfig
-from minisgl.moe import ExpertShape, FusedMoeBackend, TiledSteps, TileTable
+from minisgl.engine.first_steps import run_first_steps
+from minisgl.kernel import ExpertTiles, ProductTile, gpu
+from minisgl.moe import ExpertShape, FusedMoeBackend, TiledSteps, TileTable, fused
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
 from tests.engine.test_first_steps import in_the_interpreter
@@ -45,11 +46,12 @@ def test_all_tuned_tiles_are_met_in_the_first_steps(
 
     monkeypatch.setattr(model_runner, "create_moe_backend", create_moe_backend)
     in_the_interpreter(monkeypatch)
+    monkeypatch.setattr(fused, "triton_kernels_for", lambda x: gpu)
     sizes = {"max_seq_len": 12, "max_prefill_length": 10, "max_running_requests": 5}
     config = config_of(folder, cuda_graph_max_bs=0, **sizes)
     engine = WatchedEngine(config)
     launches = Launches(monkeypatch, {"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
-    engine.run_first_steps(config)
+    run_first_steps(engine, config, engine._loaded)
     known = launches.take()["_multiply"]
     assert len(known) == 2 * len(table.steps)
 

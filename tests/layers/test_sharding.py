@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, SingleCommunicator
 from minisgl.errors import ConfigError
+from minisgl.kernel import silu_and_mul
 from minisgl.layers import (
     Context,
     LinearColParallelMerged,
@@ -23,7 +24,6 @@ from minisgl.layers import (
     ParallelLMHead,
     VocabParallelEmbedding,
     VocabShard,
-    silu_and_mul,
 )
 from minisgl.moe import create_moe_backend
 from tests.distributed.groups import Alone, in_group

@@ -94,7 +94,7 @@ def test_the_fused_backend_lists_tokens_that_share_experts(
     num_tokens: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = Kernels()
-    monkeypatch.setattr(fused_module, "kernels_for", lambda x: kernels)
+    monkeypatch.setattr(fused_module, "triton_kernels_for", lambda x: kernels)
     x_TD, *others = arguments(num_tokens, torch.float32, CPU)
     assert FusedMoeBackend().forward(x_TD, *others).shape == x_TD.shape
     assert kernels.called == [kernel]
@@ -102,7 +102,7 @@ def test_the_fused_backend_lists_tokens_that_share_experts(
 
 def test_the_fused_backend_takes_the_tiles_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels()
-    monkeypatch.setattr(fused_module, "kernels_for", lambda x: kernels)
+    monkeypatch.setattr(fused_module, "triton_kernels_for", lambda x: kernels)
     tile = ProductTile(64, 128, 4, 3, 132)
     few = ExpertTiles(16, tile, tile)
     many = ExpertTiles(32, tile, tile)

@@ -35,7 +35,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer import Tokenizer
-from minisgl.tokenizer.server import TokenizeWorker, _hide_torch
+from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -2,8 +2,24 @@
 
 A backend makes the metadata of a plan once a step (`make_metadata`) and attends once a layer
 (`forward`). It has the `AttentionSpec` of every layer: scale, window, soft cap. `AttentionLayer`
-calls it. It knows neither models nor the lives of requests. Read `base.py`, then
-`torch_backend.py`.
+calls it. It knows neither models nor the lives of requests.
+
+    base.py                the contract of a backend
+    torch_backend.py       the plainest one, and that of a CPU
+    flashinfer_backend.py  FlashInfer and our own kernels: a plan a step for each spec
+    step_attention.py        which slices of a step each kernel takes
+    decode_attention.py      its decodes
+    prompt_attention.py      its prompts
+    flashinfer_pool.py       the pool and the page table, for all of them
+    flashinfer_plans.py      what plans are made of
+    flashinfer_modules.py    the kernels of prompts, compiled ahead
+    hopper_prompts.py        how they are compiled for Hopper
+    fa_backend.py          FlashAttention
+    trtllm_backend.py      TensorRT-LLM
+    paged.py                 metadata of these two
+    hybrid_backend.py      one backend for prompts, another for decodes
+
+Read `base.py`, then `torch_backend.py`.
 """
 
 # Dimensions: P pages, R rows of the tables.
@@ -21,7 +37,6 @@ from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.config import backend_names
-from minisgl.core import BaseAttnMetadata
 from minisgl.errors import ConfigError
 from minisgl.kvcache import BaseKVCachePool
 from minisgl.utils import Registry
@@ -89,7 +104,6 @@ def _backends_with(field: str) -> str:
 __all__ = [
     "ATTENTION_BACKENDS",
     "BaseAttnBackend",
-    "BaseAttnMetadata",
     "CapturedSlices",
     "FlashAttentionBackend",
     "FlashInferBackend",

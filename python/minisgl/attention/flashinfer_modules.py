@@ -151,9 +151,8 @@ class _HopperLibraries:
         return is_own_file(self.path_of(kernels))
 
     def compile(self, toolkit: CudaToolkit, kernels: PromptKernels) -> None:
-        library = self.path_of(kernels)
-        library.unlink(missing_ok=True)  # it is not our own
-        kernels.compile(toolkit, self.sources.include_folders, library)
+        """Compile a library anew. If another process has just compiled it, it stays until then."""
+        kernels.compile(toolkit, self.sources.include_folders, self.path_of(kernels))
 
 
 def _hopper_libraries(device: torch.device, dtype: torch.dtype) -> _HopperLibraries | None:

@@ -160,4 +160,6 @@ def _made_of(source: str, kind: str) -> str:
 def _run(command: list[str], folder: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(done.stderr or done.stdout)
+        # One that is killed says nothing.
+        silent = f"{command[0]} ends with {done.returncode} and says nothing"
+        raise RuntimeError(done.stderr or done.stdout or silent)

@@ -10,50 +10,16 @@ kernels. FlashInfer's Python takes a second to import, and is not needed then.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.checkpoint import AttentionSpec
+from minisgl.attention.flashinfer_plans import LayerShape, ints, page_lists, running_sum
 from minisgl.core import IntArray
 
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
-
-
-@dataclass(frozen=True, slots=True)
-class PromptShape:
-    """What all prompts have in common."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    device: torch.device
-    spec: AttentionSpec
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        return self.num_heads, self.num_kv_heads, self.head_dim
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What FlashInfer's plans take besides sizes."""
-        return {
-            "sm_scale": self.spec.scale,
-            "window_left": self.window_left,
-            "logits_soft_cap": self.spec.softcap,
-            "q_data_type": self.dtype,
-            "kv_data_type": self.dtype,
-        }
-
-    @property
-    def window_left(self) -> int:
-        """As FlashInfer counts: positions before a token's own; -1 if there is no window."""
-        return -1 if self.spec.window is None else self.spec.window - 1
 
 
 class GraphRoom(NamedTuple):
@@ -117,9 +83,7 @@ class FlashInferRagged(RaggedPrompts):
         workspace: uint8, on the device.
     """
 
-    def __init__(
-        self, flashinfer: Any, backend: str, workspace: Tensor, shape: PromptShape
-    ) -> None:
+    def __init__(self, flashinfer: Any, backend: str, workspace: Tensor, shape: LayerShape) -> None:
         self._shape = shape
         self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend=backend
@@ -147,7 +111,7 @@ class FlashInferPaged(PagedPrompts):
         flashinfer: Any,
         backend: str,
         workspace: Tensor,
-        shape: PromptShape,
+        shape: LayerShape,
         room: GraphRoom | None = None,
     ) -> None:
         self._shape = shape
@@ -156,10 +120,10 @@ class FlashInferPaged(PagedPrompts):
         if room is not None:
             places = {
                 "use_cuda_graph": True,
-                "qo_indptr_buf": _ints(room.num_prompts + 1, shape.device),
-                "paged_kv_indptr_buf": _ints(room.num_prompts + 1, shape.device),
+                "qo_indptr_buf": ints(room.num_prompts + 1, shape.device),
+                "paged_kv_indptr_buf": ints(room.num_prompts + 1, shape.device),
                 "paged_kv_indices_buf": room.page_Z,
-                "paged_kv_last_page_len_buf": _ints(room.num_prompts, shape.device),
+                "paged_kv_last_page_len_buf": ints(room.num_prompts, shape.device),
             }
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", backend=backend, **places
@@ -198,7 +162,7 @@ class _HopperPlan:
     That must not be planned into again before they are there.
     """
 
-    def __init__(self, module: Any, shape: PromptShape) -> None:
+    def __init__(self, module: Any, shape: LayerShape) -> None:
         self._module = module
         self._shape = shape
         self._numbers = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=shape.device)
@@ -250,11 +214,11 @@ class HopperPaged(_HopperPlan, PagedPrompts):
         module: the functions of a library that `PromptKernels.compile` wrote.
     """
 
-    def __init__(self, module: Any, shape: PromptShape, room: GraphRoom | None = None) -> None:
+    def __init__(self, module: Any, shape: LayerShape, room: GraphRoom | None = None) -> None:
         super().__init__(module, shape)
         self.room = room
         if room is not None:
-            self.indptr = _ints(room.num_prompts + 1, shape.device)
+            self.indptr = ints(room.num_prompts + 1, shape.device)
             self.page_Z = room.page_Z
 
     def plan(self, length_B: IntArray, end_B: IntArray) -> None:
@@ -271,22 +235,3 @@ class HopperPaged(_HopperPlan, PagedPrompts):
         self._module.paged_run(
             self._numbers, self._places, q_TNH, *pages, self.page_Z, o_TNH, *self._scores()
         )
-
-
-def page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
-    """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
-    num_pages_B = -(-end_B // page_size)
-    last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
-    return running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
-
-
-def running_sum(counts: IntArray) -> Tensor:
-    """int32 [B + 1] from 0, pinned."""
-    total = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=total[1:])
-    return torch.from_numpy(total).pin_memory()
-
-
-def _ints(size: int, device: torch.device) -> Tensor:
-    """A place for numbers of a plan that a graph reads."""
-    return torch.zeros(size, dtype=torch.int32, device=device)

@@ -39,6 +39,14 @@ class DistributedInfo:
         each = -(-total // self.size)
         return range(min(self.rank * each, total), min((self.rank + 1) * each, total))
 
+    def shard_heads(self, total: int) -> range:
+        """Return the range of query heads that this rank has.
+
+        Raises:
+            ConfigError: the ranks do not divide them.
+        """
+        return self.shard(total, "attention heads")
+
     def shard_kv_heads(self, total: int) -> range:
         """Return the range of kv heads that this rank has.
 

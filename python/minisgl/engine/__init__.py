@@ -18,6 +18,7 @@
     prompt_outputs.py     logprobs of a prompt, and its embedding
     graph_runner.py       steps as CUDA graphs
     graph_key.py          which graph takes a plan
+    graph_sizes.py        which sizes are captured
     graph_inputs.py       what a graph reads of a plan
     graph_capture.py      a call as a CUDA graph
     forward_output.py     what the host waits for
@@ -25,21 +26,19 @@
 Does not know which requests there are; that is the scheduler's. Read `model_runner.py`.
 """
 
-from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward_output import ForwardOutput
 from minisgl.engine.limits import EngineLimits
-from minisgl.engine.sampler import sample
+from minisgl.engine.sampler import sample_logits
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 
 __all__ = [
     "BatchSamplingArgs",
     "Engine",
-    "EngineConfig",
     "EngineLimits",
     "ForwardOutput",
     "LaunchedStep",
     "PreparedStep",
-    "sample",
+    "sample_logits",
 ]

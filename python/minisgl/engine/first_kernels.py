@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minisgl.checkpoint import AttentionSpec
+from minisgl.checkpoint import AttentionSpec, ModelConfig
 from minisgl.config import backend_names
 from minisgl.distributed import DistributedInfo
 from minisgl.engine.limits import EngineLimits
@@ -38,17 +38,16 @@ from minisgl.kernel import (
     choose_scored_tokens,
     choose_tokens,
     gpu_linear,
-    kernels_for,
     look_up,
     rms_norm,
     rotate_and_store,
     route,
     scatter,
     silu_and_mul,
+    triton_kernels_for,
 )
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import VocabShard
-from minisgl.models import ModelConfig
 from minisgl.moe import create_moe_backend, expert_shape
 
 _NUM_THREADS = 4
@@ -78,7 +77,7 @@ class KernelSizes:
 
     @property
     def num_heads(self) -> int:
-        return len(self.info.shard(self.model.num_heads, "attention heads"))
+        return len(self.info.shard_heads(self.model.num_heads))
 
     @property
     def num_kv_heads(self) -> int:
@@ -181,7 +180,7 @@ def _tables(sizes: KernelSizes) -> None:
     scatter(token_pool_RL, zero_T, zero_T)
     look_up(zero_T, zero_T, token_pool_RL, page_table_RP, sizes.limits.page_size)
     if "fi" in backend_names(sizes.attn):
-        kernels = kernels_for(page_table_RP)
+        kernels = triton_kernels_for(page_table_RP)
         assert kernels is not None
         kernels.list_pages(zero_T, sizes.ints(2), page_table_RP, zero_T)
 

@@ -5,8 +5,9 @@ the device; a library makes its plans; memory is taken from the device. All stre
 still meanwhile. Captured steps are replayed once when they are captured, and this file has what
 runs eagerly:
 
-    first_plans    few whole steps: the largest, and small ones with more prompts than are captured
-    first_choices  tokens chosen from logits alone, by all that requests can ask for
+    run_first_steps  runs both of these
+    first_plans      few whole steps: the largest, small ones with more prompts than are captured
+    first_samples    tokens sampled from logits alone, by all that requests can ask for
 
 A library may have a kernel for few tokens and another for many. Triton's kernels have the same
 variants whatever the numbers are (`kernel/gpu/`). Whole steps take the host tens of milliseconds
@@ -15,6 +16,8 @@ each, so they are few, and what needs no model is done without it.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -22,8 +25,15 @@ import numpy as np
 
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
-from minisgl.engine.graph_key import MAX_PROMPTS
+from minisgl.engine.forward_output import ForwardOutput
+from minisgl.engine.graph_sizes import MAX_PROMPTS
 from minisgl.engine.limits import EngineLimits
+from minisgl.engine.memory import reserve_pinned_memory
+from minisgl.engine.model_loader import LoadedModel
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.steps import PreparedStep
+
+logger = logging.getLogger(__name__)
 
 # Tokens of each prompt where there are too many prompts for a captured step: kernels of attention
 # are made for up to 16 queries, and up to 64.
@@ -31,7 +41,7 @@ _TOKENS_OF_MANY_PROMPTS = (3, 20)
 # Tokens of prompts alone in their step.
 _TOKENS_OF_LONE_PROMPTS = (16, 400)
 # Requests whose logits are changed, 32 at a time. Torch sorts few rows otherwise than many.
-_NUMS_OF_CHOICES = (1, 12, 40)
+_NUMS_OF_SAMPLES = (1, 12, 40)
 
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
@@ -48,12 +58,44 @@ _CHANGED = SamplingParams(
 _CHANGED_AND_FILTERED = replace(_CHANGED, top_k=10, top_p=0.9, min_p=0.01)
 
 
+def run_first_steps(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) -> None:
+    """Do what no later step shall do for the first time.
+
+    What it writes lies in the padding page, and in the token pool where requests will write.
+    """
+    started = time.monotonic()
+    if loaded.device.type == "cuda":
+        reserve_pinned_memory()
+    model = loaded.config
+    nums_of_tokens: list[int] = []
+    if model.num_experts:
+        nums_of_tokens = runner.context.moe_backend.nums_of_tokens(
+            model.num_experts, model.experts_per_token
+        )
+    num_steps = 0
+    for plan in first_plans(config, runner.limits, nums_of_tokens):
+        if not runner.captures(plan):
+            _read(runner.sample(runner.launch(PreparedStep(plan, plan.writes))))
+            num_steps += 1
+    for slices in first_samples(runner.limits):
+        _read(runner.sample(runner.launch_without_model(slices)))
+    logger.debug("%d first steps in %.2f s", num_steps, time.monotonic() - started)
+
+
+def _read(output: ForwardOutput) -> None:
+    """Wait for all that a step gives."""
+    output.wait()
+    output.logprobs()
+    output.prompt_logprobs()
+    output.embeddings()
+
+
 def first_plans(
     config: EngineConfig, limits: EngineLimits, nums_of_tokens: Sequence[int] = ()
 ) -> list[BatchPlan]:
     """Steps to be run once, the largest first: the memory it takes serves the others.
 
-    The engine leaves out those that a captured step takes.
+    Those that a captured step takes are among them.
 
     Args:
         nums_of_tokens: for which experts have a kernel each.
@@ -96,14 +138,14 @@ def largest_step(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
     return BatchPlan(slices)
 
 
-def first_choices(limits: EngineLimits) -> list[list[ReqSlice]]:
+def first_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
     """Slices that sample, with all that changes logits, with filters and without."""
-    counts = {min(count, limits.num_rows) for count in _NUMS_OF_CHOICES}
-    choices = []
+    counts = {min(count, limits.num_rows) for count in _NUMS_OF_SAMPLES}
+    samples = []
     for count in sorted(counts):
         for params in (_CHANGED, _CHANGED_AND_FILTERED):
-            choices.append([_slice(limits, row, 0, 1, params) for row in range(count)])
-    return choices
+            samples.append([_slice(limits, row, 0, 1, params) for row in range(count)])
+    return samples
 
 
 def _largest_continued(config: EngineConfig, limits: EngineLimits) -> BatchPlan:

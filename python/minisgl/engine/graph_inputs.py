@@ -1,8 +1,11 @@
-"""The numbers that a captured graph reads of its tokens and requests, on the host.
+"""The numbers that a captured graph reads of its tokens and requests.
+
+    GraphInputs   those of a plan, on the host
+    GraphTensors  where the graph reads those of its tokens, on the device
 
 A plan is padded to the size of its graph: padding tokens stand in the padding row, at its first
-positions. Does not know where on the device the numbers go. Like those of `steps.py`, the
-dataclasses are not frozen, to be made fast.
+positions. Like those of `steps.py`, the dataclasses that each step makes are not frozen, to be made
+fast.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, T tokens of a step, or of a captured
@@ -11,10 +14,12 @@ dataclasses are not frozen, to be made fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
+from minisgl.attention import CapturedSlices
 from minisgl.core import BatchPlan, IntArray, ReqSlice
 from minisgl.engine.graph_key import GraphKey, GraphKind
 
@@ -40,7 +45,7 @@ class GraphInputs(ABC):
 
     @abstractmethod
     def token_arrays(self) -> list[IntArray]:
-        """What goes to the device: row_T, position_T, and what only this kind of graph reads."""
+        """What goes to the device, in the order that `graph_tensors` takes apart."""
 
 
 @dataclass(slots=True)
@@ -157,3 +162,33 @@ def graph_inputs(plan: BatchPlan, key: GraphKey, padding_row: int) -> GraphInput
     if key.kind is GraphKind.WITH_PROMPTS:
         return PromptInputs.of(plan, key, padding_row)
     return DecodeInputs.of(plan, key.num_decodes, padding_row)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensors:
+    """Where a graph reads its tokens, on the device.
+
+    Attributes:
+        row_T, position_T: int32, where in the tables each token stands.
+        slices: those that attention sees.
+        returned_B: int32, the index of the last token of each slice that samples. None for decodes,
+            where each token is a last one.
+    """
+
+    row_T: Tensor
+    position_T: Tensor
+    slices: CapturedSlices
+    returned_B: Tensor | None
+
+
+def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
+    """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
+    if key.kind is GraphKind.WITH_PROMPTS:
+        row_T, position_T, slice_row_X, prompt_indptr, returned_B = tensors
+        slices = CapturedSlices(slice_row_X, key.num_decodes, key.num_prompt_tokens, prompt_indptr)
+        return GraphTensors(row_T, position_T, slices, returned_B)
+    row_T, position_T, num_shared_tokens_1 = tensors
+    slices = CapturedSlices(row_T, key.num_decodes)
+    if key.kind is GraphKind.SHARED_PREFIX:
+        slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
+    return GraphTensors(row_T, position_T, slices, returned_B=None)

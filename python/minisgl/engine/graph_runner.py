@@ -25,18 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import BaseAttnMetadata, CapturedSlices
-from minisgl.core import NO_WRITES, Batch, BatchPlan, TableWrites
+from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, TableWrites
 from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
-from minisgl.engine.graph_inputs import GraphInputs, graph_inputs
+from minisgl.engine.graph_inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
 from minisgl.engine.graph_key import (
     GraphKey,
     GraphKeys,
-    GraphKind,
     find_graph_key,
     prompt_room,
-    some_keys,
 )
+from minisgl.engine.graph_sizes import some_keys
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
@@ -84,10 +82,10 @@ class GraphRunner:
         forward: from a batch to the hidden states that are returned, and the logits of those that
             are sampled.
         context: the last row of its tables is the padding row, and the page in it the padding page.
-        is_trial: capture few of each kind, to estimate how much memory all would take.
+        few_graphs: capture few of each kind, to estimate how much memory all would take.
 
     Attributes:
-        bytes_not_captured: estimated memory of the graphs that a trial leaves out.
+        bytes_not_captured: estimated memory of the graphs that are left out where few are captured.
     """
 
     @torch.inference_mode()
@@ -99,7 +97,7 @@ class GraphRunner:
         sampler: Sampler,
         context: Context,
         *,
-        is_trial: bool = False,
+        few_graphs: bool = False,
     ) -> None:
         self._device_capture = capture
         self._keys = keys
@@ -119,7 +117,7 @@ class GraphRunner:
         self._captured: dict[GraphKey, CapturedStep] = {}
         self.bytes_not_captured = 0
         started = time.monotonic()
-        if is_trial:
+        if few_graphs:
             self._capture_some()
         else:
             self._capture_all(self._keys)
@@ -204,7 +202,7 @@ class GraphRunner:
                 logger.debug("%s of %d tokens run eagerly: %s", key.kind.value, num_tokens, error)
 
     def _capture_some(self) -> None:
-        """For a trial: estimate the memory of all graphs by the largest and a few others."""
+        """Estimate the memory of all graphs by the largest and a few others."""
         num_graphs = sum(map(len, self._keys.values()))
         self._keys = {kind: some_keys(keys) for kind, keys in self._keys.items()}
 
@@ -226,57 +224,27 @@ class GraphRunner:
         num_sampling = len(SamplingArrays._fields)
         args = BatchSamplingArgs(self._filter_choices[0], True, *others[:num_sampling])
 
-        call = self._forward_call(key, page_index_B, page_B, others[num_sampling:])
+        tensors = graph_tensors(key, others[num_sampling:])
+        metadata = self._context.attn_backend.make_capture_metadata(tensors.slices)
+        call = _ForwardCall(self._forward, self._context, page_index_B, page_B, tensors, metadata)
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
         if self._device_capture.takes_sampling:
             for is_filtered in self._filter_choices:
-                choice = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
-                choose = partial(self._sampler.choose, choice)
-                sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, choose))
+                variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
+                sample = partial(self._sampler.sample, variant)
+                sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
-        return CapturedStep(
-            call.metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs
-        )
+        return CapturedStep(metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs)
 
     def _capture_call(self, key: GraphKey, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         """Capture a call of a step. The calls of the first step of each kind are rehearsed."""
         if all(other.kind is not key.kind for other in self._captured):
             self._device_capture.rehearse(call)
         return self._device_capture.capture(call)
-
-    def _forward_call(
-        self, key: GraphKey, page_index_B: Tensor, page_B: Tensor, token_tensors: list[Tensor]
-    ) -> _ForwardCall:
-        """What the first graph of a key captures.
-
-        Args:
-            token_tensors: where `GraphInputs.token_arrays` lie on the device.
-        """
-        returned_B: Tensor | None = None
-        if key.kind is GraphKind.WITH_PROMPTS:
-            row_T, position_T, slice_row_X, prompt_indptr, returned_B = token_tensors
-            slices = CapturedSlices(
-                slice_row_X, key.num_decodes, key.num_prompt_tokens, prompt_indptr
-            )
-        else:
-            row_T, position_T, num_shared_tokens_1 = token_tensors
-            slices = CapturedSlices(row_T, key.num_decodes)
-            if key.kind is GraphKind.SHARED_PREFIX:
-                slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
-        return _ForwardCall(
-            forward=self._forward,
-            context=self._context,
-            page_index_B=page_index_B,
-            page_B=page_B,
-            row_T=row_T,
-            position_T=position_T,
-            returned_B=returned_B,
-            metadata=self._context.attn_backend.make_capture_metadata(slices),
-        )
 
 
 def _filter_choices(captures_filters: bool, vocab: VocabShard) -> list[bool]:
@@ -292,33 +260,32 @@ def _filter_choices(captures_filters: bool, vocab: VocabShard) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """What the first graph of a step captures: page writes, look-up of tokens and slots, the model.
-
-    Attributes:
-        returned_B: int32, on the device: the index of the last token of each slice that samples.
-            None for decodes, where each token is a last one.
-    """
+    """What the first graph of a step captures: page writes, look-up of tokens and slots, model."""
 
     forward: ForwardFunction
     context: Context
     page_index_B: Tensor
     page_B: Tensor
-    row_T: Tensor
-    position_T: Tensor
-    returned_B: Tensor | None
+    tensors: GraphTensors
     metadata: BaseAttnMetadata
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         context = self.context
+        tensors = self.tensors
         scatter(context.page_table_RP, self.page_index_B, self.page_B)
         input_ids_T, slot_T = look_up(
-            self.row_T,
-            self.position_T,
+            tensors.row_T,
+            tensors.position_T,
             context.token_pool_RL,
             context.page_table_RP,
             context.kv_pool.page_size,
         )
         batch = Batch(
-            self.row_T, self.position_T, input_ids_T, slot_T, self.returned_B, self.metadata
+            tensors.row_T,
+            tensors.position_T,
+            input_ids_T,
+            slot_T,
+            tensors.returned_B,
+            self.metadata,
         )
         return self.forward(batch)

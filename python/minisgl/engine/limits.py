@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.models import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

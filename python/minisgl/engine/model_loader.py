@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from minisgl.attention import PromptModules
+from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
 from minisgl.engine.first_kernels import KernelSizes, call_kernels
@@ -23,7 +24,7 @@ from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
-from minisgl.models import BaseLLMModel, ModelConfig, get_model_class, load_weight
+from minisgl.models import BaseLLMModel, get_model_class, load_weight
 from minisgl.utils.hardware import keep_freed_memory, use_huge_pages
 
 logger = logging.getLogger(__name__)

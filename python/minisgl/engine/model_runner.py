@@ -19,24 +19,24 @@ from torch import Tensor
 
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, TableWrites
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice, TableWrites
 from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
-from minisgl.engine.graph_key import (
-    GraphKeys,
+from minisgl.engine.graph_key import GraphKeys, has_room_for_writes
+from minisgl.engine.graph_runner import GraphRunner
+from minisgl.engine.graph_sizes import (
     cpu_graph_keys,
-    graph_keys,
-    has_room_for_writes,
+    gpu_graph_keys,
     most_decodes,
     most_prompt_tokens,
 )
-from minisgl.engine.graph_runner import GraphRunner
 from minisgl.engine.limits import EngineLimits, most_tokens
 from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room
+from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter
@@ -55,7 +55,7 @@ class ModelRunner:
 
     Args:
         limits: of the pool and the tables.
-        is_trial: capture few graphs, to estimate how much memory all would take.
+        few_graphs: capture few graphs, to estimate how much memory all would take.
 
     Attributes:
         context: the tables, the pool and the backends.
@@ -72,7 +72,7 @@ class ModelRunner:
         loaded: LoadedModel,
         limits: EngineLimits,
         *,
-        is_trial: bool = False,
+        few_graphs: bool = False,
     ) -> None:
         self.limits = limits
         self._loaded = loaded
@@ -94,7 +94,7 @@ class ModelRunner:
             self._vocab, self.context.token_pool_RL, limits.eos_ids, self._extra_staging
         )
         self.grammar_masks: IntArray = self._sampler.masks_XW.numpy()
-        self._graphs = self._make_graph_runner(config, is_trial=is_trial)
+        self._graphs = self._make_graph_runner(config, few_graphs=few_graphs)
 
     def _make_context(self) -> Context:
         """Tables and pool have a padding row and a padding page after those of the scheduler."""
@@ -105,7 +105,7 @@ class ModelRunner:
         )
         page_table_RP = self._zeros(limits.num_rows + 1, limits.num_row_pages)
         page_table_RP.fill_(limits.num_pages)
-        num_heads = len(loaded.comm.info.shard(loaded.config.num_heads, "attention heads"))
+        num_heads = len(loaded.comm.info.shard_heads(loaded.config.num_heads))
         return Context(
             page_table_RP=page_table_RP,
             token_pool_RL=self._zeros(limits.num_rows + 1, limits.num_row_tokens),
@@ -128,7 +128,7 @@ class ModelRunner:
             )
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
-    def _make_graph_runner(self, config: EngineConfig, *, is_trial: bool) -> GraphRunner | None:
+    def _make_graph_runner(self, config: EngineConfig, *, few_graphs: bool) -> GraphRunner | None:
         """The runner, which captures when it is made; None where steps cannot be captured."""
         max_decodes = most_decodes(config.cuda_graph_max_bs, self.limits.num_rows)
         if max_decodes == 0 or not self.context.attn_backend.captures_graphs:
@@ -138,7 +138,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             capture = CudaGraphCapture()
             longest = most_prompt_tokens(self.limits.num_row_tokens - 1, self._loaded.weight_bytes)
-            keys = graph_keys(max_decodes, longest)
+            keys = gpu_graph_keys(max_decodes, longest)
         else:
             kernels = load_cpu_kernels()
             if kernels is None:
@@ -151,7 +151,7 @@ class ModelRunner:
             self._forward_to_logits,
             self._sampler,
             self.context,
-            is_trial=is_trial,
+            few_graphs=few_graphs,
         )
 
     @property
@@ -168,8 +168,12 @@ class ModelRunner:
 
     @property
     def bytes_not_captured(self) -> int:
-        """Estimated memory of the graphs that a trial leaves out."""
+        """Estimated memory of the graphs that are left out where few are captured."""
         return self._graphs.bytes_not_captured if self._graphs else 0
+
+    def captures(self, plan: BatchPlan) -> bool:
+        """Whether a captured step takes a plan."""
+        return self._graphs is not None and self._graphs.find_key(plan) is not None
 
     def prepare(self, plan: BatchPlan) -> PreparedStep:
         """Do the host work that is possible before the previous step is sampled.
@@ -215,6 +219,22 @@ class ModelRunner:
         )
         graph_key = replay.key if replay else None
         return LaunchedStep(plan.sampling_slices, sampling_inputs, graph_key, prompt_outputs)
+
+    @torch.inference_mode()
+    def launch_without_model(self, slices: list[ReqSlice]) -> LaunchedStep:
+        """Launch a step of slices that sample; their hidden states are zero."""
+        places = [
+            req_slice.row * self.limits.num_row_tokens + req_slice.end for req_slice in slices
+        ]
+        hidden_BD = torch.zeros(
+            len(slices), self._loaded.config.width, dtype=self._loaded.dtype, device=self._device
+        )
+        inputs = SamplingInputs(
+            self._model.logits(hidden_BD),
+            BatchSamplingArgs.of(slices, self._staging),
+            torch.tensor(places, dtype=torch.int32, device=self._device),
+        )
+        return LaunchedStep(slices, inputs)
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> ForwardOutput:

@@ -65,13 +65,13 @@ def bytes_of_steps(config: EngineConfig, loaded: LoadedModel, limits: EngineLimi
         limits: with few pages; no step reads what stands in them.
     """
     return_memory()  # an earlier engine in this process may have left some
-    trial = ModelRunner(config, loaded, limits, is_trial=True)
+    runner = ModelRunner(config, loaded, limits, few_graphs=True)
     plan = largest_step(config, limits)
-    trial.sample(trial.launch(trial.prepare(plan))).wait()
+    runner.sample(runner.launch(runner.prepare(plan))).wait()
     torch.cuda.synchronize()
     free_during = free_bytes(loaded.device, config.tp)
-    not_captured = trial.bytes_not_captured
-    trial.close()
+    not_captured = runner.bytes_not_captured
+    runner.close()
     return_memory()
     return free_bytes(loaded.device, config.tp) - free_during + not_captured
 

@@ -10,14 +10,14 @@ scores its own logits, and chooses the best of its tokens. Ranks exchange one nu
 token and score, and all take the best. Filters look at the whole vocabulary: logits are joined on
 all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
 
-What every request needs is one function, `Sampler.choose`, which graphs capture. Before it the host
+What every request needs is one function, `Sampler.sample`, which graphs capture. Before it the host
 writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
-penalties). Such steps run `choose` eagerly, then sample the changed rows again.
+penalties). Such steps run it eagerly, then sample the changed rows again.
 
-    ModelRunner.sample       a launched step: choose, then start the copy to the host
-    Sampler.sample_slices    replay the graph or choose eagerly; take logprobs
-    Sampler.choose           mask, sample, write to the token pool
-    sample                   filters, then the kernel, then the best of all ranks
+    ModelRunner.sample       a launched step: sample, then start the copy to the host
+    Sampler.sample_slices    replay the graph or sample eagerly; take logprobs
+    Sampler.sample           mask, sample, write to the token pool
+    sample_logits            filters, then the kernel, then the best of all ranks
     kernel.choose_tokens     add noise, take the argmax
 """
 
@@ -61,7 +61,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingGraph:
-    """A graph that does what `Sampler.choose` does with the inputs of a captured step.
+    """A graph that does what `Sampler.sample` does with the inputs of a captured step.
 
     Attributes:
         token_B: where it leaves the tokens; valid until the next replay of any graph.
@@ -88,7 +88,7 @@ class SampledTokens:
     logprobs: LogprobsOutput | None
 
 
-def sample(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard) -> Tensor:
+def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard) -> Tensor:
     """Choose one token a request, of this rank's logits, which are masked.
 
     Returns:
@@ -176,7 +176,7 @@ class Sampler:
 
         if processed:
             graph = None  # it would choose from the model's logits
-        token_B = graph.replay() if graph else self.choose(inputs, processed)
+        token_B = graph.replay() if graph else self.sample(inputs, processed)
 
         logprobs = None
         if unmasked_XV is not None:
@@ -184,7 +184,7 @@ class Sampler:
             logprobs = LogprobsOutput(list(num_top), unmasked_XV, token_X, list(num_top.values()))
         return SampledTokens(token_B[: len(slices)], logprobs)
 
-    def choose(
+    def sample(
         self, inputs: SamplingInputs, processed: Sequence[tuple[int, ReqSlice]] = ()
     ) -> Tensor:
         """Choose tokens, int32 [B], and write them to the token pool too.
@@ -197,14 +197,14 @@ class Sampler:
         assert logits_BV is not None
         if inputs.args.is_masked:
             self.vocab.mask(logits_BV, inputs.args.mask_B, self.masks_XW)
-        token_B = sample(logits_BV, inputs.args, self.vocab)
+        token_B = sample_logits(logits_BV, inputs.args, self.vocab)
         for begin in range(0, len(processed), _MAX_PROCESSED_ROWS):
             some = processed[begin : begin + _MAX_PROCESSED_ROWS]
-            self._choose_again(token_B, logits_BV, some)
+            self._sample_again(token_B, logits_BV, some)
         scatter(self._token_pool_RL, inputs.token_index_B, token_B)
         return token_B
 
-    def _choose_again(
+    def _sample_again(
         self, token_B: Tensor, logits_BV: Tensor, processed: Sequence[tuple[int, ReqSlice]]
     ) -> None:
         index_X = self.to_device_index(i for i, _ in processed)
@@ -219,7 +219,7 @@ class Sampler:
             self._staging,
         )
         args = BatchSamplingArgs.of(slices, self._staging)
-        token_B[index_X] = sample(logits_XV, args, self.vocab)
+        token_B[index_X] = sample_logits(logits_XV, args, self.vocab)
 
     def to_device_index(self, rows: Iterable[int]) -> Tensor:
         """Send numbers of rows to the device, as an index of its tensors: int64."""

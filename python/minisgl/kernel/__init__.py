@@ -33,7 +33,7 @@ from minisgl.kernel.cpu_graph import (
     unheld,
 )
 from minisgl.kernel.decode import BalancedDecode
-from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
+from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernels_for
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
@@ -104,5 +104,6 @@ __all__ = [
     "store_kv",
     "sum_reference",
     "take_rows",
+    "triton_kernels_for",
     "unheld",
 ]

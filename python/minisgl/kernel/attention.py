@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, kernels_for
 
 _QUERY_BLOCK = 128
 
@@ -126,7 +126,7 @@ def attend_prompts(
         token_B, row_B, start_B, length_B: integers of 32 or 64 bits, on the host.
         scale, window, softcap: as in `AttentionSpec`.
     """
-    kernels = None if q_TNH.is_cuda else kernels_for(q_TNH)
+    kernels = cpu_kernels_for(q_TNH)
     is_odd = q_TNH.shape[2] % 2 == 1  # a kernel multiplies pairs of bfloat16
     context = (k_SKH, v_SKH, page_table_RP, page_size)
     slices = (token_B, row_B, start_B, length_B, o_TNH)
@@ -207,7 +207,7 @@ def causal_softmax(
     Args:
         score_KZL: contiguous; L = start + length.
     """
-    kernels = None if score_KZL.is_cuda else kernels_for(score_KZL)
+    kernels = cpu_kernels_for(score_KZL)
     if kernels is not None:
         kernels.causal_softmax(score_KZL, start, length, scale, window or 0)
         return

@@ -15,7 +15,7 @@ _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.int32)  # int32: of tables
 
 
 def kernels_for(x: Tensor) -> Any | None:
-    """Return the functions of csrc/*.cpp for a CPU, those of `gpu/` for a GPU.
+    """Return the functions of csrc/*.cpp for a CPU, those of `gpu/` for a GPU, where both have one.
 
     Returns:
         None where there are none; the caller then runs its reference.
@@ -23,11 +23,27 @@ def kernels_for(x: Tensor) -> Any | None:
     Raises:
         ConfigError: Triton is not installed.
     """
-    if x.is_cuda:
-        return _gpu_kernels()
+    return triton_kernels_for(x) if x.is_cuda else cpu_kernels_for(x)
+
+
+def cpu_kernels_for(x: Tensor) -> Any | None:
+    """Return the functions of csrc/*.cpp, for tensors of a CPU.
+
+    Returns:
+        None where there are none; the caller then runs its reference.
+    """
     if x.is_cpu and x.dtype in _CPU_DTYPES:
         return load_cpu_kernels()
     return None
+
+
+def triton_kernels_for(x: Tensor) -> Any | None:
+    """Return the functions of `gpu/`, for tensors of a GPU; None for others.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    return _gpu_kernels() if x.is_cuda else None
 
 
 def cuda_kernels_for(x: Tensor) -> Any | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.dispatch import kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for
 
 
 def embed(token_T: Tensor, weight_VD: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def embed(token_T: Tensor, weight_VD: Tensor) -> Tensor:
     Args:
         token_T: int64, in [0, V); not range-checked on a CPU.
     """
-    kernels = None if weight_VD.is_cuda else kernels_for(weight_VD)
+    kernels = cpu_kernels_for(weight_VD)
     if kernels is None:
         return F.embedding(token_T, weight_VD)
     x_TD = weight_VD.new_empty((len(token_T), weight_VD.shape[1]))
@@ -31,7 +31,7 @@ def take_rows(x_TD: Tensor, index_Y: Tensor) -> Tensor:
     Args:
         index_Y: of 32 or 64 bits, in [0, T); not range-checked on a CPU.
     """
-    kernels = None if x_TD.is_cuda else kernels_for(x_TD)
+    kernels = cpu_kernels_for(x_TD)
     if kernels is None:
         return x_TD[index_Y]
     x_YD = x_TD.new_empty((len(index_Y), x_TD.shape[1]))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_kernels_for
 
 # What the compiled kernel of a CPU takes; of more tokens oneDNN sees multiples of a number. All
 # products of SmolLM2-135M on two cores of an AMD EPYC with AVX512-BF16, by kernel and by oneDNN:
@@ -40,7 +40,7 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
     reading the weight. Torch computes the rest.
     """
     if len(x_TI) == 1:
-        triton_kernels = kernels_for(x_TI)
+        triton_kernels = triton_kernels_for(x_TI)
         assert triton_kernels is not None
         y_1O: Tensor = triton_kernels.one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
@@ -98,7 +98,7 @@ class CpuLinear:
         self._kernels: Any | None = None
         if weight_OI.dtype != torch.bfloat16:
             return
-        self._kernels = kernels_for(weight_OI)
+        self._kernels = cpu_kernels_for(weight_OI)
         if pack and _onednn_multiplies_bf16():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_TOKENS)
 

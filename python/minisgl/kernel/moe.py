@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.dispatch import kernels_for
+from minisgl.kernel.dispatch import triton_kernels_for
 
 # More pairs of a token and an expert are counted before a GPU sorts them: another kernel.
 MOST_PAIRS_AT_ONCE = 4096
@@ -79,8 +79,8 @@ def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, 
         weight_TA: computed in float32, in the dtype of the logits.
         expert_TA: int32.
     """
-    kernels = kernels_for(logits_TE)
-    if kernels is None or not logits_TE.is_cuda:
+    kernels = triton_kernels_for(logits_TE)
+    if kernels is None:
         return route_reference(logits_TE, num_chosen, normalize)
     weight_TA = logits_TE.new_empty(len(logits_TE), num_chosen)
     expert_TA = torch.empty_like(weight_TA, dtype=torch.int32)

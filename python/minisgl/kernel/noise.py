@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, triton_kernels_for
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
@@ -38,8 +38,8 @@ def choose_tokens(
     Returns:
         token_B: int32; the lowest id among equal scores.
     """
-    kernels = kernels_for(logits_BV)
-    if kernels is not None and logits_BV.is_cuda:
+    kernels = triton_kernels_for(logits_BV)
+    if kernels is not None:
         token_B: Tensor = kernels.choose_tokens(
             logits_BV, lowest_B, temperature_B, seed_B2, position_B
         )
@@ -67,8 +67,8 @@ def choose_scored_tokens(
             the float32, turned around: a better score is a smaller number. So the smallest of the
             numbers of all parts has the token that `choose_tokens` chooses among the whole.
     """
-    kernels = kernels_for(logits_BV)
-    if kernels is not None and logits_BV.is_cuda:
+    kernels = triton_kernels_for(logits_BV)
+    if kernels is not None:
         scored_B: Tensor = kernels.choose_scored_tokens(
             logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token
         )
@@ -112,7 +112,7 @@ def argmax(logits_BV: Tensor) -> Tensor:
     The compiled kernel takes a tenth of the time of torch's. A NaN beside numbers is no largest
     element there, while it is torch's.
     """
-    kernels = kernels_for(logits_BV)
+    kernels = cpu_kernels_for(logits_BV)
     if kernels is None:
         return logits_BV.argmax(dim=-1).int()
     token_B = torch.empty(len(logits_BV), dtype=torch.int32)

@@ -4,7 +4,6 @@ An operator is built without weights, takes its shard of them from a `WeightSour
 then called with tensors, the `Batch`, and the `Context`. Read `base.py`, then `attention.py`.
 """
 
-from minisgl.kernel import gelu_and_mul, silu_and_mul
 from minisgl.layers.attention import AttentionLayer
 from minisgl.layers.base import BaseOP, OPList, StateLessOP, WeightSource
 from minisgl.layers.context import Context
@@ -34,8 +33,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabShard",
     "WeightSource",
-    "gelu_and_mul",
     "get_rope",
     "set_rope_device",
-    "silu_and_mul",
 ]

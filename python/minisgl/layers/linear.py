@@ -108,7 +108,7 @@ class LinearQKVMerged(LinearColParallelMerged):
         *,
         bias: bool,
     ) -> None:
-        heads = info.shard(num_heads, "attention heads")
+        heads = info.shard_heads(num_heads)
         kv_heads = info.shard_kv_heads(num_kv_heads)
         self.num_heads = len(heads)
         self.num_kv_heads = len(kv_heads)

@@ -68,7 +68,7 @@ class FullWidthQKNorm(BaseOP):
         self._head_dim = head_dim
         self._eps = eps
         self._comm = comm
-        self._heads = comm.info.shard(num_heads, "attention heads")
+        self._heads = comm.info.shard_heads(num_heads)
         self._kv_heads = comm.info.shard_kv_heads(num_kv_heads)
 
     def load(self, source: WeightSource, name: str = "") -> None:

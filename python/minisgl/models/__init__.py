@@ -14,16 +14,12 @@ What a folder says besides weights is read by `minisgl.checkpoint`. Read `base.p
 and `qwen3.py`.
 """
 
-from minisgl.checkpoint import ModelConfig, RotaryConfig, fetch_model
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.register import get_model_class
 from minisgl.models.weight_sources import load_weight, open_checkpoint
 
 __all__ = [
     "BaseLLMModel",
-    "ModelConfig",
-    "RotaryConfig",
-    "fetch_model",
     "get_model_class",
     "load_weight",
     "open_checkpoint",

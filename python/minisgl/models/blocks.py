@@ -21,8 +21,10 @@ from minisgl.layers import (
     LinearQKVMerged,
     LinearRowParallel,
     RMSNorm,
+    RMSNormFused,
     RotaryTables,
 )
+from minisgl.models.base import DecoderLayer
 
 _ACTIVATIONS = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 
@@ -103,3 +105,27 @@ class GatedMLP(BaseOP):
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:  # noqa: ARG002 - as of every MLP
         gate_TF, up_TF = self.gate_up_proj.forward(x_TD)
         return self.down_proj.forward(self._activation(gate_TF, up_TF))
+
+
+class PreNormLayer(DecoderLayer):
+    """Norm, attention, norm, MLP: each sublayer is normed before it is computed, as in Llama.
+
+    A subclass makes the four, under these names.
+    """
+
+    input_layernorm: RMSNormFused
+    self_attn: Attention
+    post_attention_layernorm: RMSNormFused
+    mlp: MLP
+
+    def attention_sublayer(
+        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
+        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
+
+    def mlp_sublayer(
+        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
+        return self.mlp.forward(x_TD, ctx), residual_TD

@@ -3,21 +3,16 @@
 Next to read: `blocks.py`.
 """
 
-# Dimensions: D model width, T tokens of a step.
-
 from __future__ import annotations
 
-from torch import Tensor
-
 from minisgl.checkpoint import ModelConfig
-from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
-from minisgl.layers import Context, RMSNormFused, RotaryTables
-from minisgl.models.base import BaseLLMModel, DecoderLayer
-from minisgl.models.blocks import Attention, GatedMLP
+from minisgl.layers import RMSNormFused, RotaryTables
+from minisgl.models.base import BaseLLMModel
+from minisgl.models.blocks import Attention, GatedMLP, PreNormLayer
 
 
-class LlamaLayer(DecoderLayer):
+class LlamaLayer(PreNormLayer):
     """Norm, attention, norm, MLP. The config says which of them have biases."""
 
     def __init__(
@@ -38,18 +33,6 @@ class LlamaLayer(DecoderLayer):
         )
         self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
         self.mlp = GatedMLP(config, comm)
-
-    def attention_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
-
-    def mlp_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
-        return self.mlp.forward(x_TD, ctx), residual_TD
 
 
 class LlamaForCausalLM(BaseLLMModel):

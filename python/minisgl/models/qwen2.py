@@ -1,20 +1,15 @@
 """Qwen2 and Qwen2.5 (Qwen team 2024, arXiv:2407.10671)."""
 
-# Dimensions: D model width, T tokens of a step.
-
 from __future__ import annotations
 
-from torch import Tensor
-
 from minisgl.checkpoint import ModelConfig
-from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
-from minisgl.layers import Context, RMSNormFused, RotaryTables
-from minisgl.models.base import BaseLLMModel, DecoderLayer
-from minisgl.models.blocks import Attention, GatedMLP
+from minisgl.layers import RMSNormFused, RotaryTables
+from minisgl.models.base import BaseLLMModel
+from minisgl.models.blocks import Attention, GatedMLP, PreNormLayer
 
 
-class Qwen2Layer(DecoderLayer):
+class Qwen2Layer(PreNormLayer):
     """Norm, attention, norm, MLP. Queries, keys and values have a bias, the output has none."""
 
     def __init__(
@@ -28,18 +23,6 @@ class Qwen2Layer(DecoderLayer):
         self.self_attn = Attention(layer, config, ropes, comm, qkv_bias=True, output_bias=False)
         self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
         self.mlp = GatedMLP(config, comm)
-
-    def attention_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
-
-    def mlp_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
-        return self.mlp.forward(x_TD, ctx), residual_TD
 
 
 class Qwen2ForCausalLM(BaseLLMModel):

@@ -1,23 +1,18 @@
 """Qwen3, mixture of experts (Qwen team 2025, arXiv:2505.09388)."""
 
-# Dimensions: D model width, T tokens of a step.
-
 from __future__ import annotations
 
-from torch import Tensor
-
 from minisgl.checkpoint import ModelConfig
-from minisgl.core import Batch
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError
-from minisgl.layers import Context, MoELayer, RMSNormFused, RotaryTables
-from minisgl.models.base import BaseLLMModel, DecoderLayer
-from minisgl.models.blocks import MLP, Attention, GatedMLP
+from minisgl.layers import MoELayer, RMSNormFused, RotaryTables
+from minisgl.models.base import BaseLLMModel
+from minisgl.models.blocks import Attention, GatedMLP, PreNormLayer
 
 _EXPERT_ACTIVATION = "silu"  # the one that the kernels of experts have
 
 
-class Qwen3MoeLayer(DecoderLayer):
+class Qwen3MoeLayer(PreNormLayer):
     """A layer of Qwen3 with experts for its MLP, except where the config says that it is dense.
 
     Raises:
@@ -42,7 +37,6 @@ class Qwen3MoeLayer(DecoderLayer):
             head_norm=True,
         )
         self.post_attention_layernorm = RMSNormFused(config.width, config.norm_eps)
-        self.mlp: MLP
         if layer in config.dense_layers:
             self.mlp = GatedMLP(config, comm)
         else:
@@ -59,18 +53,6 @@ class Qwen3MoeLayer(DecoderLayer):
                 comm,
                 normalize=config.normalize_experts,
             )
-
-    def attention_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
-        return self.self_attn.forward(x_TD, batch, ctx), residual_TD
-
-    def mlp_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
-        return self.mlp.forward(x_TD, ctx), residual_TD
 
 
 class Qwen3MoeForCausalLM(BaseLLMModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel import MOST_PAIRS_AT_ONCE, kernels_for
+from minisgl.kernel import MOST_PAIRS_AT_ONCE, triton_kernels_for
 from minisgl.moe.base import BaseMoeBackend
 from minisgl.moe.tiles import TileTable, rule_table
 
@@ -47,7 +47,7 @@ class FusedMoeBackend(BaseMoeBackend):
         weight_TA: Tensor,
         expert_TA: Tensor,
     ) -> Tensor:
-        kernels = kernels_for(x_TD)
+        kernels = triton_kernels_for(x_TD)
         assert kernels is not None
         y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
         inputs = (x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA)

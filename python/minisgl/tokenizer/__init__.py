@@ -8,13 +8,13 @@
     detokenize.py      `Detokenizer`: outputs of the scheduler to replies with text
     text_decoders.py   token ids of one answer to text, as they come
     vocabulary.py      `Vocabulary`: the bytes of each token
-    server.py          `tokenize_worker`: the loop of a process that does either or both
+    worker.py          `tokenize_worker`: the loop of a process that does either or both
 
 The scheduler handles ids only, the API server text only.
 """
 
 from minisgl.tokenizer.detokenize import Detokenizer
-from minisgl.tokenizer.server import tokenize_worker
 from minisgl.tokenizer.tokenize import Tokenizer
+from minisgl.tokenizer.worker import tokenize_worker
 
 __all__ = ["Detokenizer", "Tokenizer", "tokenize_worker"]

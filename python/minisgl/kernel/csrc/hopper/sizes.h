@@ -28,9 +28,12 @@ constexpr int kColumn = 64;
 // One group of 128 threads loads, one multiplies for each 64 queries.
 constexpr int kThreads = 128 * (1 + kTileQ / 64);
 
-// Shared memory has the queries, the stages of keys and values, and a few barriers.
+// Shared memory has the queries, the stages of keys and values, and a few barriers. The output lies
+// where the values were, and may take more.
 constexpr int shared_bytes(int tile_kv) {
-  return 2 * kHeadDim * (kTileQ + 2 * kStages * tile_kv) + 256;
+  const int key_rows = kStages * tile_kv;
+  const int value_rows = key_rows < kTileQ ? kTileQ : key_rows;
+  return 2 * kHeadDim * (kTileQ + key_rows + value_rows) + 256;
 }
 
 // The members that FlashInfer's variants of attention look for.

@@ -1,0 +1,176 @@
+"""Attention of the decodes of a step, in the layers of one spec: by our kernels or FlashInfer's.
+
+Our own kernels take them where they can, and find all they need on the device. FlashInfer's wrapper
+takes the others; it is planned on the host.
+"""
+
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+# tables, S kv slots, T tokens of a step, Z entries of a flat list.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import CapturedSlices
+from minisgl.attention.flashinfer_modules import import_flashinfer
+from minisgl.attention.flashinfer_plans import LayerShape, ints, page_lists
+from minisgl.attention.flashinfer_pool import FlashInferPool
+from minisgl.checkpoint import AttentionSpec
+from minisgl.core import Batch, IntArray
+from minisgl.kernel import BalancedDecode, attend_decode
+
+# Requests times kv heads up to which equally many splits of each context are faster.
+_FEW_HEADS = 16
+# Query heads a kv head for which decoding without tensor cores is faster.
+_CUDA_CORE_GROUPS = (1, 2, 3)
+
+
+@dataclass(slots=True)
+class OwnDecodes:
+    """Decodes at the head of a batch that our own kernels take.
+
+    Attributes:
+        uses_splits: whether each of them is cut into as many splits (`attend_decode`), and not all
+            of them into ranges of equal length (`BalancedDecode`).
+        num_shared_tokens_1: int32 [1], on the device; how many leading tokens they share. None if
+            a kernel does not use it.
+    """
+
+    num_decodes: int
+    uses_splits: bool
+    num_shared_tokens_1: Tensor | None = None
+
+
+class OwnDecodeKernels:
+    """Our own kernels, in the layers of one spec."""
+
+    def __init__(self, pool: FlashInferPool, spec: AttentionSpec) -> None:
+        self._pool = pool
+        self._spec = spec
+        # Only one of our decode kernels has a window or a soft cap: the one that splits each
+        # context. It takes any shape and finds all it needs on the device.
+        self._needs_splits = spec.window is not None or spec.softcap is not None
+        self._balanced: BalancedDecode | None = None
+        if not self._needs_splits:
+            self._balanced = BalancedDecode.create_if_supported(
+                pool.page_table_RP, pool.page_size, pool.shape, pool.dtype
+            )
+
+    def take(self, num_decodes: int) -> OwnDecodes | None:
+        """Those of a step that is not captured; None if these kernels do not take them."""
+        if self._balanced or self._needs_splits:
+            return OwnDecodes(num_decodes, uses_splits=self._balanced is None)
+        return None
+
+    def take_captured(self, slices: CapturedSlices) -> OwnDecodes | None:
+        """Those of a graph, which has no other slices; None if these kernels do not take them."""
+        num_decodes = slices.num_decodes
+        num_shared_tokens_1 = slices.num_shared_tokens_1
+        is_few = num_decodes * self._pool.shape[1] <= _FEW_HEADS
+        uses_splits = is_few or num_shared_tokens_1 is not None or self._needs_splits
+        if not uses_splits and not self._balanced:
+            return None
+        if self._spec.window is not None:
+            num_shared_tokens_1 = None
+        return OwnDecodes(num_decodes, uses_splits, num_shared_tokens_1)
+
+    def plan(self, batch: Batch, decodes: OwnDecodes) -> None:
+        """Divide the work over the device, on the device, once a step."""
+        if decodes.uses_splits:
+            return
+        assert self._balanced
+        tokens = slice(decodes.num_decodes)
+        self._balanced.plan(batch.row_T[tokens], batch.position_T[tokens].int())
+
+    def run(
+        self, q_TNH: Tensor, layer: int, batch: Batch, decodes: OwnDecodes, o_TNH: Tensor
+    ) -> None:
+        pool = self._pool
+        k_SKH, v_SKH = pool.caches[layer]
+        tokens = slice(decodes.num_decodes)
+        if not decodes.uses_splits:
+            assert self._balanced
+            scale = self._spec.scale
+            self._balanced.attend(q_TNH[tokens], k_SKH, v_SKH, o_TNH[tokens], scale)
+            return
+        attend_decode(
+            q_TNH,
+            k_SKH,
+            v_SKH,
+            pool.page_table_RP,
+            pool.page_size,
+            pool.token_B[tokens],
+            batch.row_T,
+            batch.position_T,
+            o_TNH,
+            scale=self._spec.scale,
+            window=self._spec.window,
+            softcap=self._spec.softcap,
+            num_shared_tokens_1=decodes.num_shared_tokens_1,
+        )
+
+
+class FlashInferDecodes:
+    """By FlashInfer's wrapper.
+
+    Args:
+        num_captured: how many decodes a graph has; None for steps that are not captured.
+
+    Attributes:
+        indptr: int32 [B + 1], on the device: the offsets of the decodes' lists of pages.
+        page_Z: int32, on the device: the lists. The caller writes them between plan and run.
+    """
+
+    indptr: Tensor
+    page_Z: Tensor
+
+    def __init__(
+        self, pool: FlashInferPool, shape: LayerShape, num_captured: int | None = None
+    ) -> None:
+        self._shape = shape
+        use_tensor_cores = shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS
+        if num_captured is None:
+            self._wrapper = import_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+                pool.workspace, "NHD", use_tensor_cores=use_tensor_cores
+            )
+            return
+        self.indptr = ints(num_captured + 1, shape.device)
+        self.page_Z = pool.graph_page_Z
+        self._wrapper = import_flashinfer().CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            pool.workspace,
+            self.indptr,
+            self.page_Z,
+            ints(num_captured, shape.device),
+            "NHD",
+            use_tensor_cores=use_tensor_cores,
+        )
+
+    def plan(self, end_B: IntArray) -> None:
+        """Divide the work over the device.
+
+        Args:
+            end_B: tokens of each context, that of the decode included.
+        """
+        shape = self._shape
+        indptr, last_page_len, num_pages = page_lists(end_B, shape.page_size)
+        is_captured = self._wrapper.is_cuda_graph_enabled
+        if is_captured:  # it has a place for the pages already
+            page_Z = torch.empty(0, dtype=torch.int32)
+        else:
+            page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
+        self._wrapper.plan(
+            indptr, page_Z, last_page_len, *shape.heads, shape.page_size, **shape.options
+        )
+        if not is_captured:
+            self.indptr = self._wrapper._paged_kv_indptr_buf
+            self.page_Z = self._wrapper._paged_kv_indices_buf
+
+    def run(self, q_BNH: Tensor, pages: tuple[Tensor, Tensor], o_BNH: Tensor) -> None:
+        """
+        Args:
+            pages: keys and values, each [pages, page_size, K, H].
+        """
+        self._wrapper.run(q_BNH, pages, out=o_BNH)

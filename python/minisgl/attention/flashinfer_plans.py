@@ -1,0 +1,72 @@
+"""What FlashInfer's plans are made of, and ours of the same kernels: a shape, and lists of pages.
+
+A plan says how the work of a kernel is split over the device. It is made on the host, from lengths
+alone, so before the tokens of the step before are known. `plan` of a wrapper is FlashInfer's word
+for this; what a step computes is a `BatchPlan`.
+"""
+
+# Dimensions: B requests of a step.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.checkpoint import AttentionSpec
+from minisgl.core import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the layers of one spec have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+    spec: AttentionSpec
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What FlashInfer's plans take besides sizes."""
+        return {
+            "sm_scale": self.spec.scale,
+            "window_left": self.window_left,
+            "logits_soft_cap": self.spec.softcap,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
+
+    @property
+    def window_left(self) -> int:
+        """As FlashInfer counts: positions before a token's own; -1 if there is no window."""
+        return -1 if self.spec.window is None else self.spec.window - 1
+
+
+def page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
+    """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
+    num_pages_B = -(-end_B // page_size)
+    last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
+    return running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
+
+
+def running_sum(counts: IntArray) -> Tensor:
+    """int32 [B + 1] from 0, pinned."""
+    total = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=total[1:])
+    return torch.from_numpy(total).pin_memory()
+
+
+def ints(size: int, device: torch.device) -> Tensor:
+    """A place for numbers of a plan that a graph reads."""
+    return torch.zeros(size, dtype=torch.int32, device=device)

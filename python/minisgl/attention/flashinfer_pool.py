@@ -1,0 +1,72 @@
+"""The pool and the page table, as the kernels of `FlashInferBackend` read them."""
+
+# Dimensions: B requests of a step, H head width, K kv heads, P pages, R rows of the tables,
+# S kv slots, Z entries of a flat list.
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.flashinfer_modules import prefill_kernels
+from minisgl.attention.flashinfer_plans import LayerShape
+from minisgl.checkpoint import AttentionSpec
+from minisgl.kvcache import BaseKVCachePool
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+class FlashInferPool:
+    """The pool, the page table and places for lists of pages, which layers of all specs share.
+
+    Attributes:
+        caches: of each layer, k_SKH and v_SKH.
+        pages: of each layer, keys and values, each [pages, page_size, K, H].
+        shape: query heads of this rank, kv heads, head width.
+        graph_page_Z, graph_prompt_page_Z: int32, where graphs find the pages of their decodes, and
+            of their prompts.
+        prefill_kernels: FlashInfer's name of its kernels of prompts.
+        token_B: int32, the numbers of tokens, from 0.
+        prompt_stream: on which prompts attend while decodes do.
+    """
+
+    def __init__(self, kv_pool: BaseKVCachePool, page_table_RP: Tensor, num_heads: int) -> None:
+        self.page_table_RP = page_table_RP
+        self.device = page_table_RP.device
+        self.page_size = kv_pool.page_size
+        layers = range(kv_pool.num_layers)
+        self.caches = [(kv_pool.k_cache(layer), kv_pool.v_cache(layer)) for layer in layers]
+        self.pages = [
+            tuple(x_SKH.unflatten(0, (-1, self.page_size)) for x_SKH in cache)
+            for cache in self.caches
+        ]
+        _, num_kv_heads, head_dim = self.caches[0][0].shape
+        self.shape = (num_heads, num_kv_heads, head_dim)
+        self.dtype = self.caches[0][0].dtype
+        self.graph_page_Z = torch.zeros(
+            page_table_RP.numel(), dtype=torch.int32, device=self.device
+        )
+        self.graph_prompt_page_Z = torch.zeros_like(self.graph_page_Z)
+        self.prefill_kernels = prefill_kernels(self.device)
+        self.token_B = torch.arange(len(page_table_RP), dtype=torch.int32, device=self.device)
+        self.prompt_stream = torch.cuda.Stream(self.device, priority=-1)
+
+    @functools.cached_property
+    def workspace(self) -> Tensor:
+        """Of FlashInfer's wrappers, if there are any."""
+        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+
+    def layer_shape(self, spec: AttentionSpec) -> LayerShape:
+        """What the layers of a spec have in common."""
+        num_heads, num_kv_heads, head_dim = self.shape
+        return LayerShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device,
+            spec=spec,
+        )

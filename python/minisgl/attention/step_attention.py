@@ -1,0 +1,255 @@
+"""Attention of a step, in the layers of one spec: which of its slices each kernel takes, and when.
+
+    decode_attention.py  our own kernels of decodes, or FlashInfer's
+    prompt_attention.py  FlashInfer's kernels of prompts, in its compilation or in ours
+
+The decodes at the head of a step go to our own kernels where those can take them. All other slices
+are prompts; where all begin at their first token, they need no pages. Where our own kernels take
+decodes beside prompts, both run side by side: the last wave of tiles of prompts leaves processors
+idle, which decodes use.
+"""
+
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+# tables, T tokens of a step, X a selection out of another dimension, Z entries of a flat list.
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import CapturedSlices
+from minisgl.attention.decode_attention import FlashInferDecodes, OwnDecodeKernels, OwnDecodes
+from minisgl.attention.flashinfer_modules import import_flashinfer, load_hopper_module
+from minisgl.attention.flashinfer_pool import FlashInferPool
+from minisgl.attention.prompt_attention import (
+    FlashInferPaged,
+    FlashInferRagged,
+    GraphRoom,
+    HopperPaged,
+    HopperRagged,
+    PagedPrompts,
+    RaggedPrompts,
+)
+from minisgl.checkpoint import AttentionSpec
+from minisgl.core import Batch, BatchPlan, IntArray, ReqSlice
+from minisgl.kernel import triton_kernels_for
+
+
+class _PageLists(NamedTuple):
+    """Where slices have their pages.
+
+    Attributes:
+        row_B: int32, on the device.
+        indptr: int32 [B + 1], the offsets of the slices' lists.
+        page_Z: int32, room for the lists, one after the other.
+    """
+
+    row_B: Tensor
+    indptr: Tensor
+    page_Z: Tensor
+
+
+@dataclass(slots=True)
+class _Group:
+    """Slices that are computed together.
+
+    Attributes:
+        tokens: theirs, in the batch. Since decodes come first and have one token each, this also
+            cuts the slices of a captured graph.
+        page_lists: None where their keys are just those of the batch.
+    """
+
+    attention: FlashInferDecodes | RaggedPrompts | PagedPrompts
+    tokens: slice
+    page_lists: _PageLists | None = None
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """What computes a step in the layers of one spec.
+
+    Attributes:
+        own_decodes: decodes at the head of the batch that our own kernels take; None if there are
+            none, or a group has them.
+    """
+
+    groups: list[_Group] = field(default_factory=list)
+    own_decodes: OwnDecodes | None = None
+
+
+class StepAttention:
+    """Attention of steps, in the layers of one spec."""
+
+    def __init__(self, pool: FlashInferPool, spec: AttentionSpec) -> None:
+        self._pool = pool
+        self._own_kernels = OwnDecodeKernels(pool, spec)
+        self._module = load_hopper_module(pool.device, pool.dtype, pool.shape[2], spec)
+        self._shape = pool.layer_shape(spec)
+        self._paged = self._paged_prompts(None)
+        self._ragged: RaggedPrompts
+        if self._module is None:
+            self._ragged = FlashInferRagged(
+                import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape
+            )
+        else:
+            self._ragged = HopperRagged(self._module, self._shape)
+        self._graph_prompts: dict[int, PagedPrompts] = {}  # by the number of slices
+
+    def _paged_prompts(self, room: GraphRoom | None) -> PagedPrompts:
+        if self._module is not None:
+            return HopperPaged(self._module, self._shape, room)
+        pool = self._pool
+        return FlashInferPaged(
+            import_flashinfer(), pool.prefill_kernels, pool.workspace, self._shape, room
+        )
+
+    @functools.cached_property
+    def _decodes(self) -> FlashInferDecodes:
+        return FlashInferDecodes(self._pool, self._shape)
+
+    def make_metadata(self, plan: BatchPlan) -> StepMetadata:
+        num_decodes = plan.num_decodes
+        decodes = plan.slices[:num_decodes]
+        prompts = plan.slices[num_decodes:]
+        metadata = StepMetadata()
+        if decodes:
+            metadata.own_decodes = self._own_kernels.take(num_decodes)
+            if metadata.own_decodes is None:
+                metadata.groups.append(self._decodes_group(decodes))
+        if prompts:
+            tokens = slice(num_decodes, None)
+            metadata.groups.append(self._prompts_group(tokens, prompts))
+        return metadata
+
+    def _decodes_group(self, decodes: list[ReqSlice]) -> _Group:
+        attention = self._decodes
+        attention.plan(_ends(decodes))
+        page_lists = _PageLists(self._rows(decodes), attention.indptr, attention.page_Z)
+        return _Group(attention, slice(len(decodes)), page_lists)
+
+    def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
+        length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+        if any(prompt.start for prompt in prompts):
+            paged = self._paged
+            paged.plan(length_B, _ends(prompts))
+            page_lists = _PageLists(self._rows(prompts), paged.indptr, paged.page_Z)
+            return _Group(paged, tokens, page_lists)
+        self._ragged.plan(length_B)
+        return _Group(self._ragged, tokens)
+
+    def _rows(self, slices: list[ReqSlice]) -> Tensor:
+        rows = [req_slice.row for req_slice in slices]
+        pinned = torch.tensor(rows, dtype=torch.int32).pin_memory()
+        return pinned.to(self._pool.device, non_blocking=True)
+
+    def make_capture_metadata(self, slices: CapturedSlices) -> StepMetadata:
+        metadata = StepMetadata()
+        if slices.num_decodes:
+            decodes = slices.decodes
+            metadata.own_decodes = self._own_kernels.take_captured(decodes)
+            if metadata.own_decodes is None:
+                metadata.groups.append(self._captured_decodes(decodes))
+        if slices.num_prompt_tokens:
+            metadata.groups.append(self._captured_prompts(slices.num_decodes, slices.prompts))
+        return metadata
+
+    def _captured_decodes(self, slices: CapturedSlices) -> _Group:
+        attention = FlashInferDecodes(self._pool, self._shape, slices.num_decodes)
+        page_lists = _PageLists(slices.row_X, attention.indptr, attention.page_Z)
+        return _Group(attention, slice(slices.num_decodes), page_lists)
+
+    def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Group:
+        """One plan serves all graphs of as many slices and no more tokens: a replay plans anew.
+
+        The first graph decides for how many tokens it is.
+        """
+        num_slices = len(slices.row_X)
+        paged = self._graph_prompts.get(num_slices)
+        if paged is None or not paged.room or slices.num_prompt_tokens > paged.room.num_tokens:
+            room = GraphRoom(num_slices, slices.num_prompt_tokens, self._pool.graph_prompt_page_Z)
+            paged = self._paged_prompts(room)
+            self._graph_prompts[num_slices] = paged
+        page_lists = _PageLists(slices.row_X, paged.indptr, paged.page_Z)
+        return _Group(paged, slice(num_decodes, None), page_lists)
+
+    def update_metadata(self, metadata: StepMetadata, start_X: IntArray, end_X: IntArray) -> None:
+        for group in metadata.groups:
+            start_B = start_X[group.tokens]
+            end_B = end_X[group.tokens]
+            if isinstance(group.attention, FlashInferDecodes):
+                group.attention.plan(end_B)
+            else:
+                assert isinstance(group.attention, PagedPrompts), "as all that is captured"
+                group.attention.plan(end_B - start_B, end_B)
+
+    def prepare_on_device(self, batch: Batch, metadata: StepMetadata) -> None:
+        kernels = triton_kernels_for(self._pool.page_table_RP)
+        assert kernels is not None
+        if metadata.own_decodes:
+            self._own_kernels.plan(batch, metadata.own_decodes)
+        for group in metadata.groups:
+            if group.page_lists:
+                row_B, indptr, page_Z = group.page_lists
+                kernels.list_pages(row_B, indptr, self._pool.page_table_RP, page_Z)
+
+    def forward(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layer: int,
+        batch: Batch,
+        metadata: StepMetadata,
+    ) -> Tensor:
+        o_TNH = q_TNH.new_empty(q_TNH.shape)
+        own_decodes = metadata.own_decodes
+        if own_decodes and metadata.groups:
+            # Prompts before decodes, by priority: decodes go where prompts leave processors idle.
+            try:
+                with _fork(self._pool.prompt_stream):
+                    self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+                self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH)
+            finally:  # also if memory is full: the next step's plan goes where prompts read theirs
+                _join(self._pool.prompt_stream)
+        elif own_decodes:
+            self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH)
+        else:
+            self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+        return o_TNH
+
+    def _run_groups(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layer: int,
+        metadata: StepMetadata,
+        o_TNH: Tensor,
+    ) -> None:
+        pages = self._pool.pages[layer]
+        for group in metadata.groups:
+            tokens = group.tokens
+            if isinstance(group.attention, RaggedPrompts):
+                group.attention.run(q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], o_TNH[tokens])
+            else:
+                group.attention.run(q_TNH[tokens], pages, o_TNH[tokens])
+
+
+def _fork(stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
+    """Let the calls of a block run on another stream, after all that the current one has so far."""
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def _join(stream: torch.cuda.Stream) -> None:
+    """Let the current stream go on when another has done all that it has so far."""
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _ends(slices: list[ReqSlice]) -> IntArray:
+    return np.array([req_slice.end for req_slice in slices], dtype=np.int32)

@@ -1,0 +1,40 @@
+"""Which sizes of steps are captured."""
+
+from __future__ import annotations
+
+import pytest
+
+from minisgl.engine.graph_key import GraphKind
+from minisgl.engine.graph_sizes import cpu_graph_keys, most_decodes, size_ladder
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 255, 256, 257, 500, 512])
+def test_the_ladder_rises_to_the_largest_and_pads_by_less_than_an_eighth(largest: int) -> None:
+    sizes = size_ladder(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for num_decodes in range(1, largest + 1):
+        num_padded = next(size for size in sizes if size >= num_decodes) - num_decodes
+        assert num_padded < max(8, num_decodes / 8)
+
+
+def test_all_running_requests_are_captured_up_to_a_limit_if_nothing_is_asked_for() -> None:
+    assert most_decodes(None, 300) == 300
+    assert most_decodes(None, 4096) == 512
+    assert most_decodes(1024, 4096) == 1024
+    assert most_decodes(8, 300) == 8
+    assert most_decodes(0, 300) == 0
+
+
+@pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
+@pytest.mark.parametrize("max_prompt_tokens", [1, 30, 1000])
+def test_what_a_cpu_captures_is_within_the_options(
+    max_decodes: int, max_prompt_tokens: int
+) -> None:
+    by_kind = cpu_graph_keys(max_decodes, max_prompt_tokens)
+    for keys in by_kind.values():
+        sizes = [(key.num_tokens, key.num_decodes) for key in keys]
+        assert sizes == sorted(set(sizes))
+        assert all(key.num_decodes <= max_decodes for key in keys)
+        assert all(key.num_prompt_tokens <= max_prompt_tokens for key in keys)
+    assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)
