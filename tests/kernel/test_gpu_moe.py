@@ -174,6 +174,22 @@ def test_experts_in_tiles(random: torch.Generator, tiles: ExpertTiles, dtype: to
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
+def test_the_first_product_writes_all_that_the_second_reads(
+    random: torch.Generator, dtype: torch.dtype
+) -> None:
+    """Blocks have places without a pair. What memory held there may be no number."""
+    gate_up_EUD, _ = experts(random, 6, 72, 48, dtype)
+    expert_TA = torch.rand(9, 6, generator=random, device=DEVICE).topk(3).indices
+    blocks = gpu.sort_pairs(expert_TA, 6, TILES.pairs)
+    h_ZF = torch.full((len(blocks.pair_Z), 48), torch.nan, dtype=dtype, device=DEVICE)
+    x_TD = numbers(random, 9, 72, dtype=dtype)
+    gpu.multiply_blocks(x_TD, gate_up_EUD, blocks, h_ZF, TILES.gate_up, each=3)
+    num_places = int(blocks.num_blocks_1) * TILES.pairs
+    assert num_places > expert_TA.numel()
+    assert h_ZF[:num_places].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_rows_longer_than_a_block(
     monkeypatch: pytest.MonkeyPatch, random: torch.Generator, tokens: int, dtype: torch.dtype

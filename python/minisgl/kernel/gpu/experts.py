@@ -248,7 +248,7 @@ def _multiply(
     its next tile while it ends the last one. The block of a tile is read a tile before.
 
     What follows the inner loop must not read what the outer loop carries: Triton gives it the next
-    tile's values there. So the pairs are loaded again.
+    tile's values there. So pairs are loaded where they are needed, on either side of that loop.
     """
     i = tl.arange(0, INPUTS)
     num_rows = 2 * outputs if IS_GATED else outputs
@@ -284,14 +284,15 @@ def _multiply(
             a = tl.load(x_rows + begin, mask=inside[None, :], other=0.0)
             b = tl.load(w_rows + begin, mask=inside[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
+        mask = (o < outputs)[None, :]
         if IS_GATED:
             gate, up = tl.split(tl.reshape(acc, (PAIRS, ROWS // 2, 2)))
             value = gate * tl.sigmoid(gate) * up
+            target = place  # without a pair, too: the second product reads whole blocks
         else:
             value = acc
-        j = tl.load(pairs + place).to(tl.int64)
-        target = place if IS_GATED else j
-        mask = (j >= 0)[:, None] & (o < outputs)[None, :]
+            target = tl.load(pairs + place).to(tl.int64)
+            mask = mask & (target >= 0)[:, None]
         y_rows = y + target[:, None] * outputs
         tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
 
