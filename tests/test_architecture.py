@@ -19,11 +19,11 @@ SUBPACKAGES = [
 ]
 TIERS = [
     {"version", "core", "config", "sampling_params", "errors", "utils"},
-    {"checkpoint", "distributed", "grammar", "message", "kernel"},
+    {"checkpoint", "builds", "distributed", "grammar", "message", "kernel"},
     {"layers", "attention", "kvcache", "moe"},
     {"models"},
     {"engine", "scheduler"},
-    {"server", "tokenizer", "llm", "benchmark"},
+    {"rank_process", "server", "tokenizer", "llm", "benchmark"},
 ]
 WITHIN_A_TIER = {
     ("core", "errors"),
@@ -33,6 +33,8 @@ WITHIN_A_TIER = {
     ("sampling_params", "errors"),
     ("utils", "errors"),
     ("message", "core"),
+    ("builds", "checkpoint"),
+    ("kernel", "builds"),
     ("distributed", "kernel"),
     ("layers", "attention"),
     ("layers", "kvcache"),

@@ -4,9 +4,9 @@
     python -m minisgl     online: an OpenAI-compatible server, or a chat in the terminal
 
 The parts, bottom up; each imports only from those before it:
-core, config, errors, utils · checkpoint, distributed, message, kernel · layers, attention, kvcache,
-moe · models · engine, scheduler · tokenizer, server, llm, benchmark. `docs/reading-order.md` is the
-guided tour.
+core, config, errors, utils · checkpoint, builds, distributed, message, kernel · layers, attention,
+kvcache, moe · models · engine, scheduler · tokenizer, server, llm, benchmark.
+`docs/reading-order.md` is the guided tour.
 """
 
 from minisgl.version import __version__

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import flashinfer_modules, hopper_prompts
+from minisgl.attention import flashinfer_modules
 from minisgl.attention.flashinfer_modules import PromptModules, load_hopper_module
-from minisgl.attention.hopper_prompts import Sources, find_sources
+from minisgl.builds import Sources, find_sources, prompts
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.utils.cuda_toolkit import CudaToolkit
@@ -90,7 +90,7 @@ def env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
-    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda: None)
+    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda capability, dtype: None)
     return env
 
 
@@ -102,7 +102,11 @@ def hopper(env: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         Where the arguments of each call are, a line each.
     """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda: sources_in(tmp_path))
+
+    def find(capability: tuple[int, int], dtype: str) -> Sources | None:
+        return None if dtype == "float32" else sources_in(tmp_path)
+
+    monkeypatch.setattr(flashinfer_modules, "find_sources", find)
     log = tmp_path / "nvcc.log"
     log.touch()
     install_nvcc(tmp_path, NVCC.format(log=log))
@@ -110,11 +114,13 @@ def hopper(env: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def sources_in(folder: Path) -> Sources:
-    return Sources([folder / "headers"], f"0.6.12-{hopper_prompts._digest_of_sources()}")
+    return Sources([folder / "headers"], prompts._digest_with("0.6.12"))
 
 
 def libraries(tmp_path: Path) -> set[str]:
-    return {file.name for file in (tmp_path / "cache").rglob("*.so")}
+    """Without their digests."""
+    files = (tmp_path / "cache").rglob("*.so")
+    return {file.name.rpartition("-")[0].removeprefix("prompts-") for file in files}
 
 
 def install_nvcc(home: Path, script: str) -> None:
@@ -210,7 +216,7 @@ def test_on_hopper_each_kind_of_layer_is_compiled_once_and_kept(
     modules(FULL, SLIDING, FULL).build()
     calls = hopper.read_text().splitlines()
     assert len(calls) == 2 * 6
-    assert libraries(tmp_path) == {"bfloat16-128.so", "bfloat16-128-window.so"}
+    assert libraries(tmp_path) == {"bfloat16-128", "bfloat16-128-window"}
 
     assert not modules(FULL, SLIDING).missing
     modules(FULL, SLIDING).build()
@@ -222,8 +228,8 @@ def test_what_is_kept_on_hopper_is_used_until_our_sources_change(
 ) -> None:
     modules(FULL).build()
     sources = tmp_path / "sources"
-    shutil.copytree(hopper_prompts._SOURCES, sources)
-    monkeypatch.setattr(hopper_prompts, "_SOURCES", sources)
+    shutil.copytree(prompts._SOURCES, sources)
+    monkeypatch.setattr(prompts, "_SOURCES", sources)
     assert not modules(FULL).missing
     with (sources / "prompts.cuh").open("a") as file:
         file.write("// changed")
@@ -245,11 +251,9 @@ def test_a_compiler_that_is_killed_on_hopper_is_told(hopper: Path, tmp_path: Pat
         modules(FULL).build()
 
 
-def test_what_another_process_compiles_meanwhile_stays_on_hopper(
+def test_what_another_process_compiles_meanwhile_is_not_compiled_again_on_hopper(
     env: Any, hopper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it that process would load FlashInfer's own module, which compiles for minutes."""
-
     def find_slowly() -> CudaToolkit:
         monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
         modules(FULL).build()  # by the other process
@@ -257,8 +261,7 @@ def test_what_another_process_compiles_meanwhile_stays_on_hopper(
         return CudaToolkit(tmp_path)
 
     monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", find_slowly)
-    with pytest.raises(ConfigError, match="cannot be compiled"):
-        modules(FULL).build()
+    modules(FULL).build()
     assert not modules(FULL).missing
 
 
@@ -271,7 +274,7 @@ def test_on_hopper_layers_find_what_was_compiled_for_them(
     def load(spec: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> Any:
         return load_hopper_module(torch.device("cuda:0"), dtype, 128, spec)
 
-    assert load(FULL) == "bfloat16-128.so"
+    assert load(FULL).startswith("prompts-bfloat16-128-")
     assert load(SLIDING) is None, "it was not compiled"
     assert load(FULL, torch.float32) is None, "FlashInfer computes it"
 
@@ -280,21 +283,39 @@ def test_the_headers_are_those_of_the_package_that_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = {"flashinfer": SimpleNamespace(submodule_search_locations=[str(tmp_path)])}
+    versions = {"apache-tvm-ffi": "0.1"}
+
+    def find_version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def find() -> Sources | None:
+        return find_sources((9, 0), "bfloat16")
+
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
-    assert find_sources() is None, "that is no distribution"
+    monkeypatch.setattr(importlib.metadata, "version", find_version)
+    assert find() is None, "that is no distribution"
 
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.12")
-    assert find_sources() is None, "it has no headers"
+    versions["flashinfer-python"] = "0.6.12"
+    assert find() is None, "it has no headers"
 
-    for folder in hopper_prompts._HEADERS:
+    for folder in prompts._HEADERS:
         (tmp_path / "data" / folder).mkdir(parents=True)
-    sources = find_sources()
+    sources = find()
     assert sources
     assert sources.include_folders[-1] == tmp_path / "data/cutlass/tools/util/include"
-    assert sources.digest.startswith("0.6.12-")
+    assert find_sources((9, 0), "float16") == sources
+    assert find_sources((9, 0), "float32") is None, "our kernels do not take it"
+    assert find_sources((8, 0), "bfloat16") is None, "that is not Hopper"
+
+    versions["flashinfer-python"] = "0.6.13"
+    other = find()
+    assert other
+    assert other.digest != sources.digest
 
     found["flashinfer_jit_cache"] = found["flashinfer"]
-    assert find_sources() is None, "it has its modules"
+    assert find() is None, "it has its modules"
 
 
 def test_numbers_that_our_kernels_do_not_take_are_left_to_flashinfer(

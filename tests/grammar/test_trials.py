@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def trials(model: GrammarModel) -> Iterator[Trials]:
     trials.close()
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def refusal(reason: str) -> str:
     return f"the grammar is refused: {reason}"
 
@@ -87,27 +95,56 @@ def test_the_process_yields_to_the_engine(trials: Trials) -> None:
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own_niceness + 10)
 
 
-def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(model: GrammarModel) -> None:
+@pytest.fixture
+def endless_trials(model: GrammarModel) -> Iterator[Trials]:
     """With limits that no test waits for."""
-    endless = TrialLimits(cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40)
-    trials = Trials(model, endless)
+    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=3600.0, num_bytes=2**40))
+    yield trials
+    trials.close()
+
+
+def test_a_cancelled_trial_ends_and_one_that_waits_never_begins(endless_trials: Trials) -> None:
+    trials = endless_trials
     verdicts: list[Verdict] = []
-    try:
-        assert trials.ask(YES).error is None  # the process runs
-        running = trials.start(BOMB, verdicts.append)
-        waiting = trials.start(BOMB, verdicts.append)
-        trials.cancel(waiting)
-        trials.cancel(running)
-        assert trials.ask(YES).error is None
-        assert waiting.future.cancelled()
-        assert len(verdicts) <= 1
-    finally:
-        trials.close()
+    assert trials.ask(YES).error is None  # the process runs
+    running = trials.start(BOMB, verdicts.append)
+    waiting = trials.start(BOMB, verdicts.append)
+    trials.cancel(waiting)
+    trials.cancel(running)
+    assert trials.ask(YES).error is None
+    assert waiting.future.cancelled()
+    assert len(verdicts) <= 1
 
 
-def test_a_process_that_somebody_kills_is_replaced(trials: Trials) -> None:
+def test_a_process_that_somebody_kills_is_replaced_and_the_grammar_is_not_blamed(
+    trials: Trials,
+) -> None:
     assert trials.ask(YES).error is None
     assert trials._process is not None
     trials._process.process.kill()
-    assert trials.ask(YES).error == refusal("its trial was broken off")
     assert trials.ask(YES).error is None
+
+
+def test_a_grammar_whose_trial_is_broken_off_twice_is_refused(endless_trials: Trials) -> None:
+    trials = endless_trials
+    verdicts: list[Verdict] = []
+    trials.open()
+    bomb = trials.start(BOMB, verdicts.append)
+    first = trials._process
+    assert first is not None
+    first.process.kill()
+    wait_until(lambda: trials._process not in (None, first))
+    assert trials._process is not None
+    trials._process.process.kill()
+    bomb.future.result(TIMEOUT_S)
+    assert verdicts == [Verdict(refusal("its trial was broken off"))]
+
+
+def test_the_end_of_all_trials_starts_no_other_process(endless_trials: Trials) -> None:
+    trials = endless_trials
+    trials.open()
+    bomb = trials.start(BOMB, lambda _: None)
+    wait_until(bomb.future.running)
+    trials.close()
+    bomb.future.result(TIMEOUT_S)
+    assert trials._process is None

@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from tvm_ffi import libinfo
 
-from minisgl.kernel import gpu, native
+from minisgl.builds import kernels
+from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
 from minisgl.moe import rule_table
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
@@ -178,7 +179,7 @@ def cuda(nvcc: str, source: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernels.ptx"
         cubin = Path(folder) / "kernels.cubin"
-        flags = [*native._CUDA_FLAGS, "-arch=sm_90", *include]
+        flags = [*kernels._CUDA_FLAGS, "-arch=sm_90", *include]
         output_of(nvcc, *flags, "--ptx", str(source), "-o", str(ptx))
         usage = output_of(
             nvcc, "-arch=sm_90", "-Xptxas", "-v", "--cubin", str(ptx), "-o", str(cubin)
@@ -232,5 +233,5 @@ if __name__ == "__main__":
         module.pdl = launch._options
     main()
     toolkit = find_cuda_toolkit()
-    for source in sorted(native._SOURCES.glob("*.cu")) if toolkit else ():
+    for source in sorted(kernels._SOURCES.glob("*.cu")) if toolkit else ():
         cuda(str(toolkit.nvcc), source)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.builds import kernels, library
 from minisgl.kernel import (
     HeadNorms,
     Rotation,
@@ -250,7 +251,7 @@ def test_without_a_compiler_the_reference_is_used_and_a_warning_names_the_compil
 ) -> None:
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
+    monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert load() is None
     assert f"{compiler}'" in caplog.text
@@ -268,7 +269,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     with caplog.at_level(logging.WARNING):
         assert native.load_cpu_kernels.__wrapped__() is None
     assert "what flag is this" in caplog.text
-    assert not list((tmp_path / "cache" / "kernels").iterdir())
+    assert not libraries(tmp_path)
 
 
 @pytest.fixture
@@ -276,16 +277,19 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """A compiler that makes files, and a loader that reads them: what was loaded, in order."""
     loaded: list[str] = []
 
-    def compile_(_sources: object, library: Path, _command: object, _compiler: object) -> None:
-        library.write_text("compiled")
-        library.chmod(0o755)
+    def compile_(stages: list[list[list[str]]], folder: Path) -> None:
+        (folder / stages[-1][0][-1]).write_text("compiled")
 
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "_compile", compile_)
+    monkeypatch.setattr(library, "run_compilers", compile_)
     monkeypatch.setattr(
         native.tvm_ffi, "load_module", lambda path: loaded.append(Path(path).read_text())
     )
     return loaded
+
+
+def libraries(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache" / "kernels").glob("*.so"))
 
 
 def load_again() -> None:
@@ -298,8 +302,8 @@ def test_a_compiled_kernel_is_kept_in_a_folder_that_is_ours(
     load_again()
     folder = tmp_path / "cache" / "kernels"
     assert folder.stat().st_mode & 0o777 == 0o700
-    (library,) = folder.iterdir()
-    library.write_text("kept")
+    (kept,) = libraries(tmp_path)
+    kept.write_text("kept")
     load_again()
     assert fake_compiler == ["compiled", "kept"]
 
@@ -309,14 +313,14 @@ def test_a_library_that_others_can_write_is_compiled_anew(
     kind: str, fake_compiler: list[str], tmp_path: Path
 ) -> None:
     load_again()
-    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    (kept,) = libraries(tmp_path)
     if kind == "link":
-        library.unlink()
-        library.symlink_to(tmp_path / "foreign")
+        kept.unlink()
+        kept.symlink_to(tmp_path / "foreign")
         (tmp_path / "foreign").write_text("foreign")
     else:
-        library.write_text("foreign")
-        library.chmod(0o777)
+        kept.write_text("foreign")
+        kept.chmod(0o777)
     load_again()
     assert fake_compiler == ["compiled", "compiled"]
 
@@ -326,8 +330,8 @@ def test_in_a_cache_folder_that_others_can_write_nothing_is_kept_or_loaded(
 ) -> None:
     load_again()
     cache = tmp_path / "cache"
-    (library,) = (cache / "kernels").iterdir()
-    library.write_text("foreign")
+    (kept,) = libraries(tmp_path)
+    kept.write_text("foreign")
     cache.chmod(0o777)
     with caplog.at_level(logging.WARNING):
         load_again()
@@ -341,13 +345,13 @@ def test_without_a_cuda_toolkit_only_kernels_that_are_kept_are_used(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: None)
+    monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: None)
     with caplog.at_level(logging.WARNING):
         assert native.load_cuda_kernels.__wrapped__(9, 0) is None
     assert not fake_compiler
     assert not caplog.text  # the engine says it, once for all kernels
-    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
+    monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
     native.load_cuda_kernels.__wrapped__(9, 0)
-    monkeypatch.setattr(native, "find_cuda_toolkit", lambda: None)
+    monkeypatch.setattr(kernels, "find_cuda_toolkit", lambda: None)
     native.load_cuda_kernels.__wrapped__(9, 0)
     assert fake_compiler == ["compiled", "compiled"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,32 @@ def test_other_limits_begin_anew() -> None:
         after.open()
     limits.replace("")
     assert limits.account_of(bytes.fromhex(DIGEST)) is None
+
+
+def test_limits_stay_and_are_shared_when_the_disk_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
+    first, second = (KeyLimits(text, SharedNumbers(tmp_path)) for _ in range(2))
+    before = first.account_of(bytes.fromhex(DIGEST))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(OSError, match="full"):
+            first.replace("")
+    assert first.account_of(bytes.fromhex(DIGEST)) is before
+
+    accounts = []
+    for limits in (first, second):
+        limits.replace(text)
+        account = limits.account_of(bytes.fromhex(DIGEST))
+        assert account
+        accounts.append(account)
+    accounts[0].open()
+    with pytest.raises(KeyLimitExceeded):
+        accounts[1].open()
 
 
 def test_api_processes_share_what_a_key_has_taken(tmp_path: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
-import threading
-import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from minisgl.utils.hardware import available_memory, detect_hardware, start_driver
+from minisgl.utils.hardware import Hardware, available_memory, detect_hardware, guess_hardware
 
 
 def test_the_hardware_is_one_that_can_be_used() -> None:
@@ -85,45 +83,22 @@ print(kilobytes("AnonHugePages"))
         assert int(done.stdout) >= 2**14
 
 
-class FakeDriver:
-    """As libcuda.so.1, of a machine with two GPUs."""
-
-    def __init__(self) -> None:
-        self.contexts: list[int] = []
-
-    def cuInit(self, flags: int) -> int:
-        return flags
-
-    def cuDeviceGet(self, device: Any, gpu: int) -> int:
-        device._obj.value = gpu
-        return 0 if gpu < 2 else 101
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
-        self.contexts.append(device.value)
-        return 0
+@pytest.mark.parametrize(
+    ("num_gpus", "major", "expected"),
+    [
+        (2, 9, Hardware("cuda", has_bf16=True, num_devices=2)),
+        (1, 7, Hardware("cuda", has_bf16=False, num_devices=1)),
+    ],
+)
+def test_the_driver_tells_what_torch_will_find(
+    num_gpus: int, major: int, expected: Hardware
+) -> None:
+    driver = SimpleNamespace(num_gpus=num_gpus, capability=lambda gpu: (major, 0))
+    assert guess_hardware(driver) == expected  # type: ignore[arg-type]
 
 
-def join_driver_thread() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "driver":
-            thread.join(60)
-
-
-def test_the_context_of_a_gpu_is_made_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    for gpu in (1, 5):
-        start_driver(gpu)
-        join_driver_thread()
-    assert driver.contexts == [1], "there is no sixth GPU"
-
-
-def test_without_a_driver_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", fail)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of an exception that ends a thread
-        start_driver(0)
-        join_driver_thread()
+def test_without_a_gpu_the_hardware_is_a_cpu() -> None:
+    assert guess_hardware(None) == guess_hardware(SimpleNamespace(num_gpus=0))  # type: ignore[arg-type]
+    assert guess_hardware(None).device == "cpu"
+    if not torch.cuda.is_available():
+        assert guess_hardware(None) == detect_hardware()

@@ -46,6 +46,12 @@ def test_a_process_that_is_killed_takes_its_lock_along(tmp_path: Path) -> None:
         assert list(shared.array("count", 2)) == [0, 7]
 
 
+def test_the_disk_has_room_for_numbers_that_nobody_has_written(tmp_path: Path) -> None:
+    """Else a write on a full disk ends the process by SIGBUS."""
+    SharedNumbers(tmp_path).array("count", 2)
+    assert (tmp_path / "numbers.count").stat().st_blocks > 0
+
+
 def test_without_a_folder_the_numbers_are_the_callers_own() -> None:
     shared = SharedNumbers()
     with shared.locked():

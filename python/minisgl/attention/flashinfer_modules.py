@@ -1,6 +1,6 @@
 """The kernels of prompts: compiled ahead, and kept by version in the cache folder of this project.
 
-On Hopper they are FlashInfer's FlashAttention 3 as `hopper_prompts.py` compiles it; FlashInfer's
+On Hopper they are FlashInfer's FlashAttention 3 as `builds/prompts.py` compiles it; FlashInfer's
 Python is not imported for that, since it takes a second.
 
 Elsewhere, and where FlashInfer's headers are not found, they are FlashInfer's own modules. It
@@ -24,7 +24,15 @@ from typing import Any
 import torch
 import tvm_ffi
 
-from minisgl.attention.hopper_prompts import PromptKernels, Sources, can_compile, find_sources
+from minisgl.builds import (
+    HOPPER,
+    Library,
+    PromptKernels,
+    Sources,
+    find_sources,
+    library_folder,
+    prompt_kernels,
+)
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.utils.cuda_toolkit import CudaToolkit, find_cuda_toolkit
@@ -52,7 +60,7 @@ def import_flashinfer() -> Any:
 
 def prefill_kernels(device: torch.device) -> str:
     """FlashInfer's name of its kernels of prompts for a device: FlashAttention 3 on Hopper."""
-    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == HOPPER else "fa2"
 
 
 class PromptModules:
@@ -71,8 +79,7 @@ class PromptModules:
         specs: Sequence[AttentionSpec],
     ) -> None:
         self._backend = prefill_kernels(device)
-        kinds = {kernels_of(dtype, head_dim, spec) for spec in specs}
-        self._kinds = sorted(kinds, key=lambda kind: kind.name)
+        self._kinds = prompt_kernels(_name_of(dtype), head_dim, specs)
         self._hopper = _hopper_libraries(device, dtype)
 
     @property
@@ -117,11 +124,6 @@ class PromptModules:
             ) from None
 
 
-def kernels_of(dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> PromptKernels:
-    """The kernels that the prompts need in layers of a spec."""
-    return PromptKernels(dtype, head_dim, spec.window is not None, spec.softcap is not None)
-
-
 def load_hopper_module(
     device: torch.device, dtype: torch.dtype, head_dim: int, spec: AttentionSpec
 ) -> Any | None:
@@ -131,7 +133,7 @@ def load_hopper_module(
         None if there is none; then FlashInfer's own module does it.
     """
     libraries = _hopper_libraries(device, dtype)
-    kernels = kernels_of(dtype, head_dim, spec)
+    (kernels,) = prompt_kernels(_name_of(dtype), head_dim, [spec])
     if libraries is None or not libraries.has(kernels):
         return None
     return tvm_ffi.load_module(str(libraries.path_of(kernels)))
@@ -145,29 +147,34 @@ class _HopperLibraries:
     sources: Sources
 
     def path_of(self, kernels: PromptKernels) -> Path:
-        return self.folder / f"{kernels.name}.so"
+        return self._library(kernels).path_in(self.folder)
 
     def has(self, kernels: PromptKernels) -> bool:
-        return is_own_file(self.path_of(kernels))
+        return self._library(kernels).is_in(self.folder)
 
     def compile(self, toolkit: CudaToolkit, kernels: PromptKernels) -> None:
-        """Compile a library anew. If another process has just compiled it, it stays until then."""
-        kernels.compile(toolkit, self.sources.include_folders, self.path_of(kernels))
+        kernels.library(self.sources, toolkit).make_in(self.folder)
+
+    def _library(self, kernels: PromptKernels) -> Library:
+        """The one that is kept, which needs no compiler."""
+        return kernels.library(self.sources, None)
 
 
 def _hopper_libraries(device: torch.device, dtype: torch.dtype) -> _HopperLibraries | None:
     """None where FlashInfer's own modules are used."""
-    if prefill_kernels(device) != "fa3" or not can_compile(dtype):
-        return None
-    sources = find_sources()
+    sources = find_sources(torch.cuda.get_device_capability(device), _name_of(dtype))
     if sources is None:
         return None
     try:
-        folder = make_own_folder(cache_folder() / "kernels" / f"prompts-{sources.digest}")
+        folder = library_folder()
     except OSError as error:
         logger.warning("kernels of prompts are not kept: %s", error)
         return None
     return _HopperLibraries(folder, sources)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +201,7 @@ class _FlashInferModules:
         modules = [
             gen_batch_prefill_module(
                 backend,
-                kind.dtype,
-                kind.dtype,
-                kind.dtype,
+                *[getattr(torch, kind.dtype)] * 3,
                 torch.int32,
                 kind.head_dim,
                 kind.head_dim,

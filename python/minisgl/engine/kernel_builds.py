@@ -1,4 +1,8 @@
-"""Which kernels are compiled at a start, side by side, while the weights are loaded."""
+"""Which kernels must be there before the first step.
+
+They are compiled side by side while the weights are loaded; libraries already since before torch
+was imported (`builds`). For those nothing is left here but to wait for them, and to load them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from functools import partial
 import torch
 
 from minisgl.attention import PromptModules
-from minisgl.config import backend_names
+from minisgl.builds import prompts_use_flashinfer
 from minisgl.kernel import cuda_kernels_for, kernels_for
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 from minisgl.utils.progress import ProgressBar
@@ -55,7 +59,7 @@ def kernels_to_build(
         "kernels": partial(kernels_for, nothing),
         "CUDA kernels": partial(cuda_kernels_for, nothing),
     }
-    if backend_names(attn)[0] == "fi":
+    if prompts_use_flashinfer(attn):
         builds["FlashInfer"] = lambda: prompt_modules().build()
     return builds
 

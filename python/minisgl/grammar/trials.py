@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -98,11 +99,17 @@ class _Process:
 
 
 class GrammarTrials:
-    """Tries grammars one after the other."""
+    """Tries grammars one after the other.
+
+    A trial that is broken off with its process is repeated, once, in another process: its verdict
+    is remembered, and the grammar need not be what has ended the process.
+    """
 
     def __init__(self, model: GrammarModel, limits: TrialLimits = _DEFAULT_LIMITS) -> None:
         self._setup = TrialSetup(model, limits)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trials")
+        self._lock = threading.Lock()  # held while a process is started, or none any more
+        self._is_closed = False
         self._process: _Process | None = None
         self._num_trials = 0
 
@@ -127,26 +134,40 @@ class GrammarTrials:
     def close(self) -> None:
         """End the trial process. Trials that have not ended report nothing useful."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-        if self._process is not None:
-            self._process.process.kill()
-            self._process.process.wait(_EXIT_TIMEOUT_S)
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+        if process is not None:
+            process.process.kill()
+            process.process.wait(_EXIT_TIMEOUT_S)
 
     def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
         """Runs on the thread."""
+        verdict = self._ask(request) or self._ask(request)
+        report(verdict or Verdict.refused("its trial was broken off"))
+
+    def _ask(self, request: TrialRequest) -> Verdict | None:
+        """The verdict of the process; None if somebody has killed it."""
         try:
             link = self._running_process().link
             link.send_bytes(msgspec.json.encode(request))
-            verdict = msgspec.json.decode(link.recv_bytes(), type=Verdict)
-        except (EOFError, OSError):  # somebody has killed the process
+            return msgspec.json.decode(link.recv_bytes(), type=Verdict)
+        except (EOFError, OSError):
             self._drop_process()
-            verdict = Verdict.refused("its trial was broken off")
-        report(verdict)
+            return None
 
     def _running_process(self) -> _Process:
-        """Runs on the thread."""
-        if self._process is None:
-            self._process = _start(self._setup)
-        return self._process
+        """Runs on the thread.
+
+        Raises:
+            EOFError: the trials have been closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise EOFError
+            if self._process is None:
+                self._process = _start(self._setup)
+            return self._process
 
     def _drop_process(self) -> None:
         process = self._process

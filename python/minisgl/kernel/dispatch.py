@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minisgl.builds import CUDA_DTYPES
 from minisgl.errors import ConfigError
 from minisgl.kernel.native import load_cpu_kernels, load_cuda_kernels
 
 _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.int32)  # int32: of tables
+_CUDA_DTYPES = tuple(getattr(torch, name) for name in CUDA_DTYPES)
 
 
 def kernels_for(x: Tensor) -> Any | None:
@@ -52,7 +54,7 @@ def cuda_kernels_for(x: Tensor) -> Any | None:
     Returns:
         None where there are none; the caller then runs its reference.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype in _CUDA_DTYPES:
         return load_cuda_kernels(*torch.cuda.get_device_capability(x.device))
     return None
 

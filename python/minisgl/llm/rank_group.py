@@ -54,9 +54,8 @@ class RankGroup:
             stack.callback(self._inbox.close)
             self._supervisor = stack.enter_context(Supervisor("WARNING"))
             for rank in range(config.tp):
-                body = "minisgl.scheduler:scheduler_worker"
-                gpu = None if config.device == "cpu" else rank
-                self._supervisor.start(f"scheduler-{rank}", body, config, rank, addresses, gpu=gpu)
+                body = "minisgl.rank_process:run_rank"
+                self._supervisor.start(f"scheduler-{rank}", body, config, rank, addresses)
             self._supervisor.wait_ready(_START_TIMEOUT_S)
             self._supervisor.end_together()
             self._resources = stack.pop_all()

@@ -35,11 +35,11 @@ _NICENESS_ON_CPU = 5
 def scheduler_worker(
     ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses
 ) -> None:
-    """Body of a process: a scheduler and its engine, until an ExitMsg comes.
+    """Run a scheduler and its engine in this process, until an ExitMsg comes.
 
     Rank 0 talks to the tokenizers and the detokenizer; the other ranks listen to rank 0. All ranks
     are on one machine, so they resolve options that are auto to equal values. That happens here,
-    so that no other process needs torch.
+    so that no other process needs torch. `rank_process.py` calls this.
     """
     config = config.resolve(detect_hardware())
     logger.debug("the hardware is known")

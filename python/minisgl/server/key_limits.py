@@ -160,11 +160,16 @@ class KeyLimits:
         self.replace(text)
 
     def replace(self, text: str) -> None:
-        """Take other limits: all accounts begin anew."""
+        """Take other limits: all accounts begin anew.
+
+        Raises:
+            OSError: the disk is full; the limits stay as they were.
+        """
         limits = _parse(text)
         size = KeyAccount.NUM_NUMBERS
-        self._num_texts += 1
-        numbers = self._shared.array(f"key-limits-{self._num_texts}", 1 + size * len(limits))
+        number = self._num_texts + 1
+        numbers = self._shared.array(f"key-limits-{number}", 1 + size * len(limits))
+        self._num_texts = number
         self._accounts = {
             bytes.fromhex(limit.sha256): KeyAccount(
                 name, limit, self._shared, numbers[size * i : size * (i + 1)]

@@ -37,6 +37,7 @@ from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.private_folder import private_folder
+from minisgl.utils.standard_streams import open_closed_streams
 from minisgl.utils.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 def launch_server(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code. A failure is one line on stderr."""
+    open_closed_streams()
     try:
         config = parse_args(argv)
         set_up_logging("server", config.log_level, as_json=config.log_json)

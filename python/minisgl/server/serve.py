@@ -198,10 +198,10 @@ def _reload(config: ServerConfig, key_limits: KeyLimits, peers: Peers) -> None:
     assert config.key_limits
     try:
         text = read_key_limits(Path(config.key_limits))
-    except ConfigError as error:
+        key_limits.replace(text)
+    except (ConfigError, OSError) as error:
         logger.error("%s; the limits stay as they were", error)
         return
-    key_limits.replace(text)
     peers.tell(KeyLimitsMsg(text))
     logger.info("the limits of the keys were read again")
 

@@ -51,11 +51,10 @@ class Workers:
         for rank in range(self._config.tp):
             self._supervisor.start(
                 f"scheduler-{rank}",
-                "minisgl.scheduler:scheduler_worker",
+                "minisgl.rank_process:run_rank",
                 self._config,
                 rank,
                 self.addresses,
-                gpu=None if self._config.device == "cpu" else rank,
             )
         for name in self._tokenizer_addresses:
             self._start_tokenizer(name)

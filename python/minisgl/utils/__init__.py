@@ -3,6 +3,7 @@
 The machine:
 
     hardware.py        its devices and its memory
+    driver.py          the driver of its GPUs
     cuda_toolkit.py    CUDA's compiler
     env.py             environment variables
     heap.py            what a thread takes from the heap

@@ -18,7 +18,6 @@ import msgspec
 
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.utils.garbage import start_process
-from minisgl.utils.hardware import start_driver
 from minisgl.utils.logger import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,6 @@ def run_child(
     beats: ctypes.c_ulong,
     log_level: str,
     log_json: bool,
-    gpu: int | None,
     body: str,
     *args: Any,
 ) -> None:
@@ -97,13 +95,11 @@ def run_child(
     set_up_logging(name, log_level, as_json=log_json)
     logger.debug("the process runs")
     start_process()
-    if gpu is not None:
-        start_driver(gpu)
 
     ready = Ready(writer, beats)
     try:
         run = pkgutil.resolve_name(body)
-        logger.debug("all is imported")
+        logger.debug("%s is imported", body)
         run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
         if isinstance(error, MiniSGLError):

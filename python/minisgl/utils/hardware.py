@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+from minisgl.utils.driver import GpuDriver
 
 _M_TRIM_THRESHOLD = -1  # mallopt(3)
 _M_TOP_PAD = -2
@@ -13,6 +14,7 @@ _M_MMAP_THRESHOLD = -3
 _MADV_HUGEPAGE = 14  # madvise(2)
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 1 << 21
+_FIRST_WITH_BF16 = 8  # compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,14 @@ def detect_hardware() -> Hardware:
     return Hardware("cpu", _cpu_has_bf16(), 0)
 
 
+def guess_hardware(driver: GpuDriver | None) -> Hardware:
+    """What `detect_hardware` will find, without torch, which may be made for CPUs alone."""
+    if driver is None or driver.num_gpus == 0:
+        return Hardware("cpu", _cpu_has_bf16(), 0)
+    major, _ = driver.capability(0)
+    return Hardware("cuda", major >= _FIRST_WITH_BF16, driver.num_gpus)
+
+
 def _cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bf16 in hardware. If not, bf16 is slower than float32."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -48,27 +58,6 @@ def _cpu_has_bf16() -> bool:
         return False
     flags = cpuinfo.read_text(errors="replace")
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
-
-
-def start_driver(gpu: int) -> None:
-    """Make the driver and a GPU's context on a thread, while this process imports torch.
-
-    That takes up to a second, in which Python's lock is free. Where there is no such GPU, or no
-    driver, nothing happens.
-    """
-    threading.Thread(target=_make_context, args=(gpu,), name="driver", daemon=True).start()
-
-
-def _make_context(gpu: int) -> None:
-    """Make the context that CUDA's runtime uses, too. It lives as long as the process."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    device = ctypes.c_int()
-    context = ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), gpu) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def available_memory() -> int:

@@ -32,13 +32,16 @@ class SharedNumbers:
         """So many floats, zero at first, which every process sees that asks for this name.
 
         They are read and changed within `locked`. Without a folder each call makes new ones.
+
+        Raises:
+            OSError: the disk is full. It cannot be later: a write would end the process by SIGBUS.
         """
         num_bytes = size * _BYTES
         if self._folder is None:
             return memoryview(bytearray(num_bytes)).cast("d")
         descriptor = os.open(self._folder / f"numbers.{name}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, num_bytes)  # keeps what another process has written
+            os.posix_fallocate(descriptor, 0, num_bytes)  # keeps what others have written
             return memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
         finally:
             os.close(descriptor)

@@ -105,14 +105,7 @@ class Supervisor:
         """A descriptor for each child, which can be read when the child has died."""
         return [child.process.sentinel for child in self._children.values()]
 
-    def start(
-        self,
-        name: str,
-        body: str,
-        *args: Any,
-        has_children: bool = False,
-        gpu: int | None = None,
-    ) -> None:
+    def start(self, name: str, body: str, *args: Any, has_children: bool = False) -> None:
         """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
 
         Garbage is not collected until it calls `start_serving`.
@@ -120,7 +113,6 @@ class Supervisor:
         Args:
             body: "module:function". Only the new process imports the module.
             has_children: whether it starts processes by multiprocessing.
-            gpu: whose driver the process starts while it imports the module; see `start_driver`.
         """
         reader, writer = self._context.Pipe(duplex=False)
         beats = self._context.RawValue(ctypes.c_ulong)
@@ -133,7 +125,6 @@ class Supervisor:
                 beats,
                 self._log_level,
                 self._log_json,
-                gpu,
                 body,
                 *args,
             ),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +145,55 @@ def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed
         await worker.pack([body], CompletionRequest)
 
     run(scenario())
+
+
+def test_a_process_that_somebody_has_stopped_is_replaced(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = bytes_of({"model": "m", "prompt": "a" * 2**22})  # more than a pipe holds
+
+    async def scenario() -> None:
+        await worker.pack([large], CompletionRequest)
+        process = worker._process._process
+        assert process is not None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(body_worker, "_TIMEOUT_S", 0.1)
+            with pytest.raises(RequestError, match="MiB of memory or 0 s"):
+                await worker.pack([large], CompletionRequest)
+        await worker.pack([large], CompletionRequest)
+
+    run(scenario())
+
+
+def test_a_body_whose_process_somebody_kills_is_parsed_by_another(worker: BodyWorker) -> None:
+    large = bytes_of({"model": "m", "prompt": "a" * 2**22})
+
+    async def scenario() -> None:
+        await worker.pack([large], CompletionRequest)
+        process = worker._process._process
+        assert process is not None
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        packed = asyncio.create_task(worker.pack([large], CompletionRequest))
+        await asyncio.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        assert len((await packed).prompts) == 1
+
+    run(scenario())
+
+
+def test_the_memory_of_its_parent_does_not_count_as_the_processs() -> None:
+    """Each large body would get a new process as soon as its API process is large."""
+    child = "from minisgl.server.http.body_worker import _peak_memory; print(_peak_memory())"
+    parent = f"""
+import subprocess, sys
+large = b"x" * 2**29
+subprocess.run([sys.executable, "-c", {child!r}], check=True)
+"""
+    output = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True).stdout
+    assert 2**20 < int(output) < 2**29
 
 
 def test_a_client_that_goes_away_gives_its_turn_to_the_next(worker: BodyWorker) -> None:

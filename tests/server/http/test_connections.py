@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from minisgl.message import AbortMsg, UserReply
 from minisgl.server.capacity import NUM_RESERVED
+from minisgl.server.frontend import Frontend
 from minisgl.server.http import connections
 from minisgl.server.http.connections import RUNS_A_TURN, ConnectionLimits
 from minisgl.server.http.listener import create_server
@@ -229,6 +230,40 @@ def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> 
 # ---- many at once
 
 
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health", 200), ("/v1/models", 200), (TEXT, 405), ("/nowhere", 404)]
+)
+def test_an_answer_to_head_has_no_body_and_keeps_the_connection(
+    path: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        for _ in range(2):
+            client.send(b"HEAD %b HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode())
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+        client.send(HEALTH)
+        assert (await client.response())[0] == 200
+
+    run_served(scenario)
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
+
+
+def test_a_failed_answer_to_head_has_no_body(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        monkeypatch.setattr(Frontend, "refusal", property(lambda self: 1 / 0))
+        client = await served.connect()
+        client.send(b"HEAD /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 500 ")
+        assert body == b""
+
+    run_served(scenario)
+    assert "Too much data" not in caplog.text
+
+
 class TurnCounter:
     """What uvicorn's connections are called with, and in which turns of the loop."""
 
@@ -409,6 +444,17 @@ def test_a_client_that_sends_its_whole_body_first_still_reads_why_it_is_refused(
         assert (status, headers["connection"]) == (413, "close")
         assert str(MAX_BODY) in json.loads(body)["error"]["message"]
         assert await client.rest() == b""
+
+    run_served(scenario)
+
+
+def test_a_client_that_asks_before_it_sends_too_much_is_refused_at_once() -> None:
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, b"", "expect: 100-continue", length=MAX_BODY + 1))
+        status, headers, body = await client.response()  # no 100 before it
+        assert (status, headers["connection"]) == (413, "close")
+        assert str(MAX_BODY) in json.loads(body)["error"]["message"]
 
     run_served(scenario)
 
@@ -658,5 +704,50 @@ def test_a_client_that_reads_nothing_for_long_loses_its_stream(
             served.app.worker.send(UserReply(msg.uid, "x" * 100_000, num_output=number + 1))
         assert isinstance(await served.app.worker.receive(), AbortMsg)
         await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+
+
+# ---- clients that go away
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("more", [b"\r\n", HEALTH], ids=["blank line", "next request"])
+def test_a_client_that_sends_more_during_its_answer_is_still_noticed_when_it_goes(
+    more: bytes, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode()))
+        await served.app.worker.receive()
+        (connection,) = served.server.server_state.connections
+        client.send(more)
+        await wait_until(lambda: connection.flow is not None and connection.flow.read_paused)
+        if resets:
+            client.writer.transport.abort()
+        else:
+            client.close()
+        assert isinstance(await served.app.worker.receive(), AbortMsg)
+        await wait_until(lambda: served.num_open == 0)
+
+    run_served(scenario)
+
+
+def test_a_client_that_sends_more_during_its_answer_and_waits_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+
+    async def scenario(served: Served) -> None:
+        client = await served.connect()
+        client.send(post(TEXT, json.dumps(BODIES[TEXT]).encode()))
+        msg = await served.app.worker.receive()
+        client.send(HEALTH)
+        await asyncio.sleep(0.1)  # several looks
+        served.app.worker.send(*token_replies("ok")(msg))
+        assert (await client.response())[0] == 200
+        assert (await client.response())[2] == b'{"status":"ok"}'
 
     run_served(scenario)

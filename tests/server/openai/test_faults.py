@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.errors import InvalidRequest
+from minisgl.server.anthropic import MessagesRequest
 from minisgl.server.http.body_parser import parse_body
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
@@ -20,6 +21,11 @@ MANY = 20_000
 REQUIRED: dict[type[PromptRequest], dict[str, Any]] = {
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     CompletionRequest: {"model": "m", "prompt": "hi"},
+    MessagesRequest: {
+        "model": "m",
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": "hi"}],
+    },
     ResponsesRequest: {"model": "m", "input": "hi"},
 }
 
@@ -65,6 +71,16 @@ REQUIRED: dict[type[PromptRequest], dict[str, Any]] = {
             ResponsesRequest,
             {"input": [5]},
             "input.0: it must be an object with a type that is a string",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "system", "content": "hi"}]},
+            "messages.0.role: it must be one of 'user', 'assistant', got \"system\"",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"content": "hi"}]},
+            "messages.0: it must be an object with a role that is a string",
         ),
         (
             ResponsesRequest,

@@ -16,12 +16,14 @@ import os
 import pkgutil
 import resource
 import signal
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import msgspec
 
@@ -111,15 +113,23 @@ class BodyWorker:
             if turn.packed.cancelled():
                 continue
             self._is_busy = True
-            work = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._process.pack, turn.job, turn.chunks
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + _TIMEOUT_S
+            # A process that somebody has stopped does not even take a body.
+            timer = loop.call_at(deadline, self._process.kill)
+            work = loop.run_in_executor(
+                self._thread, self._process.pack, turn.job, turn.chunks, deadline
             )
-            work.add_done_callback(partial(self._finish, turn.packed))
+            work.add_done_callback(partial(self._finish, turn.packed, timer))
 
     def _finish(
-        self, packed: asyncio.Future[PackedRequest], done: asyncio.Future[PackedRequest]
+        self,
+        packed: asyncio.Future[PackedRequest],
+        timer: asyncio.TimerHandle,
+        done: asyncio.Future[PackedRequest],
     ) -> None:
         self._is_busy = False
+        timer.cancel()
         error = done.exception()
         if packed.cancelled():
             pass
@@ -130,7 +140,7 @@ class BodyWorker:
         self._start_next()
 
     def close(self) -> None:
-        self._process.kill()
+        self._process.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._process.kill()  # if it was just being started
 
@@ -148,24 +158,39 @@ class _Process:
         self._memory_limit = memory_limit
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
+        self._is_closed = False
 
-    def pack(self, job: _Job, chunks: list[bytes]) -> PackedRequest:
-        try:
-            return self._pack(job, chunks)
-        except (EOFError, OSError, TimeoutError):
-            self._end()
-            raise InvalidRequest(
-                f"reading the body takes more than {self._memory_limit >> 20} MiB of memory "
-                f"or {_TIMEOUT_S:.0f} s",
-                code="body_too_costly",
-            ) from None
+    def pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
+        """Parse a body, and once more if somebody has killed the process.
 
-    def _pack(self, job: _Job, chunks: list[bytes]) -> PackedRequest:
+        Args:
+            deadline: when the process is killed, by `time.monotonic`.
+        """
+        for _ in range(2):
+            try:
+                return self._pack(job, chunks, deadline)
+            except (EOFError, OSError):
+                exit_code = self._end()
+            if exit_code != -signal.SIGKILL or time.monotonic() >= deadline:
+                break
+        raise InvalidRequest(
+            f"reading the body takes more than {self._memory_limit >> 20} MiB of memory "
+            f"or {_TIMEOUT_S:.0f} s",
+            code="body_too_costly",
+        )
+
+    def _pack(self, job: _Job, chunks: list[bytes], deadline: float) -> PackedRequest:
+        """
+        Raises:
+            EOFError, OSError: the process has ended, the time is over, or all is closed.
+        """
+        if self._is_closed:
+            raise EOFError
         pipe = self._connect()
         pipe.send_bytes(msgspec.msgpack.encode(job))
         for chunk in chunks:
             pipe.send_bytes(chunk)
-        if not pipe.poll(_TIMEOUT_S):
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         result = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Result)
         prompts = [pipe.recv_bytes() for _ in range(result.num_prompts)]
@@ -205,14 +230,22 @@ class _Process:
         if self._process is not None:
             self._process.kill()
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """From another thread: end it, and start no other."""
+        self._is_closed = True
+        self.kill()
+
+    def _end(self) -> int | None:
+        """End the process, if there is one. Returns its exit code, negative for a signal."""
         if self._process is None or self._pipe is None:
-            return
+            return None
         self._process.kill()
         self._process.join()
+        exit_code = self._process.exitcode
         self._pipe.close()
         self._process = None
         self._pipe = None
+        return exit_code
 
 
 def _run(
@@ -257,4 +290,8 @@ def _name_of(model: type[PromptRequest]) -> str:
 
 
 def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes that this program took at most. `getrusage` counts those of the program before it."""
+    status = Path("/proc/self/status").read_text()
+    _, _, rest = status.partition("VmHWM:")
+    kib, *_ = rest.split(maxsplit=1)
+    return int(kib) * 1024

@@ -13,6 +13,9 @@ A turn of the event loop parses or ends a few connections only. The others wait,
 arrival; health checks have a queue of their own. So a crowd that sends or hangs up at once delays
 neither them nor the streams of others.
 
+What a client sends during its answer waits unread, and so does the end of its connection. Then the
+kernel is asked now and then whether the client has gone.
+
 Does not know what a request means. Reference: RFC 9112, sections 6.3 and 9.6.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +51,9 @@ RUNS_A_TURN = 2
 _RESERVED_HEAD_S = 1.0
 _DROPPING_S = 2.0
 _STALLED_S = 300.0
+_LOOK_S = 1.0
+_TCP_CLOSE = 7  # of linux/tcp_states.h
+_TCP_CLOSE_WAIT = 8
 # Bytes that are read at a time. h11 takes 20 µs for a chunk of six bytes, or for a line of a head.
 _CAREFUL_READ = 2**9
 _PLAIN_READ = 2**18
@@ -130,6 +137,7 @@ class Connection(H11Protocol):
         self._unparsed = b""  # bytes whose turn has not come
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
 
     # What uvicorn and asyncio call.
 
@@ -145,6 +153,8 @@ class Connection(H11Protocol):
     def _end(self, exc: Exception | None) -> None:
         self._clear_deadline()
         self._clear_stall_timer()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         self._unset_keepalive_if_required()  # uvicorn leaves it set after an error
         self._table.discard(self)
         super().connection_lost(exc)
@@ -184,7 +194,9 @@ class Connection(H11Protocol):
             self._clear_deadline()
         elif self._deadline is None:
             self._await_head()
-        if not self.flow.read_paused:
+        if self.flow.read_paused:
+            self._look_later()
+        else:
             self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -193,6 +205,8 @@ class Connection(H11Protocol):
         self._fit_reads()
         if self.cycle is not cycle:  # the next request had come already
             self._watch_cycle()
+        if self.flow.read_paused:  # and the one after it
+            self._look_later()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -274,6 +288,22 @@ class Connection(H11Protocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
+    # Clients that go away while nothing is read.
+
+    def _look_later(self) -> None:
+        if self._look_timer is None:
+            self._look_timer = self.loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """End the connection if the client has gone; its end stands behind what is unread."""
+        self._look_timer = None
+        if self.transport.is_closing() or not self.flow.read_paused:
+            return
+        if _has_gone(self.transport.get_extra_info("socket")):
+            self.transport.abort()
+        else:
+            self._look_later()
+
     # Requests.
 
     def _watch_cycle(self) -> None:
@@ -281,7 +311,12 @@ class Connection(H11Protocol):
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
 
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or refuse; announce that the connection closes if it does."""
+        """Run the application, or refuse; announce that the connection closes if it does.
+
+        The application has a scope of its own. It changes the method of HEAD, and uvicorn reads the
+        true one to leave the body out.
+        """
+        scope = {**scope}
         refusal = self._refusal(scope)
         must_close = self._is_reserved or refusal is not None
 
@@ -311,6 +346,12 @@ class Connection(H11Protocol):
             message = f"{limit} connections are open, which is the limit; try again later"
             return _Refusal(503, message, "server_error", "too_many_connections")
         return None
+
+
+def _has_gone(connected: socket.socket) -> bool:
+    """Whether the other end of a TCP connection has closed it, by tcpi_state of tcp(7)."""
+    (state,) = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state in (_TCP_CLOSE, _TCP_CLOSE_WAIT)
 
 
 class _CycleTransport:

@@ -112,7 +112,7 @@ class KeyQuota:
 
 
 class HeadAsGet:
-    """Answers HEAD as GET. The connection leaves the body out (RFC 9110, section 9.3.2)."""
+    """Answers HEAD as GET (RFC 9110, section 9.3.2). `Connection` leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -126,7 +126,9 @@ class HeadAsGet:
 class BodyLimit:
     """Answers a body larger than `max_bytes` with 413, whatever its Content-Length says.
 
-    A body that has not come in full after `timeout_s` gets a 408, however it drips.
+    One that says that it is larger is refused unread, and a client that asks first (`Expect:
+    100-continue`) does not send it. A body that has not come in full after `timeout_s` gets a 408,
+    however it drips.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
@@ -136,15 +138,21 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            receive = _LimitedBody(receive, self._max_bytes, self._timeout_s).receive
+            length = int(Headers(scope=scope).get("content-length", "0"))
+            receive = _LimitedBody(receive, length, self._max_bytes, self._timeout_s).receive
         await self._app(scope, receive, send)
 
 
 class _LimitedBody:
-    """The messages of one request. Its deadline counts from the request's head."""
+    """The messages of one request. Its deadline counts from the request's head.
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    Args:
+        length: what the head says that the body has, in bytes; 0 if it does not say.
+    """
+
+    def __init__(self, receive: Receive, length: int, max_bytes: int, timeout_s: float) -> None:
         self._receive = receive
+        self._length = length
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._deadline: float | None = asyncio.get_running_loop().time() + timeout_s
@@ -155,6 +163,7 @@ class _LimitedBody:
         Raises:
             HTTPException: the body is too large or too slow.
         """
+        self._check_length(self._length)
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
@@ -163,10 +172,13 @@ class _LimitedBody:
                 408, f"the body did not come within {self._timeout_s:g} s"
             ) from None
         self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._max_bytes:
-            raise HTTPException(
-                413, f"the body is larger than the limit of {self._max_bytes} bytes"
-            )
+        self._check_length(self._num_bytes)
         if not message.get("more_body", False):
             self._deadline = None  # a later message says that the client has gone
         return message
+
+    def _check_length(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise HTTPException(
+                413, f"the body is larger than the limit of {self._max_bytes} bytes"
+            )

@@ -101,7 +101,7 @@ def _any_of(kinds: list[str]) -> str:
 def _reason(fault: Fault) -> str:
     kind = fault["type"]
     if kind == "union_tag_not_found":
-        return "it must be an object with a type that is a string"
+        return f"it must be an object with a {_tag_field(fault)} that is a string"
     if kind not in _WORDS:
         return str(fault["msg"]).removeprefix("Value error, ")
     words = _WORDS[kind].format_map(fault.get("ctx", {}))
@@ -136,8 +136,14 @@ def _locate(fault: Fault, body: Any) -> Path:
         return (*_resolve(loc, body, fault["input"]), name)
     path = _resolve(loc, body, fault["input"])
     if fault["type"] == "union_tag_invalid":
-        return (*path, "type")
+        return (*path, _tag_field(fault))
     return path
+
+
+def _tag_field(fault: Fault) -> str:
+    """The field that says which branch of a union an object is."""
+    discriminator: str = fault["ctx"]["discriminator"]  # quoted, or the call of a function
+    return discriminator.strip("'") if discriminator.startswith("'") else "type"
 
 
 def _resolve(loc: Sequence[Any], body: Any, value: Any) -> Path:

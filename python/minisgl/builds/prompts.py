@@ -10,23 +10,19 @@ compiler's time.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
-import subprocess
-import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from tvm_ffi import libinfo
-
-import minisgl.kernel
+from minisgl.builds.library import Library, digest_of, ffi_include_options, ffi_link_options
+from minisgl.checkpoint import AttentionSpec
 from minisgl.utils.cuda_toolkit import CudaToolkit
 
-_SOURCES = Path(minisgl.kernel.__file__).parent / "csrc" / "hopper"
+HOPPER = 9  # major number of its compute capability
+
+_SOURCES = Path(__file__).parents[1] / "kernel" / "csrc" / "hopper"
 _KERNELS = ("paged.cu", "ragged.cu")
 _HOST_SOURCES = ("launch.cu", "plan.cu", "entry.cpp")
 _FLAGS = ["-std=c++17", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr"]
@@ -37,7 +33,7 @@ _HOST_FLAGS = ["-O1", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-c"]
 # As `flashinfer.jit.env` names them, inside the package.
 _HEADERS = ["cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "include"]
 _HEADERS += ["cutlass/include", "cutlass/tools/util/include"]
-_ELEMENTS = {torch.bfloat16: "cutlass::bfloat16_t", torch.float16: "cutlass::half_t"}
+_ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}  # by dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +41,48 @@ class PromptKernels:
     """The kernels of prompts for layers of one kind.
 
     Attributes:
-        dtype: one of which `can_compile` is true.
+        dtype: bfloat16 or float16.
         head_dim: 64, 128 or 256.
     """
 
-    dtype: torch.dtype
+    dtype: str
     head_dim: int
     has_window: bool
     has_softcap: bool
 
     @property
     def name(self) -> str:
-        """Of the library."""
-        kind = f"{self.dtype}-{self.head_dim}".removeprefix("torch.")
+        """Tells them from those of other layers."""
+        kind = f"{self.dtype}-{self.head_dim}"
         kind += "-window" if self.has_window else ""
         return kind + ("-softcap" if self.has_softcap else "")
 
-    def compile(self, toolkit: CudaToolkit, include_folders: Sequence[Path], library: Path) -> None:
-        """Write the library, at once: another process may be loading it.
+    def library(self, sources: Sources, toolkit: CudaToolkit | None) -> Library:
+        """The library with the functions that `prompt_attention.py` calls.
 
         Args:
-            include_folders: FlashInfer's headers and those that it brings along.
-            library: where the functions go that `prompt_attention.py` calls.
-
-        Raises:
-            RuntimeError: a compiler fails; the message is what it wrote.
+            sources: found by `find_sources`.
         """
-        nvcc = str(toolkit.nvcc)
-        ffi_folders = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-        folders = [_SOURCES / "light", *include_folders, *ffi_folders]
+        folders = [_SOURCES / "light", *sources.include_folders]
         options = [*_FLAGS, *self._definitions(), *(f"-I{folder}" for folder in folders)]
-        ffi_folder = Path(libinfo.find_libtvm_ffi()).parent
-        link_options = [f"-L{toolkit.home / 'lib64'}", f"-L{ffi_folder}", "-ltvm_ffi"]
-        commands = [
-            [nvcc, *options, *_KERNEL_FLAGS, str(_SOURCES / name), "-o", _made_of(name, "cubin")]
+        options += ffi_include_options()
+        compilations = [
+            [*options, *_KERNEL_FLAGS, str(_SOURCES / name), "-o", _made_of(name, "cubin")]
             for name in _KERNELS
         ]
-        commands += [
-            [nvcc, *options, *_HOST_FLAGS, str(_SOURCES / name), "-o", _made_of(name, "o")]
+        compilations += [
+            [*options, *_HOST_FLAGS, str(_SOURCES / name), "-o", _made_of(name, "o")]
             for name in _HOST_SOURCES
         ]
         objects = [_made_of(name, "o") for name in _HOST_SOURCES]
-        link = [nvcc, "-shared", *objects, str(_SOURCES / "cubins.S"), "-o", "prompts.so"]
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            with ThreadPoolExecutor(len(commands)) as pool:
-                list(pool.map(lambda command: _run(command, scratch), commands))
-            _run([*link, *link_options], scratch)
-            made = Path(scratch) / "prompts.so"
-            made.chmod(0o700)
-            made.rename(library)
+        linking = ["-shared", *objects, str(_SOURCES / "cubins.S")]
+        linking += [] if toolkit is None else [f"-L{toolkit.home / 'lib64'}"]
+        return Library(
+            name=f"prompts-{self.name}-{sources.digest}",
+            compiler=None if toolkit is None else str(toolkit.nvcc),
+            compilations=compilations,
+            linking=[*linking, *ffi_link_options()],
+        )
 
     def _definitions(self) -> list[str]:
         values = {
@@ -118,12 +107,15 @@ class Sources:
     digest: str
 
 
-def find_sources() -> Sources | None:
+def find_sources(capability: tuple[int, int], dtype: str) -> Sources | None:
     """Find the headers of the FlashInfer that is installed, without importing it.
 
     Returns:
-        None if it is not there, or has its modules compiled already.
+        None where FlashInfer's own modules compute: it has them compiled already, or it is not
+        there, or the GPU is not Hopper, or it computes in a dtype that our kernels do not take.
     """
+    if capability[0] != HOPPER or dtype not in _ELEMENTS:
+        return None
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return None
     try:
@@ -136,30 +128,27 @@ def find_sources() -> Sources | None:
     for location in spec.submodule_search_locations or []:
         folders = [Path(location) / "data" / folder for folder in _HEADERS]
         if all(folder.is_dir() for folder in folders):
-            return Sources(folders, f"{version}-cuda{torch.version.cuda}-{_digest_of_sources()}")
+            return Sources(folders, _digest_with(version))
     return None
 
 
-def can_compile(dtype: torch.dtype) -> bool:
-    """Whether there are kernels of prompts for numbers of this type."""
-    return dtype in _ELEMENTS
+def prompt_kernels(
+    dtype: str, head_dim: int, specs: Iterable[AttentionSpec]
+) -> list[PromptKernels]:
+    """The distinct kernels that the prompts need in layers of some specs."""
+    kinds = {
+        PromptKernels(dtype, head_dim, spec.window is not None, spec.softcap is not None)
+        for spec in specs
+    }
+    return sorted(kinds, key=lambda kind: kind.name)
 
 
-def _digest_of_sources() -> str:
-    """Identify what is compiled here, beside FlashInfer's version and the model."""
+def _digest_with(flashinfer_version: str) -> str:
+    """Identify what is compiled here, beside the kinds of a model's layers."""
     files = sorted(file for file in _SOURCES.rglob("*") if file.is_file())
-    text = "\n".join([*(file.read_text() for file in files), *_FLAGS, *_KERNEL_FLAGS, *_HOST_FLAGS])
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return digest_of(files, [*_FLAGS, *_KERNEL_FLAGS, *_HOST_FLAGS, flashinfer_version])
 
 
 def _made_of(source: str, kind: str) -> str:
     """The name of what a source is compiled to."""
     return f"{Path(source).stem}.{kind}"
-
-
-def _run(command: list[str], folder: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        # One that is killed says nothing.
-        silent = f"{command[0]} ends with {done.returncode} and says nothing"
-        raise RuntimeError(done.stderr or done.stdout or silent)
