@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
     """Body of a process: see `scheduler_worker`."""
-    threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
-    with short_waits():
+    with short_waits():  # before the thread: libcuda reads the environment that this changes
+        threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
         from minisgl.scheduler import scheduler_worker  # here, while the thread runs
 
     logger.debug("torch and the scheduler are imported")
