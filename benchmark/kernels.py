@@ -29,7 +29,7 @@ from torch import Tensor
 from minisgl import kernel
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.kernel import HeadNorms, Rotation, dispatch
-from minisgl.moe import create_moe_backend
+from minisgl.moe import ExpertShape, create_moe_backend
 
 # Sizes of the model, by the letters of minisgl.core.
 D = 1024  # model width
@@ -238,7 +238,8 @@ def experts(data: Data, T: int) -> Iterator[Case]:
     yield Case("route", f"{T} x {A} of {E}", route, has_kernel=data.on_gpu)
     weight, expert = route()
     num_bytes = 6 * EXPERT_MLP * EXPERT_D * len(expert.unique())
-    backend = create_moe_backend(x.device, x.dtype)
+    sizes = ExpertShape(E, A, EXPERT_D, EXPERT_MLP, "bfloat16")
+    backend = create_moe_backend(x.device, x.dtype, sizes)
     moe = lambda: backend.forward(x, gate_up, down, weight, expert)
     shape = f"{T} x {A} of {E} x {EXPERT_D} x {EXPERT_MLP}"
     reference = lambda: kernel.moe_reference(x, gate_up, down, weight, expert)

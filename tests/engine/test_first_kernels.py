@@ -35,19 +35,11 @@ PAGE_SIZE = 4
 EAGER = {"cuda_graph_max_bs": 0, "max_prefill_length": 10, "max_running_requests": 5}
 
 
-class FusedBackend(FusedMoeBackend):
-    """It makes no tensor on a GPU."""
-
-    def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:
-        by_tile = gpu.nums_of_tokens_by_tile(num_experts, each)
-        return [1, *(max(num_tokens, 5) for num_tokens in by_tile)]
-
-
 def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are taken for those of a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
-    monkeypatch.setattr(first_kernels, "create_moe_backend", lambda *_: FusedBackend())
+    monkeypatch.setattr(first_kernels, "create_moe_backend", lambda *_: FusedMoeBackend())
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
 
 

@@ -21,7 +21,10 @@ from tvm_ffi import libinfo
 from minisgl.builds import kernels
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
+from minisgl.moe import rule_table
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
+
+_END_OF_FLATTENED = "} {tt.flatten"
 
 
 class NoDevice:
@@ -39,6 +42,10 @@ class NoDevice:
 
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     compiled = run(self, *args, grid=grid, warmup=True, **options)
+    ttir = compiled.asm["ttir"]
+    assert ("flatten=" in self.src) == (_END_OF_FLATTENED in ttir)
+    late = read_too_late(ttir)
+    assert not late, f"{self.__name__} reads {late} after an inner loop: see read_too_late"
     cubin = compiled.asm["cubin"]
     waits = "griddepcontrol.wait" in compiled.asm["ptx"]
     dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
@@ -49,6 +56,44 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
         "waits" if waits else "does not wait",
     ]
     print(f"{self.__name__}: {', '.join(facts)}")
+
+
+def read_too_late(ttir: str) -> list[str]:
+    """Operations after the inner loop of a flattened one that read what the outer loop carries.
+
+    Triton 3.6 and 3.9 fuse the two loops into one. There, such an operation may get the value of
+    the next iteration instead of its own.
+    """
+    lines = ttir.splitlines()
+    late: list[str] = []
+    for end, line in enumerate(lines):
+        if _END_OF_FLATTENED not in line:
+            continue
+        begin = _begin_of_block(lines, end)
+        inner_end = max(i for i in range(begin, end) if lines[i].strip().startswith("}"))
+        inner_begin = _begin_of_block(lines, inner_end)
+        carried = set(re.findall(r"(%\w+) = ", lines[begin].partition("iter_args")[2]))
+        for number in (*range(begin + 1, inner_begin), *range(inner_end + 1, end)):
+            operation, _, _ = lines[number].strip().partition(" loc(")
+            result = re.match(r"(%\w+)(:\d+)? = ", operation)
+            read = set(re.findall(r"%\w+", operation[result.end() if result else 0 :]))
+            if operation.startswith("scf.yield") or not carried & read:
+                continue
+            if result:
+                carried.add(result[1])
+            if number > inner_end:
+                late.append(operation)
+    return late
+
+
+def _begin_of_block(lines: list[str], end: int) -> int:
+    """The line that opens the block that a line closes: the last one that is as far to the left."""
+    depth = _indentation(lines[end])
+    return max(i for i in range(end) if _indentation(lines[i]) == depth)
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -103,17 +148,21 @@ def experts() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         gate_up = torch.empty(1, 2 * mlp_width, width, dtype=dtype).expand(num_experts, -1, -1)
         down = torch.empty(1, width, mlp_width, dtype=dtype).expand(num_experts, -1, -1)
-        nums_of_tokens = [1, *(16 * pairs for pairs in gpu.experts._TILES)]
-        if dtype == torch.bfloat16:  # the largest tile is not for float32, where it spills
-            nums_of_tokens.append(8192)
+        table = rule_table(num_experts, each)
+        nums_of_tokens = table.nums_of_tokens
+        if dtype == torch.float32:  # the largest tile is not for it: it spills
+            nums_of_tokens.pop()
         for tokens in nums_of_tokens:
             x = torch.empty(tokens, width, dtype=dtype)
             logits = torch.empty(tokens, num_experts, dtype=dtype)
             weight = logits[:, :each].contiguous()
             expert = torch.empty(tokens, each, dtype=torch.int32)
             gpu.route(logits, weight, expert, tokens > 1)
-            multiply = gpu.moe_by_token if tokens == 1 else gpu.moe_by_expert
-            multiply(x, gate_up, down, weight, expert, x)
+            tiles = table.find(tokens)
+            if tiles is None:
+                gpu.moe_by_token(x, gate_up, down, weight, expert, x)
+            else:
+                gpu.moe_by_expert(x, gate_up, down, weight, expert, x, tiles)
 
 
 def cuda(nvcc: str, source: Path) -> None:

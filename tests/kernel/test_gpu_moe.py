@@ -5,20 +5,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import moe_reference, route_reference
+from minisgl.kernel import ExpertTiles, ProductTile, moe_reference, route_reference
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import dispatch, gpu, route
+from minisgl.moe import rule_table
 from tests.kernel.harness import DEVICE, DOT_DTYPES, DTYPES, numbers, same
 
 pytestmark = pytest.mark.gpu
 FEW = 4  # tokens that are computed by token; the interpreter is too slow for more
+# Fewer programs than tiles: a program multiplies several.
+TILES = ExpertTiles(16, ProductTile(64, 256, 4, 3, 5), ProductTile(32, 128, 4, 2, 2))
+MORE_TILES = [
+    TILES,
+    ExpertTiles(32, ProductTile(128, 128, 4, 4, 1), ProductTile(64, 512, 4, 3, 1000)),
+    ExpertTiles(128, ProductTile(256, 128, 8, 3, 132), ProductTile(128, 128, 8, 4, 132)),
+]
 
 
 def distinct_logits(
@@ -70,19 +78,38 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist() -> None:
     assert ((expert_TA >= 0) & (expert_TA < 5)).all()
 
 
-@pytest.mark.parametrize(("tokens", "each", "num_experts"), [(1, 1, 1), (9, 3, 6), (1500, 3, 7)])
-def test_each_expert_lists_its_pairs_in_order(
-    random: torch.Generator, tokens: int, each: int, num_experts: int
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(
+    ("tokens", "each", "num_experts"),
+    [(1, 1, 1), (9, 3, 6), (1500, 3, 7), (40, 8, 128), (300, 2, 150)],
+)
+def test_blocks_have_the_pairs_of_each_expert_in_order(
+    random: torch.Generator,
+    tokens: int,
+    each: int,
+    num_experts: int,
+    block_size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Two experts have none. Many pairs are sorted in chunks, of which a table has 16 rows."""
+    monkeypatch.setattr(gpu.experts, "MOST_PAIRS_AT_ONCE", 1024)
+    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 256)
     expert_TA = torch.randint(
         max(1, num_experts - 2), (tokens, each), generator=random, device=DEVICE
     )
-    for dtype in (torch.int32, torch.int64):
-        pair_EJ, count_E = gpu.list_pairs(expert_TA.to(dtype), num_experts)
-        for expert, count in enumerate(count_E.tolist()):
-            assert torch.equal(
-                pair_EJ[expert, :count], (expert_TA.flatten() == expert).nonzero().flatten().int()
-            )
+    blocks = gpu.sort_pairs(expert_TA.to(dtype), num_experts, block_size)
+    pairs: list[int] = []
+    experts: list[int] = []
+    for expert in range(num_experts):
+        own = (expert_TA.flatten() == expert).nonzero().flatten().tolist()
+        pairs += [*own, *[-1] * (-len(own) % block_size)]
+        experts += [expert] * -(-len(own) // block_size)
+    assert blocks.num_blocks_1.tolist() == [len(experts)]
+    assert len(blocks.expert_X) >= len(experts)
+    assert blocks.pair_Z[: len(pairs)].tolist() == pairs
+    assert blocks.expert_X[: len(experts)].tolist() == experts
 
 
 def experts(
@@ -93,11 +120,17 @@ def experts(
 
 
 def check(
-    x_TD: Tensor, weights: tuple[Tensor, Tensor], weight_TA: Tensor, expert_TA: Tensor
+    x_TD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    tiles: ExpertTiles = TILES,
 ) -> None:
     y_TD = torch.full_like(x_TD, torch.nan)
-    multiply = gpu.moe_by_token if len(x_TD) <= FEW else gpu.moe_by_expert
-    multiply(x_TD, *weights, weight_TA, expert_TA, y_TD)
+    if len(x_TD) <= FEW:
+        gpu.moe_by_token(x_TD, *weights, weight_TA, expert_TA, y_TD)
+    else:
+        gpu.moe_by_expert(x_TD, *weights, weight_TA, expert_TA, y_TD, tiles)
     wide = moe_reference(x_TD.float(), *(w.float() for w in weights), weight_TA.float(), expert_TA)
     same(y_TD, wide.to(x_TD.dtype))
 
@@ -123,6 +156,37 @@ def test_experts(
     check(
         numbers(random, tokens, width, dtype=dtype), weights, weight_TA.to(dtype), expert_TA.int()
     )
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("tiles", MORE_TILES)
+def test_experts_in_tiles(random: torch.Generator, tiles: ExpertTiles, dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and DEVICE.type == "cuda" and tiles.pairs == 128:
+        pytest.skip("these tiles of float32 are too large for a processor")
+    weight_TA, expert_TA = torch.rand(90, 6, generator=random, device=DEVICE).topk(3)
+    check(
+        numbers(random, 90, 72, dtype=dtype),
+        experts(random, 6, 72, 144, dtype),
+        weight_TA.to(dtype),
+        expert_TA,
+        tiles,
+    )
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+def test_the_first_product_writes_all_that_the_second_reads(
+    random: torch.Generator, dtype: torch.dtype
+) -> None:
+    """Blocks have places without a pair. What memory held there may be no number."""
+    gate_up_EUD, _ = experts(random, 6, 72, 48, dtype)
+    expert_TA = torch.rand(9, 6, generator=random, device=DEVICE).topk(3).indices
+    blocks = gpu.sort_pairs(expert_TA, 6, TILES.pairs)
+    h_ZF = torch.full((len(blocks.pair_Z), 48), torch.nan, dtype=dtype, device=DEVICE)
+    x_TD = numbers(random, 9, 72, dtype=dtype)
+    gpu.multiply_blocks(x_TD, gate_up_EUD, blocks, h_ZF, TILES.gate_up, each=3)
+    num_places = int(blocks.num_blocks_1) * TILES.pairs
+    assert num_places > expert_TA.numel()
+    assert h_ZF[:num_places].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -161,10 +225,12 @@ def test_experts_that_all_tokens_or_none_chose(
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 8, 100, 256, 500, 3000])
-@pytest.mark.parametrize("multiply", [gpu.moe_by_token, gpu.moe_by_expert])
+@pytest.mark.parametrize("is_sorted", [False, True])
 def test_experts_of_real_widths_in_a_graph(
-    random: torch.Generator, multiply: Callable[..., None], tokens: int, dtype: torch.dtype
+    random: torch.Generator, is_sorted: bool, tokens: int, dtype: torch.dtype
 ) -> None:
+    tiles = rule_table(128, 8).find(max(tokens, FEW + 1))
+    multiply = partial(gpu.moe_by_expert, tiles=tiles) if is_sorted else gpu.moe_by_token
     weights = experts(random, 128, 2048, 768, dtype)
     x_TD = numbers(random, tokens, 2048, dtype=dtype)
     logits_TE = distinct_logits(random, tokens, 128, dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.kernel import gpu
+from minisgl.moe import rule_table
 from tests.kernel.launches import Launches
 
 SIZES = [1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 77, 100, 128, 129, 255, 256]
@@ -144,13 +145,14 @@ def test_of_attention_to_a_shared_prefix(launches: Launches, num_kv_heads: int) 
 
 
 def test_of_experts(launches: Launches) -> None:
-    """One for each tile, for each of the two products; nothing else depends on a size."""
+    """One for each tile, for each of the two products; few pairs are sorted at once."""
     num_experts = 16
     each = 4
     width = 256
     mlp_width = 192
     gate_up = torch.empty(num_experts, 2 * mlp_width, width, dtype=bf16)
     down = torch.empty(num_experts, width, mlp_width, dtype=bf16)
+    table = rule_table(num_experts, each)
     for size in MANY_SIZES:
         x = torch.empty(size, width, dtype=bf16)
         logits = torch.empty(size, num_experts, dtype=bf16)
@@ -158,24 +160,17 @@ def test_of_experts(launches: Launches) -> None:
         expert = ints(size * each).view(size, each)
         gpu.route(logits, weight, expert, True)
         gpu.moe_by_token(x, gate_up, down, weight, expert, x)
-        gpu.moe_by_expert(x, gate_up, down, weight, expert, x)
+        gpu.moe_by_expert(x, gate_up, down, weight, expert, x, table.find(max(size, 5)))
     check(
         launches,
         _route=1,
         _gate_up_rows=1,
         _down_rows=1,
-        _list_pairs=1,
-        _multiply=2 * (len(gpu.experts._TILES) + 1),
+        _count_pairs=1,
+        _sort_pairs=2,
+        _multiply=2 * len(table.steps),
         _sum_of_pairs=1,
     )
-
-
-@pytest.mark.parametrize(("num_experts", "each"), [(16, 4), (128, 8), (512, 10), (60, 4), (5, 5)])
-def test_some_numbers_of_tokens_take_every_tile(num_experts: int, each: int) -> None:
-    tile_for = gpu.experts._tile_for
-    every = {tile_for(tokens * each, num_experts) for tokens in range(1, 200 * num_experts)}
-    numbers = gpu.nums_of_tokens_by_tile(num_experts, each)
-    assert {tile_for(tokens * each, num_experts) for tokens in numbers} == every
 
 
 def test_of_one_token(launches: Launches) -> None:

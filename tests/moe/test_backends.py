@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import moe_reference
-from minisgl.moe import BaseMoeBackend, FusedMoeBackend, TorchMoeBackend, create_moe_backend
+from minisgl.kernel import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile, moe_reference
+from minisgl.moe import (
+    BaseMoeBackend,
+    FusedMoeBackend,
+    TiledSteps,
+    TileTable,
+    TorchMoeBackend,
+    create_moe_backend,
+)
 from minisgl.moe import fused as fused_module
 
 CPU = torch.device("cpu")
@@ -74,8 +81,9 @@ class Kernels:
     def moe_by_token(self, *_arguments: Any) -> None:
         self.called.append("by token")
 
-    def moe_by_expert(self, *_arguments: Any) -> None:
+    def moe_by_expert(self, *arguments: Any) -> None:
         self.called.append("by expert")
+        self.tiles = arguments[-1]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,20 @@ def test_the_fused_backend_lists_tokens_that_share_experts(
     x_TD, *others = arguments(num_tokens, torch.float32, CPU)
     assert FusedMoeBackend().forward(x_TD, *others).shape == x_TD.shape
     assert kernels.called == [kernel]
+
+
+def test_the_fused_backend_takes_the_tiles_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Kernels()
+    monkeypatch.setattr(fused_module, "triton_kernels_for", lambda x: kernels)
+    tile = ProductTile(64, 128, 4, 3, 132)
+    few = ExpertTiles(16, tile, tile)
+    many = ExpertTiles(32, tile, tile)
+    backend = FusedMoeBackend(TileTable(2, (TiledSteps(7, few), TiledSteps(40, many))))
+    for num_tokens, tiles in ((3, few), (7, few), (8, many), (41, many)):
+        x_TD, *others = arguments(num_tokens, torch.float32, CPU)
+        backend.forward(x_TD, *others)
+        assert kernels.tiles is tiles
+    assert backend.nums_of_tokens(NUM_EXPERTS, 2) == [1, 7, 40, MOST_PAIRS_AT_ONCE // 2 + 1]
 
 
 @pytest.mark.parametrize(

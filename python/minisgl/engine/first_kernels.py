@@ -48,7 +48,7 @@ from minisgl.kernel import (
 )
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import VocabShard
-from minisgl.moe import create_moe_backend
+from minisgl.moe import create_moe_backend, expert_shape
 
 _NUM_THREADS = 4
 _ALIGNED = 16  # what Triton asks whether it divides an int
@@ -291,7 +291,8 @@ def _experts(sizes: KernelSizes) -> None:
     each = model.experts_per_token
     route(sizes.numbers(1, model.num_experts), each, model.normalize_experts)
 
-    backend = create_moe_backend(sizes.device, sizes.dtype)
+    shape = expert_shape(model, sizes.info, sizes.dtype)
+    backend = create_moe_backend(sizes.device, sizes.dtype, shape)
     num_experts = min(model.num_experts, _EXPERTS_FOR_EACH * each)
     for num_tokens in backend.nums_of_tokens(num_experts, each):
         # For one token, the width of an expert is a constant of a kernel.

@@ -42,7 +42,7 @@ from minisgl.errors import ConfigError
 from minisgl.kernel import load_cpu_kernels, scatter
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import Context
-from minisgl.moe import create_moe_backend
+from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.utils.staging import Staging, room_for
 
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
@@ -113,7 +113,11 @@ class ModelRunner:
             attn_backend=create_attention_backend(
                 loaded.attn, pool, page_table_RP, num_heads, loaded.config.attention
             ),
-            moe_backend=create_moe_backend(self._device, loaded.dtype),
+            moe_backend=create_moe_backend(
+                self._device,
+                loaded.dtype,
+                expert_shape(loaded.config, loaded.comm.info, loaded.dtype),
+            ),
         )
 
     def _zeros(self, *shape: int) -> Tensor:

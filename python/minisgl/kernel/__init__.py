@@ -38,7 +38,14 @@ from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
-from minisgl.kernel.moe import moe_reference, route, route_reference
+from minisgl.kernel.moe import (
+    MOST_PAIRS_AT_ONCE,
+    ExpertTiles,
+    ProductTile,
+    moe_reference,
+    route,
+    route_reference,
+)
 from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.noise import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -48,14 +55,17 @@ from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 
 __all__ = [
+    "MOST_PAIRS_AT_ONCE",
     "BalancedDecode",
     "CannotBeCaptured",
     "CpuGraph",
     "CpuGraphMemory",
     "CpuKernels",
     "CpuLinear",
+    "ExpertTiles",
     "HeadNorms",
     "PeerSum",
+    "ProductTile",
     "Protocol",
     "Rotation",
     "add_rms_norm",

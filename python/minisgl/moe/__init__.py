@@ -1,29 +1,56 @@
 """Mixture of experts: which way a step's tokens are multiplied with the experts they chose.
 
 `MoELayer` routes, `ExpertBank` holds the weights, a backend multiplies. The engine chooses the
-backend by device and dtype; the backend chooses its kernels by the number of tokens. Read
-`base.py`.
+backend by device and dtype; the backend chooses its kernels, and the tiles of `tiles.py`, by the
+number of tokens. Read `base.py`.
 """
 
 import torch
 
 from minisgl.moe.base import BaseMoeBackend
 from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.tiles import (
+    ExpertShape,
+    TiledSteps,
+    TileTable,
+    expert_shape,
+    find_tuned_table,
+    rule_table,
+    tuned_path,
+    write_tuned_table,
+)
 from minisgl.moe.torch_backend import TorchMoeBackend
 
-# The first that runs is taken; the last runs everywhere.
-MOE_BACKENDS: tuple[type[BaseMoeBackend], ...] = (FusedMoeBackend, TorchMoeBackend)
 
+def create_moe_backend(
+    device: torch.device, dtype: torch.dtype, shape: ExpertShape | None = None
+) -> BaseMoeBackend:
+    """Make the fastest backend for weights of a dtype on a device.
 
-def create_moe_backend(device: torch.device, dtype: torch.dtype) -> BaseMoeBackend:
-    """Make the fastest backend for weights of a dtype on a device."""
-    return next(backend() for backend in MOE_BACKENDS if backend.runs(device, dtype))
+    Args:
+        shape: of the experts, for which tiles may have been tuned; the rule's are taken if absent.
+
+    Raises:
+        ConfigError: the file of tuned tiles is damaged.
+    """
+    if not FusedMoeBackend.runs(device, dtype):
+        return TorchMoeBackend()
+    if shape is None:
+        return FusedMoeBackend()
+    return FusedMoeBackend(find_tuned_table(torch.cuda.get_device_name(device), shape))
 
 
 __all__ = [
-    "MOE_BACKENDS",
     "BaseMoeBackend",
+    "ExpertShape",
     "FusedMoeBackend",
+    "TileTable",
+    "TiledSteps",
     "TorchMoeBackend",
     "create_moe_backend",
+    "expert_shape",
+    "find_tuned_table",
+    "rule_table",
+    "tuned_path",
+    "write_tuned_table",
 ]

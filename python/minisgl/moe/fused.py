@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel import triton_kernels_for
+from minisgl.kernel import MOST_PAIRS_AT_ONCE, triton_kernels_for
 from minisgl.moe.base import BaseMoeBackend
+from minisgl.moe.tiles import TileTable, rule_table
 
-# Up to so many tokens seldom choose an expert in common, so nothing is gained by listing them.
-_MAX_BY_TOKEN = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -20,18 +19,25 @@ class FusedMoeBackend(BaseMoeBackend):
     """A few launches whose grids depend on the number of tokens alone, so that they are captured.
 
     A step of few tokens reads an expert's weight once for each token, which is bound by memory.
-    More tokens are listed by expert, and share the reading of a weight.
+    More tokens are sorted by expert, and share the reading of a weight.
+
+    Args:
+        tuned: the tiles of steps; those of the rule if it is None.
     """
+
+    def __init__(self, tuned: TileTable | None = None) -> None:
+        self._tuned = tuned
 
     @classmethod
     def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cuda" and dtype in _DTYPES
 
     def nums_of_tokens(self, num_experts: int, each: int) -> list[int]:
-        kernels = triton_kernels_for(torch.empty(0, device="cuda"))
-        assert kernels is not None
-        by_tile: list[int] = kernels.nums_of_tokens_by_tile(num_experts, each)
-        return [1, *(max(num_tokens, _MAX_BY_TOKEN + 1) for num_tokens in by_tile)]
+        by_tiles = self._table(num_experts, each).nums_of_tokens
+        return sorted({*by_tiles, MOST_PAIRS_AT_ONCE // each + 1})
+
+    def _table(self, num_experts: int, each: int) -> TileTable:
+        return self._tuned or rule_table(num_experts, each)
 
     def forward(
         self,
@@ -43,9 +49,11 @@ class FusedMoeBackend(BaseMoeBackend):
     ) -> Tensor:
         kernels = triton_kernels_for(x_TD)
         assert kernels is not None
-        multiply = kernels.moe_by_expert
-        if len(x_TD) <= _MAX_BY_TOKEN:
-            multiply = kernels.moe_by_token
         y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        multiply(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA, y_TD)
+        inputs = (x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA)
+        tiles = self._table(len(down_EDF), expert_TA.shape[1]).find(len(x_TD))
+        if tiles is None:
+            kernels.moe_by_token(*inputs, y_TD)
+        else:
+            kernels.moe_by_expert(*inputs, y_TD, tiles)
         return y_TD

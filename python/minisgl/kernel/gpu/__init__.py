@@ -8,11 +8,12 @@ An index has the small letter of its dimension. Read `launch.py`, then `norm.py`
 from minisgl.kernel.gpu.activation import silu_and_mul
 from minisgl.kernel.gpu.attention import attend_decode
 from minisgl.kernel.gpu.experts import (
-    list_pairs,
+    PairBlocks,
     moe_by_expert,
     moe_by_token,
-    nums_of_tokens_by_tile,
+    multiply_blocks,
     route,
+    sort_pairs,
 )
 from minisgl.kernel.gpu.linear import one_token_linear
 from minisgl.kernel.gpu.mask import mask_logits
@@ -22,21 +23,22 @@ from minisgl.kernel.gpu.sample import choose_scored_tokens, choose_tokens
 from minisgl.kernel.gpu.tables import list_pages, look_up, scatter
 
 __all__ = [
+    "PairBlocks",
     "add_rms_norm",
     "attend_decode",
     "choose_scored_tokens",
     "choose_tokens",
     "list_pages",
-    "list_pairs",
     "look_up",
     "mask_logits",
     "moe_by_expert",
     "moe_by_token",
-    "nums_of_tokens_by_tile",
+    "multiply_blocks",
     "one_token_linear",
     "rms_norm",
     "rotate_and_store",
     "route",
     "scatter",
     "silu_and_mul",
+    "sort_pairs",
 ]

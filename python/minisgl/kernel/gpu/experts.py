@@ -1,15 +1,16 @@
 """Mixture of experts whose routing stays on the device: the host never reads it.
 
 `moe_by_token` reads an expert's weight for each token that chose it, row by row as
-`one_token_linear` does. `moe_by_expert` first lists the tokens by expert. Then a program multiplies
-a tile of an expert's weight with the tokens of that expert's list, or with every n-th block of the
-list. So grids depend on the number of tokens alone, and the launches can be captured in a CUDA
-graph. `moe/fused.py` chooses.
+`one_token_linear` does. `moe_by_expert` sorts the pairs of a token and an expert by experts, in
+blocks of one expert each. Then programs multiply blocks with tiles of the weights, tile after tile.
+How many blocks there are is known on the device alone, so the launches can be captured in a CUDA
+graph. `moe/fused.py` chooses between the two, and `moe/tiles.py` the sizes of tiles.
 """
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
 # I inputs of a linear layer, J pairs of a token and an expert it chose,
-# O outputs of a linear layer, T tokens of a step, U both halves of a gated mlp: 2 F.
+# O outputs of a linear layer, T tokens of a step, U both halves of a gated mlp: 2 F,
+# X a selection out of another dimension, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -22,39 +23,29 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 from minisgl.kernel.gpu.linear import products
+from minisgl.kernel.moe import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 
 # By token, at a time: rows of gate and up, numbers of such a row, numbers of rows of down.
 _ROWS = 4
 _BLOCK = 1024
 _DOWN_NUMBERS = 4096
-_LIST_BLOCK = 4096  # pairs at a time
+_CHUNK_PAIRS = 8192  # that are sorted at a time, if there are more than MOST_PAIRS_AT_ONCE
+_LEAST_BINS = 128  # so many experts or fewer are counted by one variant
 
 
-class _Tile(NamedTuple):
-    """What a program multiplies at a time, and how.
+class PairBlocks(NamedTuple):
+    """Pairs sorted by experts, in blocks of one expert each. All numbers are int32.
 
     Attributes:
-        pairs: of a token and the expert.
-        rows: of the weight.
-        row_bytes: of such a row, and of a token's input.
+        pair_Z: block after block. -1 fills the last block of an expert; what follows the last
+            block of all is not written.
+        expert_X: of each block.
+        num_blocks_1: how many there are.
     """
 
-    pairs: int
-    rows: int
-    row_bytes: int
-    num_warps: int
-    num_stages: int
-
-
-# By the largest mean number of pairs an expert that takes the tile.
-_TILES = {
-    2: _Tile(16, 64, 256, 4, 3),
-    8: _Tile(16, 128, 256, 4, 3),
-    16: _Tile(32, 128, 128, 4, 4),
-    32: _Tile(64, 128, 128, 4, 4),
-    96: _Tile(64, 256, 128, 8, 3),
-}
-_LARGEST_TILE = _Tile(128, 256, 128, 8, 3)
+    pair_Z: Tensor
+    expert_X: Tensor
+    num_blocks_1: Tensor
 
 
 @triton.jit(do_not_specialize_on_alignment=["weight", "expert"])
@@ -150,77 +141,160 @@ def _down_rows(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _list_pairs(expert, pairs, count, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """List the pairs of one expert."""
-    e = tl.program_id(0).to(tl.int64)
-    found = 0
+def _count_pairs(
+    expert, count, num_pairs, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
+):
+    """Count each expert's pairs in a chunk."""
+    c = tl.program_id(0)
+    j = c * BLOCK + tl.arange(0, BLOCK)
+    is_pair = j < num_pairs
     wait_for_inputs(PDL)
-    for begin in range(0, num_pairs, BLOCK):
-        j = begin + tl.arange(0, BLOCK)
-        is_match = tl.load(expert + j, mask=j < num_pairs, other=-1) == e
-        place = found + tl.cumsum(is_match.to(tl.int32), axis=0) - 1
-        tl.store(pairs + e * num_pairs + place, j, mask=is_match)
-        found += tl.sum(is_match.to(tl.int32), axis=0)
-    tl.store(count + e, found)
+    chosen = tl.load(expert + j, mask=is_pair, other=0).to(tl.int32)
+    counts = tl.histogram(chosen, BINS, mask=is_pair)
+    tl.store(count + c * BINS + tl.arange(0, BINS), counts)
 
 
-def list_pairs(expert_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """List the pairs of each expert in ascending order.
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
+def _sort_pairs(
+    expert, count, pairs, block_expert, num_blocks, num_pairs, num_chunks, block_size,
+    IS_ONE_CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, CHUNKS: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the pairs of one expert in one chunk to their places; with the first one, its blocks.
 
-    Returns:
-        pair_EJ: int32; only the first count_E[e] entries of row e are written.
-        count_E: int32.
+    The places are those after all pairs of the experts before it, in whole blocks.
+    """
+    e = tl.program_id(0)
+    c = tl.program_id(1)
+    b = tl.arange(0, BINS)
+    j = c * BLOCK + tl.arange(0, BLOCK)
+    is_pair = j < num_pairs
+    wait_for_inputs(PDL)
+    chosen = tl.load(expert + j, mask=is_pair, other=0).to(tl.int32)
+    if IS_ONE_CHUNK:
+        total = tl.histogram(chosen, BINS, mask=is_pair)
+        before = 0
+    else:
+        total = tl.zeros((BINS,), tl.int32)
+        before = 0
+        for begin in range(0, num_chunks, CHUNKS):
+            k = begin + tl.arange(0, CHUNKS)[:, None]
+            counts = tl.load(count + k * BINS + b[None, :], mask=k < num_chunks, other=0)
+            total += tl.sum(counts, axis=0)
+            before += tl.sum(tl.where((k < c) & (b == e)[None, :], counts, 0))
+    first_block = tl.sum(tl.where(b < e, tl.cdiv(total, block_size), 0), axis=0)
+    first = first_block * block_size
+    is_match = is_pair & (chosen == e)
+    place = first + before + tl.cumsum(is_match.to(tl.int32), axis=0) - 1
+    tl.store(pairs + place, j, mask=is_match)
+    if c == 0:
+        num_own = tl.sum(tl.where(b == e, total, 0), axis=0)
+        own_blocks = tl.cdiv(num_own, block_size)
+        m = tl.arange(0, MOST)
+        tl.store(pairs + first + num_own + m, -1, mask=num_own + m < own_blocks * block_size)
+        for begin in range(0, own_blocks, MOST):
+            x = begin + m
+            tl.store(block_expert + first_block + x, e, mask=x < own_blocks)
+        if e == tl.num_programs(0) - 1:
+            tl.store(num_blocks, first_block + own_blocks)
+
+
+def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBlocks:
+    """Sort the pairs by experts, those of an expert in ascending order.
+
+    Args:
+        block_size: pairs of a block; at most 512.
     """
     num_pairs = expert_TA.numel()
-    device = expert_TA.device
-    pair_EJ = torch.empty(num_experts, num_pairs, dtype=torch.int32, device=device)
-    count_E = torch.empty(num_experts, dtype=torch.int32, device=device)
-    _list_pairs[(num_experts,)](
-        expert_TA, pair_EJ, count_E, num_pairs, BLOCK=_LIST_BLOCK, num_warps=8, **pdl(expert_TA)
+    most_blocks = num_pairs // block_size + min(num_experts, num_pairs)
+    blocks = PairBlocks(
+        _ints(most_blocks * block_size, expert_TA),
+        _ints(most_blocks, expert_TA),
+        _ints(1, expert_TA),
     )
-    return pair_EJ, count_E
+    bins = max(triton.next_power_of_2(num_experts), _LEAST_BINS)
+    is_one_chunk = num_pairs <= MOST_PAIRS_AT_ONCE
+    block = MOST_PAIRS_AT_ONCE if is_one_chunk else _CHUNK_PAIRS
+    num_chunks = triton.cdiv(num_pairs, block)
+    count = blocks.num_blocks_1  # none are counted
+    if not is_one_chunk:
+        count = _ints(num_chunks * bins, expert_TA)
+        _count_pairs[(num_chunks,)](
+            expert_TA, count, num_pairs, BLOCK=block, BINS=bins, num_warps=16, **pdl(expert_TA)
+        )
+    _sort_pairs[(num_experts, num_chunks)](
+        expert_TA, count, *blocks, num_pairs, num_chunks, block_size,
+        IS_ONE_CHUNK=is_one_chunk, BLOCK=block, BINS=bins, CHUNKS=16, MOST=512,
+        num_warps=8 if is_one_chunk else 16, **pdl(expert_TA),
+    )  # fmt: skip
+    return blocks
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+def _ints(num: int, like: Tensor) -> Tensor:
+    return torch.empty(num, dtype=torch.int32, device=like.device)
+
+
+@triton.jit
 def _multiply(
-    x, weight, pairs, count, y, inputs, outputs, num_pairs, stride_x, stride_expert, stride_row,
+    x, weight, pairs, block_expert, num_blocks, y, inputs, outputs,
+    stride_x, stride_expert, stride_row,
     EACH: tl.constexpr, IS_GATED: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[j] = x[j // EACH] @ weight[e].T for the pairs j of an expert, PAIRS at a time.
+    """Multiply each block of pairs with the weight of its expert, a tile of its rows at a time.
 
-    If gated, y[j] is silu(gate) * up of that product.
+    If gated, x has a row a token, and y gets silu(gate) * up in the order of the blocks. Otherwise
+    x is in this order, and y gets a row a pair. On Hopper the two loops are one: a program loads
+    its next tile while it ends the last one. The block of a tile is read a tile before.
+
+    What follows the inner loop must not read what the outer loop carries: Triton gives it the next
+    tile's values there. So pairs are loaded where they are needed, on either side of that loop.
     """
-    block = tl.program_id(1)
-    e = tl.program_id(2).to(tl.int64)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, INPUTS)
-    if IS_GATED:  # rows of gate and of up take turns, so that a thread has both
-        row = tl.where(r < 2 * outputs, r // 2 + r % 2 * outputs, 0)
-        o = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-    else:
-        row = tl.where(r < outputs, r, 0)
-        o = r
-    w_rows = weight + e * stride_expert + row[None, :] * stride_row + i[:, None]
+    num_rows = 2 * outputs if IS_GATED else outputs
+    num_columns = tl.cdiv(num_rows, ROWS)
     wait_for_inputs(PDL)
-    end = tl.load(count + e)
-    for first in range(block * PAIRS, end, tl.num_programs(1) * PAIRS):
-        place = first + tl.arange(0, PAIRS)
-        j = tl.load(pairs + e * num_pairs + place, mask=place < end, other=0).to(tl.int64)
-        x_rows = x + (j // EACH)[:, None] * stride_x + i[None, :]
+    num_tiles = tl.load(num_blocks) * num_columns
+    next_block = tl.program_id(0) // num_columns
+    next_e = tl.load(block_expert + next_block)
+    if IS_GATED:
+        next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=PDL):
+        block = tile // num_columns
+        column = tile % num_columns
+        e = next_e.to(tl.int64)
+        next_block = min(tile + tl.num_programs(0), num_tiles - 1) // num_columns
+        next_e = tl.load(block_expert + next_block)
+        place = block.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+        r = column * ROWS + tl.arange(0, ROWS)
+        if IS_GATED:  # rows of gate and of up take turns, so that a thread has both
+            row = tl.where(r < num_rows, r // 2 + r % 2 * outputs, 0)
+            o = column * (ROWS // 2) + tl.arange(0, ROWS // 2)
+            source = tl.maximum(next_j, 0).to(tl.int64) // EACH
+            next_j = tl.load(pairs + next_block * PAIRS + tl.arange(0, PAIRS))
+        else:
+            row = tl.where(r < num_rows, r, 0)
+            o = r
+            source = place
+        x_rows = x + source[:, None] * stride_x + i[None, :]
+        w_rows = weight + e * stride_expert + row[None, :] * stride_row + i[:, None]
         acc = tl.zeros((PAIRS, ROWS), tl.float32)
         for begin in range(0, inputs, INPUTS):
             inside = begin + i < inputs
             a = tl.load(x_rows + begin, mask=inside[None, :], other=0.0)
             b = tl.load(w_rows + begin, mask=inside[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
+        mask = (o < outputs)[None, :]
         if IS_GATED:
             gate, up = tl.split(tl.reshape(acc, (PAIRS, ROWS // 2, 2)))
             value = gate * tl.sigmoid(gate) * up
+            target = place  # without a pair, too: the second product reads whole blocks
         else:
             value = acc
-        mask = (place < end)[:, None] & (o < outputs)[None, :]
-        tl.store(y + j[:, None] * outputs + o[None, :], value.to(y.dtype.element_ty), mask=mask)
+            target = tl.load(pairs + place).to(tl.int64)
+            mask = mask & (target >= 0)[:, None]
+        y_rows = y + target[:, None] * outputs
+        tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])
@@ -245,18 +319,48 @@ def moe_by_expert(
     weight_TA: Tensor,
     expert_TA: Tensor,
     y_TD: Tensor,
+    tiles: ExpertTiles,
 ) -> None:
     tokens, width = x_TD.shape
     if tokens == 0:
         return
-    h_JF = x_TD.new_empty(expert_TA.numel(), down_EDF.shape[2])
+    blocks = sort_pairs(expert_TA, len(down_EDF), tiles.pairs)
     each = expert_TA.shape[1]
-    pair_EJ, count_E = list_pairs(expert_TA, len(down_EDF))
-    _multiply_all(x_TD, gate_up_EUD, pair_EJ, count_E, h_JF, each=each, is_gated=True)
+    h_ZF = x_TD.new_empty(len(blocks.pair_Z), down_EDF.shape[2])
+    multiply_blocks(x_TD, gate_up_EUD, blocks, h_ZF, tiles.gate_up, each=each)
     y_JD = x_TD.new_empty(expert_TA.numel(), width)
-    _multiply_all(h_JF, down_EDF, pair_EJ, count_E, y_JD, each=1, is_gated=False)
+    multiply_blocks(h_ZF, down_EDF, blocks, y_JD, tiles.down)
     grid = (tokens, triton.cdiv(width, _BLOCK))
     _sum_of_pairs[grid](y_JD, weight_TA, y_TD, width, EACH=each, BLOCK=_BLOCK, **pdl(x_TD))
+
+
+def multiply_blocks(
+    x: Tensor,
+    weight_EOI: Tensor,
+    blocks: PairBlocks,
+    y: Tensor,
+    tile: ProductTile,
+    *,
+    each: int | None = None,
+) -> None:
+    """Multiply the row of each pair with its expert's weight.
+
+    Args:
+        x: with `each`, the experts that a token chooses, it has a row a token, and the weight is
+            that of gate and up. Otherwise it has a row for each place of the blocks.
+        y: with `each`, silu(gate) * up for each place of the blocks; otherwise a row a pair.
+    """
+    num_rows, inputs = weight_EOI.shape[1:]
+    most_blocks = len(blocks.expert_X)
+    num_tiles = most_blocks * triton.cdiv(num_rows, tile.rows)
+    _multiply[(min(num_tiles, tile.programs),)](
+        x, weight_EOI, *blocks, y, inputs, y.shape[1],
+        x.stride(0), weight_EOI.stride(0), weight_EOI.stride(1),
+        EACH=each or 1, IS_GATED=each is not None,
+        PAIRS=len(blocks.pair_Z) // most_blocks, ROWS=tile.rows,
+        INPUTS=tile.row_bytes // x.itemsize,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
+    )  # fmt: skip
 
 
 def moe_by_token(
@@ -286,49 +390,3 @@ def moe_by_token(
         EACH=each, EACH_2=each_2,
         BLOCK=min(triton.next_power_of_2(mlp_width), _DOWN_NUMBERS // each_2), **pdl(x_TD),
     )  # fmt: skip
-
-
-def _multiply_all(
-    x_TI: Tensor,
-    weight_EOI: Tensor,
-    pair_EJ: Tensor,
-    count_E: Tensor,
-    y_JO: Tensor,
-    *,
-    each: int,
-    is_gated: bool,
-) -> None:
-    """Multiply each pair's row of x with its expert's weight.
-
-    Args:
-        x_TI: row j // each belongs to pair j; with each = 1 it has a row a pair.
-        weight_EOI: if gated, U rows, of which the product has half as many columns.
-    """
-    num_experts, num_rows, inputs = weight_EOI.shape
-    num_pairs = pair_EJ.shape[1]
-    tile = _tile_for(num_pairs, num_experts)
-    grid = (
-        triton.cdiv(num_rows, tile.rows),
-        triton.cdiv(num_pairs, num_experts * tile.pairs),
-        num_experts,
-    )
-    _multiply[grid](
-        x_TI, weight_EOI, pair_EJ, count_E, y_JO, inputs, y_JO.shape[1], num_pairs,
-        x_TI.stride(0), weight_EOI.stride(0), weight_EOI.stride(1),
-        EACH=each, IS_GATED=is_gated,
-        PAIRS=tile.pairs, ROWS=tile.rows, INPUTS=tile.row_bytes // x_TI.itemsize,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x_TI),
-    )  # fmt: skip
-
-
-def nums_of_tokens_by_tile(num_experts: int, each: int) -> list[int]:
-    """The most tokens that take each tile, and a number that takes the largest one."""
-    most = [pairs * num_experts // each for pairs in _TILES]
-    return [*most, most[-1] + 1]
-
-
-def _tile_for(num_pairs: int, num_experts: int) -> _Tile:
-    for pairs_an_expert, tile in _TILES.items():
-        if num_pairs <= pairs_an_expert * num_experts:
-            return tile
-    return _LARGEST_TILE
