@@ -1,8 +1,9 @@
 """Which tiles a step's experts are multiplied in: tuned ones out of a file, or those of a rule.
 
-A file in `tuned/` is for one device and one shape of experts; `benchmark/tune_experts.py` writes
-it. The choice depends on the number of tokens alone, so a captured step keeps it. Ranks need not
-choose alike: each adds up its own columns of the experts, and the sum over ranks is one for all.
+A file in `tuned/` is for one device and one shape of experts; docs/extending.md has the command
+that writes it. The choice depends on the number of tokens alone, so a captured step keeps it.
+Ranks need not choose alike: each adds up its own columns of the experts, and the sum over ranks
+is one for all.
 """
 
 from __future__ import annotations
