@@ -157,7 +157,7 @@ def test_schemathesis_finds_no_server_error(folder: Path) -> None:
         server.wait_ready()
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
         options = (
-            "--checks not_a_server_error --phases coverage,fuzzing --max-examples 10 --seed 1"
+            "--checks not_a_server_error --phases coverage,fuzzing --max-examples 5 --seed 1"
             " --generation-deterministic --suppress-health-check all --request-timeout 30"
             " --no-color"
         )
