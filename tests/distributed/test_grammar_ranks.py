@@ -104,7 +104,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> tuple[list[str
     with patch.object(
         GrammarMatchers, "lose", autospec=True, side_effect=GrammarMatchers.lose
     ) as lose:
-        Scheduler(config, engine, inbox, client, leads=info.leads, peers=inbox).run()
+        Scheduler(config, engine, inbox, client, leads=info.leads, other_ranks=inbox).run()
     return client.ends, lose.call_count
 
 

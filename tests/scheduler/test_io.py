@@ -129,7 +129,7 @@ class Rank:
             inbox,
             self.book,
             leads=leads,
-            peers=inbox,
+            other_ranks=inbox,
             clock=partial(next, times),
         )
         self.failure: EngineFailed | None = None

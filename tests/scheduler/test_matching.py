@@ -23,7 +23,7 @@ FAILED = MatchState(error="the grammar is refused: too many states")
 
 
 class Leader:
-    """Peers of a follower: what rank 0 has found, or what this rank has."""
+    """The other ranks of a follower: what rank 0 has found, or what this rank has."""
 
     def __init__(self) -> None:
         self.state: MatchState | None = None

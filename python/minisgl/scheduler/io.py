@@ -3,9 +3,10 @@
 `Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
 `LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
 `FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
-no clock of their own in any decision keep the ranks in step. Both are also `Peers`: rank 0 says how
-matches of grammars stand, which ranks might find differently, and before a step is launched its
-plan is compared.
+no clock of their own in any decision keep the ranks in step.
+
+Both are also `OtherRanks`: rank 0 says how matches of grammars stand, which ranks might find
+differently, and before a step is launched its plan is compared.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Inbox(Protocol):
         """Leave a message for a later `receive`, on rank 0, from any thread."""
 
 
-class Peers(Protocol):
+class OtherRanks(Protocol):
     """The other ranks of a group."""
 
     def agree(self, digest: StepDigestMsg) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from minisgl.core import Req
 from minisgl.message import MatchState
 from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.scheduler.io import Peers
+from minisgl.scheduler.io import OtherRanks
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
 # alone, and not on what is in flight: with and without overlap the tokens are equal. On a CPU a
@@ -41,21 +41,21 @@ class Matching:
 
     Args:
         eos_ids: of the model.
-        peers: the other ranks, if there are any.
+        other_ranks: if there are any.
     """
 
     def __init__(
         self,
         grammars: GrammarMatchers,
         eos_ids: frozenset[int],
-        peers: Peers | None,
+        other_ranks: OtherRanks | None,
         *,
         for_gpu: bool,
     ) -> None:
         self._grammars = grammars
         self._eos_ids = eos_ids
         self._min_forced = MIN_FORCED_ON_GPU if for_gpu else MIN_FORCED_ON_CPU
-        self._peers = peers
+        self._other_ranks = other_ranks
 
     def advance(self, sampled: Sequence[tuple[Req, int]]) -> dict[int, MatchState]:
         """Advance matches by sampled tokens, and by what is forced after them.
@@ -67,7 +67,7 @@ class Matching:
             by uid, what each rank gets.
         """
         own = {req.uid: self._advance(req, token) for req, token in sampled}
-        states = self._peers.share(own) if own and self._peers else own
+        states = self._other_ranks.share(own) if own and self._other_ranks else own
         for uid, state in states.items():
             if state.error is not None:
                 self._grammars.forget(uid)

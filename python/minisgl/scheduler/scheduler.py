@@ -41,7 +41,7 @@ from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar_matchers import GrammarMatchers, PendingMasks
-from minisgl.scheduler.io import Inbox, Outbox, Peers
+from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
 from minisgl.scheduler.matching import Matching
 from minisgl.scheduler.outputs import Output, OutputProcessor
@@ -93,7 +93,7 @@ class Scheduler:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
         grammar_tools: if they were started before; they start with the first grammar else.
-        peers: the other ranks, with whom each step is compared; None if there are none.
+        other_ranks: with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
 
@@ -106,7 +106,7 @@ class Scheduler:
         *,
         leads: bool = True,
         grammar_tools: GrammarTools | None = None,
-        peers: Peers | None = None,
+        other_ranks: OtherRanks | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
@@ -126,7 +126,7 @@ class Scheduler:
         self.pending_grammars = create_pending_grammars(
             config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
         )
-        matching = Matching(self.grammars, limits.eos_ids, peers, for_gpu=is_on_gpu)
+        matching = Matching(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
         self.outputs = OutputProcessor(matching, self.table, limits, self.events, prefill_watch)
         self.requests = LiveRequests(
@@ -156,7 +156,7 @@ class Scheduler:
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock, executor.prompt_waves) if is_watched else None
-        self._peers = peers
+        self._other_ranks = other_ranks
         self._digests = StepDigests()
         self._overlap = config.overlap
         self._in_flight: InFlightStep | None = None
@@ -282,9 +282,9 @@ class Scheduler:
         Args:
             running: the part of it that is about running requests.
         """
-        if self._peers:
+        if self._other_ranks:
             history = self.decode.history
-            self._peers.agree(self._digests.next(self._num_steps, plan, running, history))
+            self._other_ranks.agree(self._digests.next(self._num_steps, plan, running, history))
 
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
         work = self._watch.begin(plan) if self._watch else None
@@ -310,7 +310,7 @@ class Scheduler:
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.
         """
-        if self._peers:
+        if self._other_ranks:
             raise error
         logger.warning(
             "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
