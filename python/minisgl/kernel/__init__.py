@@ -32,7 +32,7 @@ from minisgl.kernel.cpu_graph import (
     CpuKernels,
     unheld,
 )
-from minisgl.kernel.decode import BalancedDecode
+from minisgl.kernel.decode_attention import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernels_for
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
