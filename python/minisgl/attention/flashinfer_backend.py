@@ -7,7 +7,7 @@ kinds of layers has as many plans a step.
 
 Its kernels of prompts are FlashAttention 3 on Hopper and 2 elsewhere. Decodes mostly have kernels
 of our own. Where these and our compilation of FlashInfer's do all of it, its Python is not
-imported. Next to read: `step_attention.py`, `decode_attention.py`, `prompt_attention.py`.
+imported. Next to read: `flashinfer_step.py`, `flashinfer_decodes.py`, `flashinfer_prompts.py`.
 """
 
 # Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables, T tokens of a
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.flashinfer_pool import FlashInferPool
-from minisgl.attention.step_attention import StepAttention, StepMetadata
+from minisgl.attention.flashinfer_step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, PromptWaves
 from minisgl.kvcache import BaseKVCachePool
@@ -35,13 +35,13 @@ _TILES = {64: 192}
 
 @dataclass(frozen=True, slots=True)
 class FlashInferMetadata(BaseAttnMetadata):
-    """For each distinct spec, in the order of the backend's."""
+    """The metadata of a step for each distinct spec, in the order of the backend's."""
 
     of_specs: list[StepMetadata]
 
 
 class FlashInferBackend(BaseAttnBackend):
-    """Over a pool whose tokens have their heads side by side."""
+    """Attends over a pool whose tokens have their heads side by side."""
 
     supported = frozenset({"window", "softcap"})
     captures_graphs = True

@@ -48,7 +48,7 @@ class PagedMetadata(BaseAttnMetadata):
 
 
 class PagedAttnBackend(BaseAttnBackend):
-    """Makes the metadata; a subclass attends."""
+    """Makes the metadata of a step; a subclass attends."""
 
     captures_graphs = True
 

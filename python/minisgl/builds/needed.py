@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl.builds.kernels import CUDA_DTYPES, cpu_library, cuda_library
 from minisgl.builds.library import Library
-from minisgl.builds.prompts import find_sources, prompt_kernels
+from minisgl.builds.prompt_attention import find_flashinfer_sources, prompt_kernels
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig, backend_names
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
@@ -44,7 +44,7 @@ def prompts_use_flashinfer(attn: str | None) -> bool:
 
 
 def _prompt_libraries(dtype: str, model: ModelConfig, capability: tuple[int, int]) -> list[Library]:
-    sources = find_sources(capability, dtype)
+    sources = find_flashinfer_sources(capability, dtype)
     if sources is None:
         return []
     toolkit = find_cuda_toolkit()

@@ -57,11 +57,11 @@ class PromptKernels:
         kind += "-window" if self.has_window else ""
         return kind + ("-softcap" if self.has_softcap else "")
 
-    def library(self, sources: Sources, toolkit: CudaToolkit | None) -> Library:
-        """The library with the functions that `prompt_attention.py` calls.
+    def library(self, sources: FlashInferSources, toolkit: CudaToolkit | None) -> Library:
+        """The library with the functions that `flashinfer_prompts.py` calls.
 
         Args:
-            sources: found by `find_sources`.
+            sources: found by `find_flashinfer_sources`.
         """
         folders = [_SOURCES / "light", *sources.include_folders]
         options = [*_FLAGS, *self._definitions(), *(f"-I{folder}" for folder in folders)]
@@ -95,8 +95,8 @@ class PromptKernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """What the kernels are compiled from.
+class FlashInferSources:
+    """FlashInfer's headers, and a digest of all that the kernels are compiled from.
 
     Attributes:
         include_folders: FlashInfer's headers and those that it brings along.
@@ -107,7 +107,7 @@ class Sources:
     digest: str
 
 
-def find_sources(capability: tuple[int, int], dtype: str) -> Sources | None:
+def find_flashinfer_sources(capability: tuple[int, int], dtype: str) -> FlashInferSources | None:
     """Find the headers of the FlashInfer that is installed, without importing it.
 
     Returns:
@@ -128,7 +128,7 @@ def find_sources(capability: tuple[int, int], dtype: str) -> Sources | None:
     for location in spec.submodule_search_locations or []:
         folders = [Path(location) / "data" / folder for folder in _HEADERS]
         if all(folder.is_dir() for folder in folders):
-            return Sources(folders, _digest_with(version))
+            return FlashInferSources(folders, _digest_with(version))
     return None
 
 
