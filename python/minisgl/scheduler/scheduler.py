@@ -41,9 +41,9 @@ from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar_matchers import GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammar_progress import GrammarProgress
 from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
-from minisgl.scheduler.matching import Matching
 from minisgl.scheduler.outputs import Output, OutputProcessor
 from minisgl.scheduler.pending_grammars import GrammarTools, create_pending_grammars
 from minisgl.scheduler.prefill import PrefillManager
@@ -126,9 +126,9 @@ class Scheduler:
         self.pending_grammars = create_pending_grammars(
             config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
         )
-        matching = Matching(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
+        progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
-        self.outputs = OutputProcessor(matching, self.table, limits, self.events, prefill_watch)
+        self.outputs = OutputProcessor(progress, self.table, limits, self.events, prefill_watch)
         self.requests = LiveRequests(
             limits,
             self.cache,

@@ -1,4 +1,4 @@
-"""Where answers stand in their grammars after what a step sampled: as rank 0 has found.
+"""How far answers have come in their grammars: equal on all ranks, because rank 0's finding counts.
 
     sampled token ─ accept ─ forced tokens ─ accept ─▶ MatchState ─ share ─▶ rank 0's MatchState
 
@@ -36,8 +36,8 @@ MIN_FORCED_ON_GPU = 8
 logger = logging.getLogger(__name__)
 
 
-class Matching:
-    """Advances the matches of a step's answers, equally on all ranks.
+class GrammarProgress:
+    """Advances the matches of a step's answers by what was sampled, equally on all ranks.
 
     Args:
         eos_ids: of the model.
