@@ -23,17 +23,17 @@ pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
-from minisgl.engine.batch_builder import batch_room
+from minisgl.engine.batch_builder import batch_capacity
 from minisgl.engine.first_steps import first_plans, first_samples, run_first_steps
 from minisgl.engine.graph_key import find_graph_key
 from minisgl.engine.graph_sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
-from minisgl.engine.sampler import sampler_room
+from minisgl.engine.sampler import sampler_capacity
 from minisgl.kernel import dispatch, gpu
 from minisgl.kernel.attention import attend_prompts_reference
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
-from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, room_for
+from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, capacity_for
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.test_captured_steps import KINDS
@@ -138,7 +138,7 @@ class WatchedStaging(Staging):
     most: float = 0.0  # the largest part of a capacity
 
     def stage(self, *arrays: Any) -> StagedCopy:
-        part = room_for(*map(len, arrays)) / self.capacity
+        part = capacity_for(*map(len, arrays)) / self.capacity
         WatchedStaging.most = max(WatchedStaging.most, part)
         return super().stage(*arrays)
 
@@ -173,15 +173,16 @@ def test_nothing_that_is_sent_to_the_device_needs_more_room_than_there_is(
 
 
 @pytest.mark.parametrize("num_slices", [1, 3, 31, 256])
-def test_the_room_is_that_of_the_most_that_can_be_sent(num_slices: int) -> None:
+def test_the_capacity_is_that_of_the_most_that_can_be_sent(num_slices: int) -> None:
     """All the arrays of a step, with as many numbers as they can have."""
     num_tokens = 8192 + num_slices
     step = [num_tokens] * 3 + [num_slices] * 7 + [2 * num_slices]
-    assert batch_room(num_tokens, num_slices) >= room_for(*step)
+    assert batch_capacity(num_tokens, num_slices) >= capacity_for(*step)
     num_changed = min(num_slices, 32)
     biases = [num_changed * (MAX_BIASES + MAX_STOPS + 2)] * 3
-    assert sampler_room(num_slices, num_eos=2) >= room_for(*biases)
-    assert sampler_room(num_slices, num_eos=2) >= room_for(*[num_changed] * 6, 2 * num_changed)
+    assert sampler_capacity(num_slices, num_eos=2) >= capacity_for(*biases)
+    changed = [num_changed] * 6 + [2 * num_changed]
+    assert sampler_capacity(num_slices, num_eos=2) >= capacity_for(*changed)
 
 
 def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

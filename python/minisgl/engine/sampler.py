@@ -35,12 +35,12 @@ from torch import Tensor
 
 from minisgl.core import ReqSlice
 from minisgl.engine.graph_capture import Graph
-from minisgl.engine.logits_processing import process_logits, processing_room, wants_processing
+from minisgl.engine.logits_processing import process_logits, processing_capacity, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput
-from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_room
+from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity
 from minisgl.kernel import choose_scored_tokens, choose_tokens, lowest_kept, scatter
 from minisgl.layers import VocabShard
-from minisgl.utils.staging import Staging, room_for
+from minisgl.utils.staging import Staging, capacity_for
 
 _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
 
@@ -106,11 +106,13 @@ def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard)
     return vocab.agree(choose_scored_tokens(logits_BV, *numbers, vocab.first_token))
 
 
-def sampler_room(num_slices: int, num_eos: int) -> int:
+def sampler_capacity(num_slices: int, num_eos: int) -> int:
     """The capacity of a staging that sends what a `Sampler` needs for so many slices."""
     num_processed = min(num_slices, _MAX_PROCESSED_ROWS)
     return max(
-        room_for(num_slices), sampling_room(num_processed), processing_room(num_processed, num_eos)
+        capacity_for(num_slices),
+        sampling_capacity(num_processed),
+        processing_capacity(num_processed, num_eos),
     )
 
 
