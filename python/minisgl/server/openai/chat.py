@@ -35,6 +35,7 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
     Delta,
+    ParsedCall,
     ParsedOutput,
     ReasoningDelta,
     ToolCallArguments,
@@ -132,10 +133,14 @@ class FunctionCall(ResponseModel):
     arguments: str
 
 
-class ToolCall(ResponseModel):
+class MessageToolCall(ResponseModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    @classmethod
+    def of(cls, call: ParsedCall) -> MessageToolCall:
+        return cls(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
 
 
 class AssistantMessage(ResponseModel):
@@ -147,14 +152,11 @@ class AssistantMessage(ResponseModel):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = _OmittedIfNull
-    tool_calls: list[ToolCall] | None = _OmittedIfNull
+    tool_calls: list[MessageToolCall] | None = _OmittedIfNull
 
     @classmethod
     def of(cls, output: ParsedOutput) -> AssistantMessage:
-        calls = [
-            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in output.calls
-        ]
+        calls = [MessageToolCall.of(call) for call in output.calls]
         content = None if calls and not output.content else output.content
         reasoning = output.reasoning or None
         return cls(content=content, reasoning_content=reasoning, tool_calls=calls or None)
