@@ -13,7 +13,7 @@ from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 def needed_libraries(
     config: EngineConfig, model: ModelConfig, capability: tuple[int, int] | None
 ) -> list[Library]:
-    """Those that can be compiled ahead.
+    """The libraries of a rank that can be compiled ahead.
 
     FlashInfer's own modules are not among them, because only its Python can compile them.
 

@@ -85,7 +85,7 @@ class KernelSizes:
 
     @property
     def mlp_width(self) -> int | None:
-        """Of the layers without experts; None if there are none."""
+        """The width of an MLP without experts on this rank; None if all layers have experts."""
         if not self.model.dense_layers:
             return None
         return len(self.info.shard(self.model.mlp_width, "columns of an mlp"))
@@ -239,7 +239,7 @@ def _attend_splits(
 
 
 def _linears(sizes: KernelSizes) -> None:
-    """One token, times weights of each shape, with a bias and without."""
+    """Multiply one token with weights of each shape, with a bias and without."""
     model = sizes.model
     width = model.width
     attended = sizes.num_heads * model.head_dim

@@ -149,7 +149,7 @@ def first_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
 
 
 def _largest_continued(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
-    """As many tokens as a step can have, in prompts whose beginnings are computed already."""
+    """A step of as many tokens as possible, in prompts whose beginnings are computed already."""
     assert config.max_prefill_length
     longest = max(1, limits.max_seq_len - 1)
     num_prompts = min(limits.num_rows, -(-config.max_prefill_length // longest))

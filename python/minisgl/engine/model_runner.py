@@ -82,9 +82,9 @@ class ModelRunner:
         self.context = self._make_context()
 
         num_tokens = most_tokens(config, limits.num_rows)
-        # For what a step sends in front of the model, ...
+        # Sends what every step needs before its model runs.
         self._staging = Staging(self._device, batch_capacity(num_tokens, limits.num_rows))
-        # ... and for what few steps send, at any time.
+        # Sends what few steps need, at any time.
         capacity = sampler_capacity(limits.num_rows, len(limits.eos_ids))
         self._extra_staging = Staging(self._device, max(capacity, 2 * capacity_for(_MAX_WRITES)))
         self._host_copier = HostCopier(self._device, limits.num_rows)
@@ -156,7 +156,7 @@ class ModelRunner:
 
     @property
     def prompt_waves(self) -> PromptWaves:
-        """In which portions the device attends for the tokens of prompts."""
+        """The portions in which the device computes the attention of prompts."""
         return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:

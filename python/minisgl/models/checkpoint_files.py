@@ -53,5 +53,5 @@ class CheckpointFiles(ABC):
 
 
 def slice_of(part: range | None) -> slice:
-    """All of a dimension for None."""
+    """A range as a slice; None stands for the whole dimension."""
     return slice(None) if part is None else slice(part.start, part.stop)

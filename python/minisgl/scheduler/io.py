@@ -184,7 +184,7 @@ class ZmqOutbox:
 
 
 class DiscardOutbox:
-    """For ranks that send no outputs."""
+    """Drops the outputs: only rank 0 sends them."""
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         pass

@@ -62,7 +62,7 @@ class StepDigests:
 
 
 def _checksum(writes: TableWrites, before: int) -> int:
-    """Of what is written to the tables, in order, after what was written before."""
+    """Update the checksum of all table writes by those of one step."""
     result = zlib.crc32(writes.page_index.data, before)
     result = zlib.crc32(writes.pages.data, result)
     result = zlib.crc32(writes.token_index.data, result)

@@ -102,7 +102,7 @@ class Frontend:
 
     @property
     def num_open_in_all(self) -> int:
-        """Those that are open in all API processes."""
+        """Requests and questions that are open in all API processes."""
         return self._acceptance.places.num_taken
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:

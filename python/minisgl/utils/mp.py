@@ -43,11 +43,11 @@ class Addresses:
     lives: Mapping[str, int] = field(default_factory=dict)
 
     def in_epoch(self, epoch: int) -> Self:
-        """Those of another epoch, at its beginning."""
+        """The addresses at the beginning of another epoch."""
         return replace(self, epoch=epoch, lives={})
 
     def in_life(self, name: str, life: int) -> Self:
-        """Those after a tokenizer or the detokenizer was replaced so often."""
+        """The addresses after a tokenizer or the detokenizer was replaced so often."""
         return replace(self, lives={**self.lives, name: life})
 
     def life_of(self, name: str) -> int:
