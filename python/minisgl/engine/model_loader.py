@@ -18,8 +18,8 @@ from minisgl.attention import PromptModules
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
-from minisgl.engine.first_kernels import KernelSizes, call_kernels
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
+from minisgl.engine.kernel_warm_up import KernelSizes, call_kernels
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
