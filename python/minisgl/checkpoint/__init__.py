@@ -5,6 +5,7 @@
     gguf.py           GGUF files as such folders, and their tensors
     gguf_header.py    checks the header of a GGUF file
     pre_tokenizers.py how the tokenizers of GGUF files split a text
+    sentencepiece.py  how some of them spell the spaces of a text
     files.py          bounds of the small files of a folder
     config.py         the folder's JSON files as a `ModelConfig`
     attention.py      the part of it that says what the attention of each layer is
