@@ -25,7 +25,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.engine.harness import (
     Answer,
     MemoryInbox,

@@ -21,7 +21,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import MemoryInbox, MemoryOutbox, config_of, greedy
 

@@ -33,7 +33,7 @@ from minisgl.message import (
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
 from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of
 

@@ -29,7 +29,8 @@ from minisgl.message import (
     encode,
 )
 from minisgl.scheduler.step_digest import check_digest
-from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
+from minisgl.utils.addresses import DETOKENIZER, Addresses
+from minisgl.utils.queues import PullQueue, PushQueue
 
 
 class Inbox(Protocol):

@@ -22,9 +22,10 @@ from minisgl.scheduler.io import (
 from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,9 @@ from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.server.open_requests import OpenRequest, OpenRequests
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
+from minisgl.utils.addresses import DETOKENIZER, Addresses, uids_of_api
 from minisgl.utils.garbage import collect_when_idle
-from minisgl.utils.mp import DETOKENIZER, Addresses, AsyncPullQueue, uids_of_api
+from minisgl.utils.queues import AsyncPullQueue
 from minisgl.utils.shared_numbers import SharedNumbers
 
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from minisgl.server.args import ServerConfig
+from minisgl.utils.addresses import DETOKENIZER, Addresses
 from minisgl.utils.child import StartupReport
-from minisgl.utils.mp import DETOKENIZER, Addresses
 from minisgl.utils.supervisor import Failure, Supervisor
 
 
