@@ -5,8 +5,8 @@
 `FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
 no clock of their own in any decision keep the ranks in step.
 
-Both are also `OtherRanks`: rank 0 says how matches of grammars stand, which ranks might find
-differently, and before a step is launched its plan is compared.
+Both inboxes are also `OtherRanks`, since all this takes one queue. Rank 0 says how matches of
+grammars stand, which ranks might find differently. Before a step is launched its plan is compared.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ZmqInbox:
 
 
 class LeaderInbox:
-    """Another inbox, whose messages the followers get too."""
+    """Another inbox, whose messages the followers get too. It is also rank 0's `OtherRanks`."""
 
     def __init__(self, source: Inbox, followers: list[PushQueue[LeaderMsg]]) -> None:
         self._source = source
@@ -134,7 +134,10 @@ class LeaderInbox:
 
 
 class FollowerInbox:
-    """The leader's messages, one batch a step; it always waits, because the leader steps first."""
+    """The leader's messages, one batch a step. It is also the `OtherRanks` of this rank.
+
+    `receive`, `agree` and `share` wait for the leader, which goes first.
+    """
 
     def __init__(self, queue: PullQueue[LeaderMsg]) -> None:
         self._queue = queue
