@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TextLogprobs
 from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.openai.common import ChatLogprob, FinishReason, ResponseModel, Usage
+from minisgl.server.openai.common import ChatLogprob, ChoiceFinishReason, ResponseModel, Usage
 from minisgl.server.openai.generation_request import (
     ChoicesRequest,
     ConversationRequest,
@@ -175,7 +175,7 @@ class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinishReason
 
 
 class ChatCompletion(ResponseModel):
@@ -223,7 +223,7 @@ class ChatBuilder(ChoicesBuilder):
             choices.append(chunk_choice(parsed.index, {}, self.finish_reason(parsed.index)))
         return choices
 
-    def finish_reason(self, index: int) -> FinishReason:
+    def finish_reason(self, index: int) -> ChoiceFinishReason:
         """As OpenAI: not "tool_calls" for one named tool, nor for a call that was cut off."""
         reason = super().finish_reason(index)
         calls = self._outputs[index].calls
@@ -250,7 +250,7 @@ class ChatBuilder(ChoicesBuilder):
 
 
 def chunk_choice(
-    index: int, delta: dict[str, Any], finish_reason: FinishReason | None = None
+    index: int, delta: dict[str, Any], finish_reason: ChoiceFinishReason | None = None
 ) -> dict[str, Any]:
     """The choice of a chunk, without log probabilities."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
