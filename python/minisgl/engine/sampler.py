@@ -2,7 +2,7 @@
 
 A token is the argmax of (filtered) logits plus temperature times Gumbel noise. This samples from
 the softmax of logits / temperature (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The noise
-is a function of the request's seed, the position and the token id (`kernel/noise.py`). A request's
+is a function of the request's seed, the position and the token id (`kernel/sample.py`). A request's
 token therefore depends on its own logits, parameters, seed and position, and on no other request.
 
 With several ranks each has a part of the vocabulary (`layers/vocabulary.py`). It masks, changes and

@@ -1,4 +1,4 @@
-"""Samples tokens with noise that is a pure function of seed, position and token id.
+"""Chooses tokens: adds noise that is a pure function of seed, position and token id.
 
 A 32-bit integer hash replaces a generator with state, so a request's noise does not depend on its
 batch, on the step in which it is drawn, or on the device. The mixer is `lowbias32` of C. Wellons'
