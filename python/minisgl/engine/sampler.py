@@ -5,10 +5,10 @@ the softmax of logits / temperature (Gumbel 1954; Maddison et al. 2014, arXiv:14
 is a function of the request's seed, the position and the token id (`kernel/sample.py`). A request's
 token therefore depends on its own logits, parameters, seed and position, and on no other request.
 
-With several ranks each has a part of the vocabulary (`layers/vocabulary.py`). It masks, changes and
-scores its own logits, and chooses the best of its tokens. Ranks exchange one number a request, its
-token and score, and all take the best. Filters look at the whole vocabulary: logits are joined on
-all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
+With several ranks each has a part of the vocabulary (`layers/vocab_shard.py`). It masks, changes
+and scores its own logits, and chooses the best of its tokens. Ranks exchange one number a request,
+its token and score, and all take the best. Filters look at the whole vocabulary: logits are joined
+on all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
 
 What every request needs is one function, `Sampler.sample`, which graphs capture. Before it the host
 writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
