@@ -1,9 +1,9 @@
 """FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
 
-How the work of its kernels is split over the device is planned on the host, from lengths alone, so
-a plan can be made before the tokens of the step before are known. The lists of pages are made on
-the device from the page table. A plan holds for layers of one `AttentionSpec`; a model with several
-kinds of layers has as many plans a step.
+How the work of its kernels is split over the device is planned on the host. A plan needs lengths
+alone, so it can be made before the tokens of the step before are known. The lists of pages are made
+on the device from the page table. A plan holds for layers of one `AttentionSpec`; a model with
+several kinds of layers has as many plans a step.
 
 Its kernels of prompts are FlashAttention 3 on Hopper and 2 elsewhere. Decodes mostly have kernels
 of our own. Where these and our compilation of FlashInfer's do all of it, its Python is not

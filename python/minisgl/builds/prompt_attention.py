@@ -1,9 +1,9 @@
 """Compiles FlashInfer's FlashAttention 3 for the prompts of one model (kernel/csrc/hopper).
 
-FlashInfer's own module has all masks and two schedulers of work, and its sources include the
-GEMMs of CUTLASS: a compiler takes minutes of work for what a model does not use. Here each of the
-two kernels that it does use is a source, compiled beside the other and beside what starts them,
-which is cut so that no part takes longer than a kernel. The products and the softmax are
+FlashInfer's own module has all masks and two schedulers of work, and its sources include the GEMMs
+of CUTLASS: a compiler takes minutes of work for what a model does not use. Here each of the two
+kernels that a model does use is a source of its own. What starts them is cut so that no part takes
+longer to compile than a kernel. All are compiled side by side. The products and the softmax are
 FlashInfer's. What loads tiles and writes them is ours, since its templates took two thirds of a
 compiler's time.
 """

@@ -1,8 +1,8 @@
 """Changes the logits of some requests before their tokens are chosen: bias, bans, penalties.
 
 Only the rows of those requests are touched, in copies of float32. Each rank changes the logits of
-its own tokens. How often a token was there before is counted on the device, in the token pool, so
-that nothing has to wait for the tokens of the step before.
+its own tokens. How often a token was there before is counted on the device, in the token pool. So
+nothing has to wait for the tokens of the step before.
 """
 
 # Dimensions: L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of

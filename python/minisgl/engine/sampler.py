@@ -81,7 +81,7 @@ class SampledTokens:
 
     Attributes:
         token_B: int32, without padding.
-        logprobs: of those that want them; None if none does, or another rank samples.
+        logprobs: of those that want them; None if none does, and on other ranks than the first.
     """
 
     token_B: Tensor

@@ -90,8 +90,8 @@ class GrammarProgress:
     def _forced_tokens(self, req: Req) -> list[int]:
         """The next tokens of an answer if its grammar leaves no choice and they are enough.
 
-        Tokens from one on that would end the answer are sampled as usual, and so are all tokens of
-        requests that want log probabilities, which are made by sampling.
+        Tokens from one on that would end the answer are sampled as usual. So are all tokens of
+        requests that want log probabilities, because sampling makes these.
         """
         if req.params.logprobs is not None:
             return []

@@ -7,8 +7,8 @@ Owns the order of these phases. Other modules make the decisions: `live_requests
 a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` gives pages,
 `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
-If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`),
-one request of it ends, and the others are planned again. Next to read: `live_requests.py`,
+If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`).
+One request of it ends, and the others are planned again. Next to read: `live_requests.py`,
 `decode.py`, `prefill.py`, `outputs.py`, `cache.py`.
 """
 
