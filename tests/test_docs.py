@@ -166,6 +166,22 @@ def test_files_and_members_in_docstrings_exist(path: Path) -> None:
     assert [pair for pair in of_package if pair[1] not in classes[pair[0]]] == []
 
 
+LISTING = [
+    path
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+    if re.search(r"^ *\w+\.py  ", next(docstrings(path)), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("path", LISTING, ids=lambda path: path.parent.name)
+def test_a_package_that_lists_its_files_lists_all(path: Path) -> None:
+    files = [file.name for file in path.parent.glob("*.py") if file != path]
+    folders = [f"{each.parent.name}/" for each in path.parent.glob("*/__init__.py")]
+    listing = next(docstrings(path))
+
+    assert [name for name in [*files, *folders] if name not in listing] == []
+
+
 # ---- commands
 
 

@@ -47,9 +47,10 @@ from minisgl.message import (
 )
 from minisgl.server.args import ServerConfig
 from minisgl.server.capacity import BACKLOG, raise_limit
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import StartupReport
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue
 from minisgl.utils.private_folder import private_folder
+from minisgl.utils.queues import PullQueue, PushQueue
 from minisgl.utils.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]

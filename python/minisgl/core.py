@@ -313,7 +313,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class PromptWaves:
-    """In which portions a device attends for the tokens of prompts.
+    """The portions in which a device computes the attention of prompts: tiles, and waves of them.
 
     A kernel cuts each slice into tiles of some tokens. A processor of the device takes one head of
     a tile at a time, and all processors together take a wave of them. The last wave takes as long

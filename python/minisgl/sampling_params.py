@@ -243,7 +243,7 @@ class SamplingParams:
 
 
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:
-    """One item of `SAMPLING_DTYPE`; without a top_k, its largest number."""
+    """Pack parameters into one item of `SAMPLING_DTYPE`. No top_k is its largest number."""
     # The filter would keep all tokens that tie for the first place.
     temperature = 0.0 if params.top_k == 1 else params.temperature
     numbers = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the lists of pages are made by a Triton kernel")
-from minisgl.attention import decode_attention, step_attention
+from minisgl.attention import flashinfer_decodes, flashinfer_step
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import PromptWaves
 from minisgl.kernel import gpu
@@ -162,7 +162,7 @@ class FakeModule:
 @pytest.fixture(autouse=True, params=["FlashInfer", "ours"])
 def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "ours":
-        monkeypatch.setattr(step_attention, "load_hopper_module", lambda *args: FakeModule())
+        monkeypatch.setattr(flashinfer_step, "load_hopper_module", lambda *args: FakeModule())
     module = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
         BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
@@ -179,7 +179,7 @@ def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(step_attention, "triton_kernels_for", lambda x: gpu)
+    monkeypatch.setattr(flashinfer_step, "triton_kernels_for", lambda x: gpu)
 
 
 SPANS = {
@@ -218,7 +218,7 @@ def test_no_step_goes_on_before_the_prompts_of_the_one_before_it(
     main = stream("main")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream("prompts"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(decode_attention, "attend_decode", decode)
+    monkeypatch.setattr(flashinfer_decodes, "attend_decode", decode)
     spec = AttentionSpec(scale=0.4, window=6)  # whose decodes take memory
     world = World(
         SPANS["decodes and chunks"], num_heads=4, num_kv_heads=2, page_size=4, specs=(spec, spec)
@@ -246,7 +246,7 @@ def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
 def test_layers_may_differ_in_their_scores(
     special: AttentionSpec, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention, "attend_decode", gpu_attend_decode)
+    monkeypatch.setattr(flashinfer_decodes, "attend_decode", gpu_attend_decode)
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=4, specs=(PLAIN, special))
     for layer in range(2):
         o_TNH = world.attend(layer, "fi").double()

@@ -16,7 +16,7 @@ import torch
 
 from minisgl.attention import flashinfer_modules
 from minisgl.attention.flashinfer_modules import PromptModules, load_hopper_module
-from minisgl.builds import Sources, find_sources, prompts
+from minisgl.builds import FlashInferSources, find_flashinfer_sources, prompt_attention
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.utils.cuda_toolkit import CudaToolkit
@@ -90,7 +90,9 @@ def env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(flashinfer_modules, "find_cuda_toolkit", lambda: CudaToolkit(tmp_path))
-    monkeypatch.setattr(flashinfer_modules, "find_sources", lambda capability, dtype: None)
+    monkeypatch.setattr(
+        flashinfer_modules, "find_flashinfer_sources", lambda capability, dtype: None
+    )
     return env
 
 
@@ -103,18 +105,18 @@ def hopper(env: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
-    def find(capability: tuple[int, int], dtype: str) -> Sources | None:
+    def find(capability: tuple[int, int], dtype: str) -> FlashInferSources | None:
         return None if dtype == "float32" else sources_in(tmp_path)
 
-    monkeypatch.setattr(flashinfer_modules, "find_sources", find)
+    monkeypatch.setattr(flashinfer_modules, "find_flashinfer_sources", find)
     log = tmp_path / "nvcc.log"
     log.touch()
     install_nvcc(tmp_path, NVCC.format(log=log))
     return log
 
 
-def sources_in(folder: Path) -> Sources:
-    return Sources([folder / "headers"], prompts._digest_with("0.6.12"))
+def sources_in(folder: Path) -> FlashInferSources:
+    return FlashInferSources([folder / "headers"], prompt_attention._digest_with("0.6.12"))
 
 
 def libraries(tmp_path: Path) -> set[str]:
@@ -228,8 +230,8 @@ def test_what_is_kept_on_hopper_is_used_until_our_sources_change(
 ) -> None:
     modules(FULL).build()
     sources = tmp_path / "sources"
-    shutil.copytree(prompts._SOURCES, sources)
-    monkeypatch.setattr(prompts, "_SOURCES", sources)
+    shutil.copytree(prompt_attention._SOURCES, sources)
+    monkeypatch.setattr(prompt_attention, "_SOURCES", sources)
     assert not modules(FULL).missing
     with (sources / "prompts.cuh").open("a") as file:
         file.write("// changed")
@@ -290,8 +292,8 @@ def test_the_headers_are_those_of_the_package_that_is_installed(
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    def find() -> Sources | None:
-        return find_sources((9, 0), "bfloat16")
+    def find() -> FlashInferSources | None:
+        return find_flashinfer_sources((9, 0), "bfloat16")
 
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
     monkeypatch.setattr(importlib.metadata, "version", find_version)
@@ -300,14 +302,14 @@ def test_the_headers_are_those_of_the_package_that_is_installed(
     versions["flashinfer-python"] = "0.6.12"
     assert find() is None, "it has no headers"
 
-    for folder in prompts._HEADERS:
+    for folder in prompt_attention._HEADERS:
         (tmp_path / "data" / folder).mkdir(parents=True)
     sources = find()
     assert sources
     assert sources.include_folders[-1] == tmp_path / "data/cutlass/tools/util/include"
-    assert find_sources((9, 0), "float16") == sources
-    assert find_sources((9, 0), "float32") is None, "our kernels do not take it"
-    assert find_sources((8, 0), "bfloat16") is None, "that is not Hopper"
+    assert find_flashinfer_sources((9, 0), "float16") == sources
+    assert find_flashinfer_sources((9, 0), "float32") is None, "our kernels do not take it"
+    assert find_flashinfer_sources((8, 0), "bfloat16") is None, "that is not Hopper"
 
     versions["flashinfer-python"] = "0.6.13"
     other = find()

@@ -12,13 +12,13 @@ import torch
 
 from minisgl.attention import PromptModules, flashinfer_modules
 from minisgl.builds import (
+    FlashInferSources,
     Library,
-    Sources,
     kernels,
     library_folder,
     needed,
     needed_libraries,
-    prompts,
+    prompt_attention,
 )
 from minisgl.builds import library as library_module
 from minisgl.checkpoint import AttentionSpec
@@ -44,12 +44,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             return None
         return SimpleNamespace(submodule_search_locations=[str(tmp_path / name)])
 
-    for folder in prompts._HEADERS:
+    for folder in prompt_attention._HEADERS:
         (tmp_path / "flashinfer" / "data" / folder).mkdir(parents=True)
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(library_module, "run_compilers", compile_)
-    monkeypatch.setattr(prompts.importlib.util, "find_spec", find_spec)
-    monkeypatch.setattr(prompts.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(prompt_attention.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(prompt_attention.importlib.metadata, "version", lambda name: "1.0")
     monkeypatch.setattr(native.tvm_ffi, "load_module", lambda path: Path(path).name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     install_toolkit(monkeypatch, CudaToolkit(tmp_path / "cuda"))
@@ -127,16 +127,16 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
 def test_where_flashinfers_headers_are_missing_its_module_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(needed, "find_sources", lambda capability, dtype: None)
+    monkeypatch.setattr(needed, "find_flashinfer_sources", lambda capability, dtype: None)
     assert kinds(needs()) == ["gpu"]
 
 
 def test_a_name_tells_libraries_apart(tmp_path: Path) -> None:
-    sources = Sources([tmp_path], "0")
+    sources = FlashInferSources([tmp_path], "0")
     names = {library.name for library in needs([FULL, SLIDING])}
     names |= {kernels.cuda_library((8, 0)).name, kernels.cuda_library((9, 0)).name}
     names |= {
-        prompts.PromptKernels("bfloat16", 64, has_window=False, has_softcap=True)
+        prompt_attention.PromptKernels("bfloat16", 64, has_window=False, has_softcap=True)
         .library(sources, None)
         .name
     }

@@ -20,7 +20,7 @@ from minisgl.checkpoint import ModelConfig, RotaryConfig
 from minisgl.checkpoint.gguf import GGUFFile, write_hf_folder
 from minisgl.errors import CheckpointError
 from minisgl.models import BaseLLMModel, get_model_class, open_checkpoint
-from minisgl.models.weight_sources import GGUFCheckpoint
+from minisgl.models.gguf_file import GGUFCheckpoint
 from tests.checkpoint.gguf_files import Array, permuted, saved_weights, write_gguf
 from tests.checkpoints import (
     CONTEXT,

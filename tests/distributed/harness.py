@@ -25,7 +25,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.engine.harness import (
     Answer,
     MemoryInbox,
@@ -141,7 +141,7 @@ def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
     inbox = _inbox(info, job, folder)
     engine = WatchedEngine(config, info, folder / "rendezvous")
     outbox = MemoryOutbox()
-    Scheduler(config, engine, inbox, outbox, peers=inbox).run()
+    Scheduler(config, engine, inbox, outbox, other_ranks=inbox).run()
     engine.close()
     answers = collect(outbox.msgs, engine)
     return [answers[uid] for uid in range(len(job.prompts))]

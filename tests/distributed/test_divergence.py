@@ -21,7 +21,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import MemoryInbox, MemoryOutbox, config_of, greedy
 
@@ -60,7 +60,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> None:
     else:
         inbox = DeafInbox(PullQueue(address, decoder(LeaderMsg)))
     engine = Engine(config, info, folder / "rendezvous")
-    Scheduler(config, engine, inbox, MemoryOutbox(), leads=info.leads, peers=inbox).run()
+    Scheduler(config, engine, inbox, MemoryOutbox(), leads=info.leads, other_ranks=inbox).run()
 
 
 def test_a_rank_that_misses_an_abort_names_the_step(checkpoint: Callable[[str], Path]) -> None:

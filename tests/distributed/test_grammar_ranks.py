@@ -33,7 +33,7 @@ from minisgl.message import (
 )
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
 from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.utils.mp import PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of
 
@@ -104,7 +104,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> tuple[list[str
     with patch.object(
         GrammarMatchers, "lose", autospec=True, side_effect=GrammarMatchers.lose
     ) as lose:
-        Scheduler(config, engine, inbox, client, leads=info.leads, peers=inbox).run()
+        Scheduler(config, engine, inbox, client, leads=info.leads, other_ranks=inbox).run()
     return client.ends, lose.call_count
 
 

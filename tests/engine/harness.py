@@ -58,7 +58,7 @@ class WatchedEngine(Engine):
     ):
         self.logits: dict[tuple[int, int], Tensor] = {}
         super().__init__(config, info or DistributedInfo(), rendezvous)
-        self.logits.clear()  # of the first steps
+        self.logits.clear()  # of the warm-up
 
     def sample(self, launched: LaunchedStep) -> ForwardOutput:
         logits_BV = launched.sampling_inputs.logits_BV

@@ -16,10 +16,10 @@ import torch
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
-from minisgl.engine.first_steps import largest_step
 from minisgl.engine.memory import out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
 from minisgl.engine.pool_size import num_pages, num_rows
+from minisgl.engine.warm_up import largest_step
 from minisgl.errors import CheckpointError, ConfigError
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts

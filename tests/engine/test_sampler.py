@@ -15,7 +15,7 @@ from torch import Tensor
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import BatchSamplingArgs, sample_logits
-from minisgl.kernel import noise
+from minisgl.kernel import sample as sample_module
 from minisgl.layers import VocabShard
 from minisgl.utils.staging import Staging
 
@@ -46,7 +46,7 @@ def kept(logits_V: Tensor, params: SamplingParams, monkeypatch: pytest.MonkeyPat
     """The tokens that can be chosen: those that are if noise prefers them beyond measure."""
     size = len(logits_V)
     preference_VV = torch.eye(size) * 1e9
-    monkeypatch.setattr(noise, "gumbel_noise", lambda *_: preference_VV)
+    monkeypatch.setattr(sample_module, "gumbel_noise", lambda *_: preference_VV)
     chosen_V = sample(logits_V.repeat(size, 1), args_of([sampling_slice(params)] * size))
     return (chosen_V == torch.arange(size)).nonzero().flatten().tolist()
 

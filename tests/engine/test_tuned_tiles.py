@@ -1,4 +1,4 @@
-"""An engine whose experts have tuned tiles meets all of them in its first steps.
+"""An engine whose experts have tuned tiles meets all of them in its warm-up.
 
 No GPU is needed: which variant of a kernel a call launches is known without one.
 """
@@ -15,12 +15,12 @@ pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.engine import model_runner
-from minisgl.engine.first_steps import run_first_steps
+from minisgl.engine.warm_up import run_warm_up
 from minisgl.kernel import ExpertTiles, ProductTile, gpu
 from minisgl.moe import ExpertShape, FusedMoeBackend, TiledSteps, TileTable, fused
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
-from tests.engine.test_first_steps import in_the_interpreter
+from tests.engine.test_warm_up import in_the_interpreter
 from tests.kernel.launches import Launches
 
 
@@ -30,7 +30,7 @@ def tiled_steps(num_tokens: int, rows: int) -> TiledSteps:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_gpu_engine.py does it")
-def test_all_tuned_tiles_are_met_in_the_first_steps(
+def test_all_tuned_tiles_are_met_in_the_warm_up(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint("qwen3_moe")
@@ -51,7 +51,7 @@ def test_all_tuned_tiles_are_met_in_the_first_steps(
     config = config_of(folder, cuda_graph_max_bs=0, **sizes)
     engine = WatchedEngine(config)
     launches = Launches(monkeypatch, {"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
-    run_first_steps(engine, config, engine._loaded)
+    run_warm_up(engine, config, engine._loaded)
     known = launches.take()["_multiply"]
     assert len(known) == 2 * len(table.steps)
 

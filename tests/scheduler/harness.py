@@ -143,7 +143,7 @@ class Host:
         scheduler = self.scheduler
         scheduler.grammars = matchers
         scheduler.requests._grammars = matchers
-        scheduler.outputs._matching._grammars = matchers
+        scheduler.outputs._grammar_progress._grammars = matchers
         scheduler.pending_grammars = pending
         scheduler.requests._pending_grammars = pending
         scheduler.statistics._pending_grammars = pending

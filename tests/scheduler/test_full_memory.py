@@ -163,14 +163,14 @@ def test_requests_end_one_after_the_other_until_the_step_fits() -> None:
     host.check_answers()
 
 
-class Peers:
+class OtherRanks:
     def agree(self, digest: StepDigestMsg) -> None:
         pass
 
 
 def test_with_other_ranks_it_ends_the_group() -> None:
     host, executor = make_host()
-    host.scheduler._peers = Peers()
+    host.scheduler._other_ranks = OtherRanks()
     host.submit(PROMPT)
     executor.fails_at = "before writes"
     with pytest.raises(StepOutOfMemory):

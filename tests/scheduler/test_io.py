@@ -39,8 +39,9 @@ from minisgl.scheduler import (
     ZmqOutbox,
 )
 from minisgl.scheduler.grammar_budget import GrammarBudget
-from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
+from minisgl.utils.addresses import DETOKENIZER, Addresses
 from minisgl.utils.private_folder import private_folder
+from minisgl.utils.queues import PullQueue, PushQueue
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 
@@ -129,7 +130,7 @@ class Rank:
             inbox,
             self.book,
             leads=leads,
-            peers=inbox,
+            other_ranks=inbox,
             clock=partial(next, times),
         )
         self.failure: EngineFailed | None = None

@@ -27,8 +27,9 @@ from minisgl.message import (
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app
 from minisgl.server.served_model import ServedModel
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.private_folder import private_folder
+from minisgl.utils.queues import AsyncPullQueue, PushQueue
 
 T = TypeVar("T")
 DEADLINE_S = 20.0

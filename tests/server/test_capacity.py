@@ -40,9 +40,9 @@ def test_what_does_not_fit_is_refused_with_both_numbers(wanted: int | None, limi
 
 def test_the_limit_is_raised_as_far_as_it_may() -> None:
     script = (
-        "import resource; from minisgl.server.capacity import raise_limit\n"
+        "import resource; from minisgl.server.capacity import raise_descriptor_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))\n"
-        "print(raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

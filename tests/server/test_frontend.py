@@ -39,7 +39,7 @@ from minisgl.message import (
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
-from minisgl.utils.mp import DETOKENIZER
+from minisgl.utils.addresses import DETOKENIZER
 from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     replaceable_frontend,

@@ -14,7 +14,7 @@ from minisgl.message import EngineStats, MetricSample, PeerMsg, RefuseMsg, Suspe
 from minisgl.server import peers as peers_module
 from minisgl.server.metrics import Metrics
 from minisgl.server.peers import Peers
-from minisgl.utils.mp import Addresses
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.private_folder import private_folder
 from tests.server.harness import run, wait_until
 

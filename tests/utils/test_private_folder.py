@@ -16,9 +16,10 @@ import pytest
 import zmq
 
 from minisgl.errors import ConfigError
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.env import env_with_sys_path
-from minisgl.utils.mp import Addresses, PullQueue
 from minisgl.utils.private_folder import private_folder
+from minisgl.utils.queues import PullQueue
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can give files away")

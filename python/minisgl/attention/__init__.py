@@ -7,12 +7,12 @@ calls it. It knows neither models nor the lives of requests.
     base.py                the contract of a backend
     torch_backend.py       the plainest one, and that of a CPU
     flashinfer_backend.py  FlashInfer and our own kernels: a plan a step for each spec
-    step_attention.py        which slices of a step each kernel takes
-    decode_attention.py      its decodes
-    prompt_attention.py      its prompts
+    flashinfer_step.py       which slices of a step each kernel takes
+    flashinfer_decodes.py    its decodes
+    flashinfer_prompts.py    its prompts
     flashinfer_pool.py       the pool and the page table, for all of them
     flashinfer_plans.py      what plans are made of
-    flashinfer_modules.py    the kernels of prompts, compiled ahead; builds/prompts.py says how
+    flashinfer_modules.py    the kernels of prompts, compiled ahead (builds/prompt_attention.py)
     fa_backend.py          FlashAttention
     trtllm_backend.py      TensorRT-LLM
     paged.py                 metadata of these two

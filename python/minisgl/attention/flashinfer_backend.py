@@ -1,13 +1,13 @@
 """FlashInfer (Ye et al. 2025, arXiv:2501.01005): paged attention on NVIDIA GPUs.
 
-How the work of its kernels is split over the device is planned on the host, from lengths alone, so
-a plan can be made before the tokens of the step before are known. The lists of pages are made on
-the device from the page table. A plan holds for layers of one `AttentionSpec`; a model with several
-kinds of layers has as many plans a step.
+How the work of its kernels is split over the device is planned on the host. A plan needs lengths
+alone, so it can be made before the tokens of the step before are known. The lists of pages are made
+on the device from the page table. A plan holds for layers of one `AttentionSpec`; a model with
+several kinds of layers has as many plans a step.
 
 Its kernels of prompts are FlashAttention 3 on Hopper and 2 elsewhere. Decodes mostly have kernels
 of our own. Where these and our compilation of FlashInfer's do all of it, its Python is not
-imported. Next to read: `step_attention.py`, `decode_attention.py`, `prompt_attention.py`.
+imported. Next to read: `flashinfer_step.py`, `flashinfer_decodes.py`, `flashinfer_prompts.py`.
 """
 
 # Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables, T tokens of a
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.flashinfer_pool import FlashInferPool
-from minisgl.attention.step_attention import StepAttention, StepMetadata
+from minisgl.attention.flashinfer_step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, PromptWaves
 from minisgl.kvcache import BaseKVCachePool
@@ -35,13 +35,13 @@ _TILES = {64: 192}
 
 @dataclass(frozen=True, slots=True)
 class FlashInferMetadata(BaseAttnMetadata):
-    """For each distinct spec, in the order of the backend's."""
+    """The metadata of a step for each distinct spec, in the order of the backend's."""
 
     of_specs: list[StepMetadata]
 
 
 class FlashInferBackend(BaseAttnBackend):
-    """Over a pool whose tokens have their heads side by side."""
+    """Attends over a pool whose tokens have their heads side by side."""
 
     supported = frozenset({"window", "softcap"})
     captures_graphs = True

@@ -1,7 +1,7 @@
 """The kernels of prompts: compiled ahead, and kept by version in the cache folder of this project.
 
-On Hopper they are FlashInfer's FlashAttention 3 as `builds/prompts.py` compiles it; FlashInfer's
-Python is not imported for that, since it takes a second.
+On Hopper they are FlashInfer's FlashAttention 3 as `builds/prompt_attention.py` compiles it;
+FlashInfer's Python is not imported for that, since it takes a second.
 
 Elsewhere, and where FlashInfer's headers are not found, they are FlashInfer's own modules. It
 compiles one when a kernel is first needed, and again whenever pip has written its headers anew.
@@ -26,10 +26,10 @@ import tvm_ffi
 
 from minisgl.builds import (
     HOPPER,
+    FlashInferSources,
     Library,
     PromptKernels,
-    Sources,
-    find_sources,
+    find_flashinfer_sources,
     library_folder,
     prompt_kernels,
 )
@@ -84,7 +84,7 @@ class PromptModules:
 
     @property
     def missing(self) -> list[Any]:
-        """Those that have to be compiled.
+        """The modules or kernels that have to be compiled.
 
         Raises:
             ConfigError: FlashInfer is not installed.
@@ -141,10 +141,10 @@ def load_hopper_module(
 
 @dataclass(frozen=True, slots=True)
 class _HopperLibraries:
-    """Those of this project: where they are, and what they are compiled from."""
+    """The libraries that this project compiles: where they are kept, and their sources."""
 
     folder: Path
-    sources: Sources
+    sources: FlashInferSources
 
     def path_of(self, kernels: PromptKernels) -> Path:
         return self._library(kernels).path_in(self.folder)
@@ -161,8 +161,8 @@ class _HopperLibraries:
 
 
 def _hopper_libraries(device: torch.device, dtype: torch.dtype) -> _HopperLibraries | None:
-    """None where FlashInfer's own modules are used."""
-    sources = find_sources(torch.cuda.get_device_capability(device), _name_of(dtype))
+    """Find our libraries; None where FlashInfer's own modules are used."""
+    sources = find_flashinfer_sources(torch.cuda.get_device_capability(device), _name_of(dtype))
     if sources is None:
         return None
     try:

@@ -49,7 +49,7 @@ class LayerShape:
 
     @property
     def window_left(self) -> int:
-        """As FlashInfer counts: positions before a token's own; -1 if there is no window."""
+        """The window as FlashInfer counts it: positions before a token's own; -1 for no window."""
         return -1 if self.spec.window is None else self.spec.window - 1
 
 

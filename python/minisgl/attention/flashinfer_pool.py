@@ -55,7 +55,7 @@ class FlashInferPool:
 
     @functools.cached_property
     def workspace(self) -> Tensor:
-        """Of FlashInfer's wrappers, if there are any."""
+        """The scratch memory of FlashInfer's wrappers, allocated when the first one is made."""
         return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
     def layer_shape(self, spec: AttentionSpec) -> LayerShape:

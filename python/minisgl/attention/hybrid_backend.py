@@ -30,13 +30,13 @@ class _SubBatch:
 
 @dataclass(frozen=True, slots=True)
 class HybridMetadata(BaseAttnMetadata):
-    """In the order of the batch."""
+    """The parts of a step, in the order of the batch."""
 
     sub_batches: list[_SubBatch]
 
 
 class HybridBackend(BaseAttnBackend):
-    """Over two backends of one pool."""
+    """Sends prompts to one backend and decodes to another. Both have the same pool."""
 
     def __init__(self, prefill: BaseAttnBackend, decode: BaseAttnBackend) -> None:
         self._prefill = prefill

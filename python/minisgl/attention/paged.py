@@ -20,7 +20,7 @@ from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
-from minisgl.utils.staging import Staging, room_for
+from minisgl.utils.staging import Staging, capacity_for
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class PagedMetadata(BaseAttnMetadata):
 
 
 class PagedAttnBackend(BaseAttnBackend):
-    """Makes the metadata; a subclass attends."""
+    """Makes the metadata of a step; a subclass attends."""
 
     captures_graphs = True
 
@@ -63,7 +63,7 @@ class PagedAttnBackend(BaseAttnBackend):
         self._page_size = kv_pool.page_size
         self._specs = specs
         num_rows = len(page_table_RP)
-        capacity = room_for(num_rows, num_rows, num_rows + 1)
+        capacity = capacity_for(num_rows, num_rows, num_rows + 1)
         self._staging = Staging(page_table_RP.device, capacity)
         self._pages = [
             (

@@ -43,7 +43,7 @@ class TorchAttnMetadata(BaseAttnMetadata):
 
 
 class TorchAttentionBackend(BaseAttnBackend):
-    """Over a pool of any layout."""
+    """Attends over a pool of any layout."""
 
     supported = frozenset({"window", "softcap"})
 

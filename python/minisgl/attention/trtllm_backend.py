@@ -24,7 +24,7 @@ _PAGE_SIZES = (16, 32, 64, 128)
 
 
 class TensorRTLLMBackend(PagedAttnBackend):
-    """Over pages of 16 to 128 tokens."""
+    """Attends over pages of 16 to 128 tokens."""
 
     supported = frozenset({"window"})
 

@@ -6,7 +6,7 @@ file.
 
     library.py           a library and its file; one process at a time makes it
     kernels.py           the libraries of kernel/csrc
-    prompts.py           those of kernel/csrc/hopper, which attend in prompts
+    prompt_attention.py  those of kernel/csrc/hopper: attention of prompts
     needed.py            which of them a rank will load
     compilers.py         runs compilers that end with this process
     compiler_process.py  the program that does that
@@ -17,17 +17,23 @@ The libraries are loaded by `kernel/native.py` and `attention/flashinfer_modules
 from minisgl.builds.kernels import CUDA_DTYPES, cpu_library, cuda_library
 from minisgl.builds.library import Library, library_folder
 from minisgl.builds.needed import needed_libraries, prompts_use_flashinfer
-from minisgl.builds.prompts import HOPPER, PromptKernels, Sources, find_sources, prompt_kernels
+from minisgl.builds.prompt_attention import (
+    HOPPER,
+    FlashInferSources,
+    PromptKernels,
+    find_flashinfer_sources,
+    prompt_kernels,
+)
 
 __all__ = [
     "CUDA_DTYPES",
     "HOPPER",
     "Library",
     "PromptKernels",
-    "Sources",
+    "FlashInferSources",
     "cpu_library",
     "cuda_library",
-    "find_sources",
+    "find_flashinfer_sources",
     "library_folder",
     "needed_libraries",
     "prompt_kernels",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl.builds.kernels import CUDA_DTYPES, cpu_library, cuda_library
 from minisgl.builds.library import Library
-from minisgl.builds.prompts import find_sources, prompt_kernels
+from minisgl.builds.prompt_attention import find_flashinfer_sources, prompt_kernels
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig, backend_names
 from minisgl.utils.cuda_toolkit import find_cuda_toolkit
@@ -13,7 +13,7 @@ from minisgl.utils.cuda_toolkit import find_cuda_toolkit
 def needed_libraries(
     config: EngineConfig, model: ModelConfig, capability: tuple[int, int] | None
 ) -> list[Library]:
-    """Those that can be compiled ahead.
+    """The libraries of a rank that can be compiled ahead.
 
     FlashInfer's own modules are not among them, because only its Python can compile them.
 
@@ -44,7 +44,7 @@ def prompts_use_flashinfer(attn: str | None) -> bool:
 
 
 def _prompt_libraries(dtype: str, model: ModelConfig, capability: tuple[int, int]) -> list[Library]:
-    sources = find_sources(capability, dtype)
+    sources = find_flashinfer_sources(capability, dtype)
     if sources is None:
         return []
     toolkit = find_cuda_toolkit()

@@ -5,15 +5,16 @@
     gguf.py           GGUF files as such folders, and their tensors
     gguf_header.py    checks the header of a GGUF file
     pre_tokenizers.py how the tokenizers of GGUF files split a text
+    sentencepiece.py  how some of them spell the spaces of a text
     files.py          bounds of the small files of a folder
     config.py         the folder's JSON files as a `ModelConfig`
-    attention.py      the part of it that says what the attention of each layer is
+    attention_spec.py the part of it that says what the attention of each layer is
     quantization.py   how config.json says that the weights are quantized
 
 Reading weights is `models/weight_sources.py`. Read `config.py`.
 """
 
-from minisgl.checkpoint.attention import AttentionSpec, RotaryConfig
+from minisgl.checkpoint.attention_spec import AttentionSpec, RotaryConfig
 from minisgl.checkpoint.config import ModelConfig
 from minisgl.checkpoint.fetch import fetch_model, model_name
 from minisgl.checkpoint.quantization import Quantization, StoredFormat

@@ -1,7 +1,7 @@
 """What a model folder's JSON files say, in one spelling.
 
 Checkpoints of several years have different names for one thing, such as `rope_scaling` with `type`,
-`rope_scaling` with `rope_type`, and `rope_parameters`. No module but this, `attention.py` and
+`rope_scaling` with `rope_type`, and `rope_parameters`. No module but this, `attention_spec.py` and
 `quantization.py` sees the JSON.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minisgl.checkpoint.attention import AttentionSpec, attention_specs, head_dim
+from minisgl.checkpoint.attention_spec import AttentionSpec, attention_specs, head_dim
 from minisgl.checkpoint.files import MAX_CONFIG_BYTES, read_json
 from minisgl.checkpoint.quantization import Quantization, read_quantization, refuse_modelopt
 from minisgl.errors import CheckpointError

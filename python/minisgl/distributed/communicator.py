@@ -135,7 +135,7 @@ class TorchCommunicator(DistributedCommunicator):
         self._group.shutdown()
 
     def _buffers_like(self, x: Tensor) -> list[Tensor]:
-        """One for the x of each rank."""
+        """A buffer for the x of each rank."""
         return [torch.empty_like(x) for _ in range(self.info.size)]
 
 

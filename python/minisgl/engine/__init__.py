@@ -8,8 +8,8 @@
     kernel_builds.py      what is compiled meanwhile
     pool_size.py          how many requests may run, and how many pages fit
     memory.py             the device's memory, and what happens when it is full
-    first_kernels.py      kernels of Triton, called once so that they are compiled early
-    first_steps.py        what runs once before the engine serves
+    warm_up.py            the steps that run once before the engine serves
+    kernel_warm_up.py     kernels of Triton, called once so that they are compiled early
     batch_builder.py      a plan as tensors, for eager steps
     sampler.py            logits to tokens in the token pool
     sampling_batch.py     temperature, filters and seeds of a batch

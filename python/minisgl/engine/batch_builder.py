@@ -19,11 +19,11 @@ from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
     has_filters,
     sampling_arrays,
-    sampling_room,
+    sampling_capacity,
 )
 from minisgl.kernel import look_up
 from minisgl.layers import Context
-from minisgl.utils.staging import Staging, room_for
+from minisgl.utils.staging import Staging, capacity_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class BatchBuilder:
         )
 
 
-def batch_room(num_tokens: int, num_slices: int) -> int:
+def batch_capacity(num_tokens: int, num_slices: int) -> int:
     """The capacity of a staging that sends a step of so many tokens, of which all may return."""
-    return 3 * room_for(num_tokens) + room_for(num_slices) + sampling_room(num_slices)
+    return 3 * capacity_for(num_tokens) + capacity_for(num_slices) + sampling_capacity(num_slices)
 
 
 def _hidden_state_index(plan: BatchPlan, batch_ends: list[int]) -> IntArray:

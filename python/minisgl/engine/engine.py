@@ -3,7 +3,7 @@
     model_loader.py  the model and its weights, on the device of this rank
     pool_size.py     how many pages of KV fit beside them; on a GPU the largest step is tried
     model_runner.py  the pool, the tables and the graphs are made
-    first_steps.py   on a GPU, what no later step shall do for the first time
+    warm_up.py       on a GPU, what no later step shall do for the first time
 
 How it steps is in `model_runner.py`.
 """
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedInfo
-from minisgl.engine.first_steps import run_first_steps
 from minisgl.engine.memory import out_of_memory_is_explained
 from minisgl.engine.model_loader import load_model
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.pool_size import fit_limits
+from minisgl.engine.warm_up import run_warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Engine(ModelRunner):
         with out_of_memory_is_explained("making the KV cache"):
             super().__init__(config, loaded, limits)
         if loaded.device.type == "cuda":
-            with out_of_memory_is_explained("running the first steps"):
-                run_first_steps(self, config, loaded)
+            with out_of_memory_is_explained("warming up"):
+                run_warm_up(self, config, loaded)
         logger.info(
             "%s on %s in %s: %d pages of %d tokens, context %d, ready after %.1f s",
             loaded.config.architecture,

@@ -43,15 +43,15 @@ class ForwardOutput:
         return [[token] for token in self._token_B.tolist()]
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By index of the sampling slice; to be called after `wait`."""
+        """Log probabilities of tokens, by index of the sampling slice. Call it after `wait`."""
         return self._logprobs.read() if self._logprobs else {}
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """By index of the slice; to be called after `wait`."""
+        """Log probabilities of prompts, by index of the slice. Call it after `wait`."""
         return self._prompt_outputs.read_logprobs() if self._prompt_outputs else {}
 
     def embeddings(self) -> dict[int, bytes]:
-        """By index of the slice; to be called after `wait`."""
+        """Embeddings of prompts, by index of the slice. Call it after `wait`."""
         return self._prompt_outputs.read_embeddings() if self._prompt_outputs else {}
 
 

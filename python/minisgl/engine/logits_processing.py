@@ -1,9 +1,8 @@
 """Changes the logits of some requests before their tokens are chosen: bias, bans, penalties.
 
 Only the rows of those requests are touched, in copies of float32. Each rank changes the logits of
-its own tokens. How often a token was there
-before is counted on the device, in the token pool, so that nothing has to wait for the tokens of
-the step before.
+its own tokens. How often a token was there before is counted on the device, in the token pool. So
+nothing has to wait for the tokens of the step before.
 """
 
 # Dimensions: L positions of a sequence, R rows of the tables, V vocabulary, X a selection out of
@@ -17,17 +16,17 @@ from torch import Tensor
 
 from minisgl.core import ReqSlice, SamplingParams
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
-from minisgl.utils.staging import Numbers, Staging, room_for
+from minisgl.utils.staging import Numbers, Staging, capacity_for
 
 # Below all logits. A grammar's mask is lower still, so that an answer ends where the grammar allows
 # nothing else.
 _BAN = -1e9
 
 
-def processing_room(num_slices: int, num_eos: int) -> int:
+def processing_capacity(num_slices: int, num_eos: int) -> int:
     """The capacity of a staging that sends what changes the logits of so many slices."""
     num_biases = num_slices * (MAX_BIASES + MAX_STOPS + num_eos)
-    return max(3 * room_for(num_biases), 6 * room_for(num_slices))
+    return max(3 * capacity_for(num_biases), 6 * capacity_for(num_slices))
 
 
 def wants_processing(req_slice: ReqSlice) -> bool:

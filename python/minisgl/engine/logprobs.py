@@ -32,7 +32,7 @@ class LogprobsOutput:
         self._id_XC = id_XC.to("cpu", non_blocking=True)
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """By index of the sampled token. To be called after the tokens have come."""
+        """Return all by index of the sampled token. To be called after the tokens have come."""
         top_ids = self._id_XC.tolist()
         top_logprobs = self._top_XC.tolist()
         logprobs: dict[int, TokenLogprobs] = {}

@@ -18,8 +18,8 @@ from minisgl.attention import PromptModules
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
-from minisgl.engine.first_kernels import KernelSizes, call_kernels
 from minisgl.engine.kernel_builds import KernelBuilds, fastest_attention, kernels_to_build
+from minisgl.engine.kernel_warm_up import KernelSizes, call_kernels
 from minisgl.engine.limits import EngineLimits, context_length
 from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
@@ -83,16 +83,21 @@ def load_model(
     device = _set_up_device(config, info)
     logger.debug("the device is ready")
     dtype = getattr(torch, config.dtype)
+
+    # Compilers, side by side with all that follows.
     prompt_modules = partial(
         PromptModules, device, dtype, model_config.head_dim, model_config.attention
     )
     attn = config.attn or fastest_attention(prompt_modules)
     kernel_builds = KernelBuilds(kernels_to_build(device, dtype, attn, prompt_modules))
+
+    # The group of ranks, which measures its sums on a GPU.
     comm = create_communicator(info, device, rendezvous, config.comm)
     vocab = VocabShard(model_config.vocab_size, comm)
 
+    # Kernels that are compiled by a call on the GPU, so after those measurements.
     max_seq_len = context_length(config, model_config)
-    if device.type == "cuda":  # these run there, so not before the ranks have measured their sums
+    if device.type == "cuda":
         sizes = KernelSizes(
             model=model_config,
             info=info,
@@ -109,6 +114,8 @@ def load_model(
             device=device,
         )
         kernel_builds.start({"Triton kernels": partial(call_kernels, sizes)})
+
+    # The weights.
     with torch.inference_mode(), out_of_memory_is_explained("loading the weights"):
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
@@ -126,6 +133,7 @@ def load_model(
     if device.type == "cpu":
         use_huge_pages()
     logger.debug("the weights are loaded")
+
     kernel_builds.wait()
     return LoadedModel(
         model=model,

@@ -20,7 +20,7 @@ from torch import Tensor
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
 from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice, TableWrites
-from minisgl.engine.batch_builder import BatchBuilder, batch_room, sampled_hidden_states
+from minisgl.engine.batch_builder import BatchBuilder, batch_capacity, sampled_hidden_states
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graph_key import GraphKeys, has_room_for_writes
@@ -35,7 +35,7 @@ from minisgl.engine.limits import EngineLimits, most_tokens
 from minisgl.engine.memory import free_if_out_of_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.prompt_outputs import PromptOutputs
-from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_room
+from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampler_capacity
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
@@ -43,7 +43,7 @@ from minisgl.kernel import load_cpu_kernels, scatter
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
-from minisgl.utils.staging import Staging, room_for
+from minisgl.utils.staging import Staging, capacity_for
 
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
@@ -82,11 +82,11 @@ class ModelRunner:
         self.context = self._make_context()
 
         num_tokens = most_tokens(config, limits.num_rows)
-        # For what a step sends in front of the model, ...
-        self._staging = Staging(self._device, batch_room(num_tokens, limits.num_rows))
-        # ... and for what few steps send, at any time.
-        room = sampler_room(limits.num_rows, len(limits.eos_ids))
-        self._extra_staging = Staging(self._device, max(room, 2 * room_for(_MAX_WRITES)))
+        # Sends what every step needs before its model runs.
+        self._staging = Staging(self._device, batch_capacity(num_tokens, limits.num_rows))
+        # Sends what few steps need, at any time.
+        capacity = sampler_capacity(limits.num_rows, len(limits.eos_ids))
+        self._extra_staging = Staging(self._device, max(capacity, 2 * capacity_for(_MAX_WRITES)))
         self._host_copier = HostCopier(self._device, limits.num_rows)
 
         self._batch_builder = BatchBuilder(self.context, self._staging)
@@ -156,7 +156,7 @@ class ModelRunner:
 
     @property
     def prompt_waves(self) -> PromptWaves:
-        """In which portions the device attends for the tokens of prompts."""
+        """The portions in which the device computes the attention of prompts."""
         return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:

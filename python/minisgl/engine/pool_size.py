@@ -12,11 +12,11 @@ import torch
 
 from minisgl.config import EngineConfig
 from minisgl.distributed import DistributedCommunicator
-from minisgl.engine.first_steps import largest_step
 from minisgl.engine.limits import EngineLimits
 from minisgl.engine.memory import ADVICE, free_bytes, out_of_memory_is_explained, return_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.warm_up import largest_step
 from minisgl.errors import ConfigError
 from minisgl.kvcache import MHAKVCache
 
@@ -47,7 +47,7 @@ def fit_limits(config: EngineConfig, loaded: LoadedModel) -> EngineLimits:
     )
     step_bytes = 0
     is_on_gpu = loaded.device.type == "cuda"
-    if is_on_gpu and config.num_pages is None:  # else the first steps show if it is too large
+    if is_on_gpu and config.num_pages is None:  # else the warm-up shows if it is too large
         with out_of_memory_is_explained("trying the largest step"):
             step_bytes = bytes_of_steps(config, loaded, of_one_page)
     pages = num_pages(config, page_bytes, loaded.device, loaded.comm, step_bytes)

@@ -55,7 +55,7 @@ class PromptOutputs:
     def of(
         cls, plan: BatchPlan, hidden_YD: Tensor, logits: LogitsFunction, token_pool_RL: Tensor
     ) -> Self | None:
-        """None if no request of the plan wants any."""
+        """Make those of a plan; None if no request wants any."""
         for req_slice in plan.slices:
             if not req_slice.req.needs_only_sampling and req_slice.req.wants_prompt_outputs:
                 return cls(plan, hidden_YD, logits, token_pool_RL)
@@ -80,16 +80,16 @@ class PromptOutputs:
         return outputs
 
     def read_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """By index of the slice. To be called after the tokens of the plan have come."""
+        """Return logprobs by index of the slice. Call it after the tokens of the plan have come."""
         return {
             i: [logprobs for output in outputs for logprobs in output.read().values()]
             for i, outputs in self._logprobs.items()
         }
 
     def read_embeddings(self) -> dict[int, bytes]:
-        """float32, little-endian, by index of the slice.
+        """Return float32, little-endian, by index of the slice.
 
-        To be called after the tokens of the plan have come.
+        Call it after the tokens of the plan have come.
         """
         return {
             i: vector_D.numpy().astype("<f4").tobytes() for i, vector_D in self._embeddings.items()

@@ -2,13 +2,13 @@
 
 A token is the argmax of (filtered) logits plus temperature times Gumbel noise. This samples from
 the softmax of logits / temperature (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The noise
-is a function of the request's seed, the position and the token id (`kernel/noise.py`). A request's
+is a function of the request's seed, the position and the token id (`kernel/sample.py`). A request's
 token therefore depends on its own logits, parameters, seed and position, and on no other request.
 
-With several ranks each has a part of the vocabulary (`layers/vocabulary.py`). It masks, changes and
-scores its own logits, and chooses the best of its tokens. Ranks exchange one number a request, its
-token and score, and all take the best. Filters look at the whole vocabulary: logits are joined on
-all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
+With several ranks each has a part of the vocabulary (`layers/vocab_shard.py`). It masks, changes
+and scores its own logits, and chooses the best of its tokens. Ranks exchange one number a request,
+its token and score, and all take the best. Filters look at the whole vocabulary: logits are joined
+on all ranks in steps with a filter, and on rank 0 for the requests that want logprobs.
 
 What every request needs is one function, `Sampler.sample`, which graphs capture. Before it the host
 writes grammar masks; logprobs are taken after it. Some requests change the model's logits (bias,
@@ -35,12 +35,12 @@ from torch import Tensor
 
 from minisgl.core import ReqSlice
 from minisgl.engine.graph_capture import Graph
-from minisgl.engine.logits_processing import process_logits, processing_room, wants_processing
+from minisgl.engine.logits_processing import process_logits, processing_capacity, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput
-from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_room
+from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity
 from minisgl.kernel import choose_scored_tokens, choose_tokens, lowest_kept, scatter
 from minisgl.layers import VocabShard
-from minisgl.utils.staging import Staging, room_for
+from minisgl.utils.staging import Staging, capacity_for
 
 _MAX_PROCESSED_ROWS = 32  # of logits at a time, since processing takes many copies of them
 
@@ -81,7 +81,7 @@ class SampledTokens:
 
     Attributes:
         token_B: int32, without padding.
-        logprobs: of those that want them; None if none does, or another rank samples.
+        logprobs: of those that want them; None if none does, and on other ranks than the first.
     """
 
     token_B: Tensor
@@ -106,11 +106,13 @@ def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard)
     return vocab.agree(choose_scored_tokens(logits_BV, *numbers, vocab.first_token))
 
 
-def sampler_room(num_slices: int, num_eos: int) -> int:
+def sampler_capacity(num_slices: int, num_eos: int) -> int:
     """The capacity of a staging that sends what a `Sampler` needs for so many slices."""
     num_processed = min(num_slices, _MAX_PROCESSED_ROWS)
     return max(
-        room_for(num_slices), sampling_room(num_processed), processing_room(num_processed, num_eos)
+        capacity_for(num_slices),
+        sampling_capacity(num_processed),
+        processing_capacity(num_processed, num_eos),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.core import IntArray, ReqSlice, SamplingParams
 from minisgl.sampling_params import MAX_COUNT, SAMPLING_DTYPE, pack_sampling
-from minisgl.utils.staging import Staging, room_for
+from minisgl.utils.staging import Staging, capacity_for
 
 FloatArray = NDArray[np.float32]
 _GREEDY = pack_sampling(SamplingParams(temperature=0.0), seed=0)
@@ -85,10 +85,11 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
     )
 
 
-def sampling_room(num_slices: int) -> int:
+def sampling_capacity(num_slices: int) -> int:
     """The capacity of a staging that sends the arrays of so many slices."""
     num_arrays = len(SamplingArrays._fields)
-    return num_arrays * room_for(num_slices) + room_for(2 * num_slices)  # a seed is two numbers
+    two_numbers_a_seed = capacity_for(2 * num_slices)
+    return num_arrays * capacity_for(num_slices) + two_numbers_a_seed
 
 
 def has_filters(arrays: SamplingArrays) -> bool:

@@ -32,25 +32,19 @@ from minisgl.kernel.cpu_graph import (
     CpuKernels,
     unheld,
 )
-from minisgl.kernel.decode import BalancedDecode
+from minisgl.kernel.decode_attention import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernels_for
 from minisgl.kernel.embedding import embed, take_rows
+from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
-from minisgl.kernel.moe import (
-    MOST_PAIRS_AT_ONCE,
-    ExpertTiles,
-    ProductTile,
-    moe_reference,
-    route,
-    route_reference,
-)
+from minisgl.kernel.moe import moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
-from minisgl.kernel.noise import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
+from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.store import store_kv
 from minisgl.kernel.tables import look_up, scatter
 

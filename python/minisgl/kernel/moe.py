@@ -1,72 +1,15 @@
-"""Mixture of experts: routes tokens to experts; the reference of what the experts compute.
-
-The sizes of tiles that a GPU's kernels take are words of this file, too.
-"""
+"""Mixture of experts: routes tokens to experts; the reference of what the experts compute."""
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
 # T tokens of a step, U both halves of a gated mlp: 2 F.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.dispatch import triton_kernels_for
-
-# More pairs of a token and an expert are counted before a GPU sorts them: another kernel.
-MOST_PAIRS_AT_ONCE = 4096
-
-_Size = Annotated[int, msgspec.Meta(ge=16, le=512)]
-
-
-class ProductTile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a program of a GPU multiplies at a time, and how.
-
-    Attributes:
-        rows: of the weight.
-        row_bytes: of such a row, and of a pair's input.
-        programs: at most; each multiplies one tile after the other.
-
-    Raises:
-        ValueError: a size is no power of two.
-    """
-
-    rows: _Size
-    row_bytes: _Size
-    num_warps: Annotated[int, msgspec.Meta(ge=1, le=16)]
-    num_stages: Annotated[int, msgspec.Meta(ge=1, le=8)]
-    programs: Annotated[int, msgspec.Meta(ge=1)]
-
-    def __post_init__(self) -> None:
-        _check_powers_of_two(rows=self.rows, row_bytes=self.row_bytes, num_warps=self.num_warps)
-
-
-class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tiles of a step's two products.
-
-    Attributes:
-        pairs: of a token and an expert, in a tile of either product.
-
-    Raises:
-        ValueError: `pairs` is no power of two.
-    """
-
-    pairs: _Size
-    gate_up: ProductTile
-    down: ProductTile
-
-    def __post_init__(self) -> None:
-        _check_powers_of_two(pairs=self.pairs)
-
-
-def _check_powers_of_two(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size & (size - 1):
-            raise ValueError(f"{name} is {size}, which is no power of two")
 
 
 def route(logits_TE: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""In which order unlocked leaves of a prefix tree are evicted: the least recently used first.
+"""The order in which unlocked leaves of a prefix tree are evicted: least recently used first.
 
 A heap finds the next one. An entry becomes stale when its node is used, locked or given a child.
 Stale entries are skipped when they are popped (lazy deletion). Each use of a node pushes at most

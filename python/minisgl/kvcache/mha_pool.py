@@ -68,9 +68,9 @@ class MHAKVCache(BaseKVCachePool):
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose memory the system provides when touched: a large pool costs nothing yet.
 
-    It provides small pages. New tokens are written to all heads of all layers, which lie far apart:
-    with huge pages of 2 MiB, the first token beyond each of them would wait until the system has
-    cleared hundreds of those, a quarter of a second for a model of 30 layers.
+    It provides small pages. New tokens are written to all heads of all layers, which lie far apart.
+    With huge pages of 2 MiB, the first token beyond each of them would wait until the system has
+    cleared hundreds of those. That is a quarter of a second for a model of 30 layers.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
     with suppress(OSError):  # a system without huge pages

@@ -12,7 +12,7 @@ from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, Line
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import FullWidthQKNorm, RMSNorm, RMSNormFused
 from minisgl.layers.rotary import RotaryEmbedding, RotaryTables, get_rope, set_rope_device
-from minisgl.layers.vocabulary import VocabShard
+from minisgl.layers.vocab_shard import VocabShard
 
 __all__ = [
     "AttentionLayer",

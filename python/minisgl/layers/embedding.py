@@ -10,7 +10,7 @@ from minisgl.distributed import DistributedCommunicator
 from minisgl.kernel import embed
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.linear import LinearBase
-from minisgl.layers.vocabulary import VocabShard
+from minisgl.layers.vocab_shard import VocabShard
 from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
 
 

@@ -23,8 +23,9 @@ from minisgl.message import (
     decoder,
     encode,
 )
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.private_folder import private_folder
+from minisgl.utils.queues import PullQueue, PushQueue
 from minisgl.utils.supervisor import Supervisor
 
 _START_TIMEOUT_S = 900.0

@@ -50,7 +50,7 @@ class TextLogprobs(BaseMsg, frozen=True):
 
     @property
     def text(self) -> str:
-        """Of the token by itself; bytes that are no character become U+FFFD."""
+        """The text of the token by itself; bytes that are no character become U+FFFD."""
         return self.token.decode(errors="replace")
 
     @property

@@ -6,8 +6,10 @@
                   an architecture each: its decoder layer
     register.py   from an architecture's name to its class
 
-    weight_sources.py     which source a folder's weights have; GGUF files, and random weights
+    weight_sources.py     which source a folder's weights have; random weights
+    checkpoint_files.py   what sources have in common that read files
     safetensors_files.py  safetensors files, of which a rank reads its shard
+    gguf_file.py          a GGUF file
     quantized.py          safetensors whose weights are quantized
 
 What a folder says besides weights is read by `minisgl.checkpoint`. Read `base.py`, then `blocks.py`

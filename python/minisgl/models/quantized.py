@@ -103,7 +103,7 @@ class QuantizedCheckpoint:
         )
 
     def _format_of(self, layer: str) -> StoredFormat | None:
-        """None for what is stored plain, not there, or not called quantized."""
+        """How a layer is stored; None if it is plain, not there, or not called quantized."""
         is_stored = f"{layer}.weight" in self._files or f"{layer}.weight_packed" in self._files
         if not is_stored or self._files.is_plain(f"{layer}.weight"):
             return None
@@ -116,7 +116,7 @@ class QuantizedCheckpoint:
         raise CheckpointError(f"{self._files}: {layer!r} is quantized, but has no weight_scale")
 
     def _implied_block(self, scale_name: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """One scale for the tensor, or one for each output."""
+        """What has a scale in common, by the shape of the scales: the tensor, or each output."""
         outputs, inputs = shape
         stored = self._files.shape_of(scale_name)
         if stored in ((), (1,), (1, 1)):

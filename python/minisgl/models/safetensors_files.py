@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Container
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from minisgl.checkpoint.files import MAX_INDEX_BYTES, check_size, read_json
 from minisgl.errors import CheckpointError
+from minisgl.models.checkpoint_files import CheckpointFiles, slice_of
 
 _MAX_FILE_BYTES = 1 << 50
 _MAX_NAME_BYTES = 255  # of a file system
@@ -27,46 +27,7 @@ _QUANTIZED_PARTS = (  # of a layer, beside or in place of its weight
 )
 
 
-class Checkpoint(ABC):
-    """A `WeightSource` over files. It checks presence and shape, and converts dtype and device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        rows: range | None = None,
-        cols: range | None = None,
-    ) -> Tensor:
-        self._check(name, shape)
-        wanted = [slice_of(rows), slice_of(cols)]
-        tensor = self._read(name, tuple(wanted[: len(shape)]))
-        return tensor.to(self._device, self._dtype, copy=True).contiguous()
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self:
-            raise CheckpointError(f"{self} has no tensor {name!r}")
-        if self.shape_of(name) != shape:
-            raise CheckpointError(
-                f"{self}: {name!r} has the shape {self.shape_of(name)}, expected {shape}"
-            )
-
-    @abstractmethod
-    def __contains__(self, name: str) -> bool: ...
-
-    @abstractmethod
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that is there."""
-
-    @abstractmethod
-    def _read(self, name: str, part: tuple[slice, ...]) -> Tensor: ...
-
-
-class SafetensorsCheckpoint(Checkpoint):
+class SafetensorsCheckpoint(CheckpointFiles):
     """One or several safetensors files, mapped into memory.
 
     `read` takes plain weights alone, `read_stored` gives what a quantized weight is stored as.
@@ -152,11 +113,6 @@ class SafetensorsCheckpoint(Checkpoint):
             return None
         beside = [part for part in _QUANTIZED_PARTS if f"{layer}.{part}" in self]
         return f"beside it is {beside[0]}" if beside else None
-
-
-def slice_of(part: range | None) -> slice:
-    """All of a dimension for None."""
-    return slice(None) if part is None else slice(part.start, part.stop)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

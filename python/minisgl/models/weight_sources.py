@@ -1,7 +1,7 @@
 """Sources of a model's weights: chooses the one that reads a folder, or random numbers.
 
-A folder holds safetensors (`safetensors_files.py`; quantized: `quantized.py`) or one `model.gguf`,
-which is read here. All are a `WeightSource`. Pickled checkpoints are not read.
+A folder holds safetensors (`safetensors_files.py`; quantized: `quantized.py`) or one `model.gguf`
+(`gguf_file.py`). All are a `WeightSource`. Pickled checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -14,31 +14,10 @@ from torch import Tensor
 from minisgl.checkpoint import Quantization
 from minisgl.checkpoint.files import GGUF_NAME
 from minisgl.layers import BaseOP, WeightSource
+from minisgl.models.checkpoint_files import slice_of
+from minisgl.models.gguf_file import GGUFCheckpoint
 from minisgl.models.quantized import QuantizedCheckpoint
-from minisgl.models.safetensors_files import Checkpoint, SafetensorsCheckpoint, slice_of
-
-
-class GGUFCheckpoint(Checkpoint):
-    """A GGUF file under Hugging Face's tensor names; each tensor is dequantized as it is read."""
-
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        # Imported here: its libraries take a while, and only GGUF files need them.
-        from minisgl.checkpoint.gguf import GGUFFile
-
-        super().__init__(dtype, device)
-        self._file = GGUFFile(path)
-
-    def __str__(self) -> str:
-        return str(self._file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file.shapes
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._file.shapes[name]
-
-    def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        return torch.from_numpy(self._file.tensor(name, part))
+from minisgl.models.safetensors_files import SafetensorsCheckpoint
 
 
 class DummyWeights:

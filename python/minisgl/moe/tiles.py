@@ -109,7 +109,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nums_of_tokens(self) -> list[int]:
-        """One for each entry, and 1 for the steps that take no tiles."""
+        """The largest step of each entry, and 1 for the steps that take no tiles."""
         by_token = [1] if self.most_by_token else []
         return [*by_token, *(entry.num_tokens for entry in self.steps)]
 

@@ -27,7 +27,7 @@ Structured output:
     grammar_budget.py    which are forgotten when they take too much
     grammar_matchers.py  grammar masks before a token, this rank's matches after it
     mask_threads.py      threads that make masks, and what they take for it
-    matching.py          what matches make of sampled tokens: rank 0's count; forced tokens
+    grammar_progress.py  how sampled tokens advance matches, on all ranks alike; forced tokens
 
 Other processes, and what goes to them:
 

@@ -9,8 +9,8 @@ The row only grows. The prefix is cached, and locked by the request. `publish` m
 request's own to the prefix. Where another request has published pages for the same tokens before,
 the request keeps its own until it ends or is retracted: launched steps may read them.
 
-Rows whose prefix is the same node of the cache begin alike. A row that is admitted is therefore
-copied from another one on the device as far as possible, and what all rows have in common is known
+Rows whose prefix is the same node of the cache begin alike. So a row that is admitted is copied
+from another one on the device, as far as possible. And what all rows have in common is known
 without comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only

@@ -6,11 +6,14 @@ listener costs one truth test, and no object is made:
     if events.request_queued:
         events.request_queued.emit(RequestQueued(uid, num_prompt))
 
-There are three listeners: `EventCounts`, always, to the few types from which the numbers of
-/metrics are made; rank 0's `PrefillWatch`, to the admission and the end of requests; and
-`log_events`, to all types, if this module's logger is enabled for DEBUG. A refused
-request has no event. Knows nothing of tokens and pages. A listener must not change anything in the
-scheduler.
+There are three listeners:
+
+    EventCounts    always: counts the few types from which the numbers of /metrics are made
+    PrefillWatch   on rank 0: times requests from their admission on
+    log_events     if this module's logger is enabled for DEBUG: logs all types
+
+A refused request has no event. Knows nothing of tokens and pages. A listener must not change
+anything in the scheduler.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Executor(Protocol):
 
     @property
     def prompt_waves(self) -> PromptWaves:
-        """In which portions the device attends for the tokens of prompts."""
+        """The portions in which the device computes the attention of prompts."""
 
     def prompt_room(self, num_decodes: int) -> Sequence[int]:
         """Which numbers of prompt tokens fit a step beside so many decodes best; they ascend."""

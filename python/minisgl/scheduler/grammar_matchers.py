@@ -62,7 +62,8 @@ class GrammarMatchers:
     as they go, and wait for each other. Where threads make masks there are several to copy from.
     Once the automaton has as many states as it may, every copy fails at the next new one. So a
     grammar is forgotten when a match fails. What automata and matches take is measured as they
-    grow, for `GrammarBudget`. With several ranks, what is found here is this rank's (`Matching`).
+    grow, for `GrammarBudget`. What is found here is this rank's; `GrammarProgress` has what counts
+    on all ranks.
 
     Args:
         masks_XW: int32, where the masks of a step go. The masks before were used before the tokens

@@ -3,9 +3,10 @@
 `Inbox` and `Outbox` are what the scheduler sees. In a tensor-parallel group rank 0's inbox is a
 `LeaderInbox`: once a step it broadcasts exactly the messages that it hands to its own scheduler. A
 `FollowerInbox` takes exactly one such batch of messages a step. Equal inputs before each step and
-no clock of their own in any decision keep the ranks in step. Both are also `Peers`: rank 0 says how
-matches of grammars stand, which ranks might find differently, and before a step is launched its
-plan is compared.
+no clock of their own in any decision keep the ranks in step.
+
+Both inboxes are also `OtherRanks`, since all this takes one queue. Rank 0 says how matches of
+grammars stand, which ranks might find differently. Before a step is launched its plan is compared.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from minisgl.message import (
     encode,
 )
 from minisgl.scheduler.step_digest import check_digest
-from minisgl.utils.mp import DETOKENIZER, Addresses, PullQueue, PushQueue
+from minisgl.utils.addresses import DETOKENIZER, Addresses
+from minisgl.utils.queues import PullQueue, PushQueue
 
 
 class Inbox(Protocol):
@@ -41,7 +43,7 @@ class Inbox(Protocol):
         """Leave a message for a later `receive`, on rank 0, from any thread."""
 
 
-class Peers(Protocol):
+class OtherRanks(Protocol):
     """The other ranks of a group."""
 
     def agree(self, digest: StepDigestMsg) -> None:
@@ -100,7 +102,7 @@ class ZmqInbox:
 
 
 class LeaderInbox:
-    """Another inbox, whose messages the followers get too."""
+    """Another inbox, whose messages the followers get too. It is also rank 0's `OtherRanks`."""
 
     def __init__(self, source: Inbox, followers: list[PushQueue[LeaderMsg]]) -> None:
         self._source = source
@@ -132,7 +134,10 @@ class LeaderInbox:
 
 
 class FollowerInbox:
-    """The leader's messages, one batch a step; it always waits, because the leader steps first."""
+    """The leader's messages, one batch a step. It is also the `OtherRanks` of this rank.
+
+    `receive`, `agree` and `share` wait for the leader, which goes first.
+    """
 
     def __init__(self, queue: PullQueue[LeaderMsg]) -> None:
         self._queue = queue
@@ -183,7 +188,7 @@ class ZmqOutbox:
 
 
 class DiscardOutbox:
-    """For ranks that send no outputs."""
+    """Drops the outputs: only rank 0 sends them."""
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:
         pass

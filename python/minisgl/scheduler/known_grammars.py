@@ -112,7 +112,7 @@ class KnownGrammars:
             self.freed_bytes += known.grown_bytes
 
     def open(self, grammar: Grammar) -> KnownGrammar:
-        """Return a known grammar that one answer more follows.
+        """Return a known grammar, which one more answer follows now.
 
         Raises:
             InvalidRequest: the grammar was refused.
@@ -125,7 +125,7 @@ class KnownGrammars:
         return known
 
     def close(self, known: KnownGrammar) -> None:
-        """One answer less follows it."""
+        """Note that an answer no longer follows it."""
         known.num_open -= 1
         self._count_freed(known)
 

@@ -214,5 +214,5 @@ class LiveRequests:
 
     @property
     def admitted(self) -> list[Req]:
-        """Those that have a row, and those that have ended and still have one."""
+        """The requests that have a row. Some of them have ended."""
         return [*self._prefill.half_computed, *self._decode.running, *self._deferred.values()]

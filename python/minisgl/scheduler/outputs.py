@@ -20,7 +20,7 @@ from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import DetokenizeMsg, MatchState, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
-from minisgl.scheduler.matching import Matching
+from minisgl.scheduler.grammar_progress import GrammarProgress
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.table import TableManager
 
@@ -52,13 +52,13 @@ class OutputProcessor:
 
     def __init__(
         self,
-        matching: Matching,
+        grammar_progress: GrammarProgress,
         table: TableManager,
         limits: EngineLimits,
         events: Events,
         prefill_watch: PrefillWatch | None,
     ) -> None:
-        self._matching = matching
+        self._grammar_progress = grammar_progress
         self._table = table
         self._eos_ids = limits.eos_ids
         self._events = events
@@ -83,7 +83,7 @@ class OutputProcessor:
             of each slice; None if its request has ended, or if its token is dropped because it was
             forced before.
         """
-        states = self._matching.advance(_next_in_grammars(slices, sampled))
+        states = self._grammar_progress.advance(_next_in_grammars(slices, sampled))
         return [
             self._append(req_slice, tokens, states)
             for req_slice, tokens in zip(slices, sampled, strict=True)

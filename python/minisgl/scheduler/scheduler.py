@@ -7,8 +7,8 @@ Owns the order of these phases. Other modules make the decisions: `live_requests
 a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` gives pages,
 `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
-If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`),
-one request of it ends, and the others are planned again. Next to read: `live_requests.py`,
+If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`).
+One request of it ends, and the others are planned again. Next to read: `live_requests.py`,
 `decode.py`, `prefill.py`, `outputs.py`, `cache.py`.
 """
 
@@ -41,9 +41,9 @@ from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar_matchers import GrammarMatchers, PendingMasks
-from minisgl.scheduler.io import Inbox, Outbox, Peers
+from minisgl.scheduler.grammar_progress import GrammarProgress
+from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
-from minisgl.scheduler.matching import Matching
 from minisgl.scheduler.outputs import Output, OutputProcessor
 from minisgl.scheduler.pending_grammars import GrammarTools, create_pending_grammars
 from minisgl.scheduler.prefill import PrefillManager
@@ -92,8 +92,9 @@ class Scheduler:
     Args:
         leads: whether this is rank 0, which tries grammars, measures steps, and posts what it finds
             to `inbox`. It also measures prefills, for traces.
-        grammar_tools: if they were started before; they start with the first grammar else.
-        peers: the other ranks, with whom each step is compared; None if there are none.
+        grammar_tools: those that were started before. Without them, some start with the first
+            grammar.
+        other_ranks: with whom each step is compared; None if there are none.
         clock: seconds, from any start.
     """
 
@@ -106,7 +107,7 @@ class Scheduler:
         *,
         leads: bool = True,
         grammar_tools: GrammarTools | None = None,
-        peers: Peers | None = None,
+        other_ranks: OtherRanks | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         assert config.seed is not None, "ranks would draw different ones"
@@ -126,9 +127,9 @@ class Scheduler:
         self.pending_grammars = create_pending_grammars(
             config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
         )
-        matching = Matching(self.grammars, limits.eos_ids, peers, for_gpu=is_on_gpu)
+        progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
-        self.outputs = OutputProcessor(matching, self.table, limits, self.events, prefill_watch)
+        self.outputs = OutputProcessor(progress, self.table, limits, self.events, prefill_watch)
         self.requests = LiveRequests(
             limits,
             self.cache,
@@ -156,7 +157,7 @@ class Scheduler:
         )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock, executor.prompt_waves) if is_watched else None
-        self._peers = peers
+        self._other_ranks = other_ranks
         self._digests = StepDigests()
         self._overlap = config.overlap
         self._in_flight: InFlightStep | None = None
@@ -282,9 +283,9 @@ class Scheduler:
         Args:
             running: the part of it that is about running requests.
         """
-        if self._peers:
+        if self._other_ranks:
             history = self.decode.history
-            self._peers.agree(self._digests.next(self._num_steps, plan, running, history))
+            self._other_ranks.agree(self._digests.next(self._num_steps, plan, running, history))
 
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
         work = self._watch.begin(plan) if self._watch else None
@@ -310,7 +311,7 @@ class Scheduler:
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.
         """
-        if self._peers:
+        if self._other_ranks:
             raise error
         logger.warning(
             "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error

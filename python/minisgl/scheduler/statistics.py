@@ -45,7 +45,7 @@ class Statistics:
         self._reported = None
 
     def take_changed(self) -> EngineStats | None:
-        """All numbers, which count as reported from now on; None if none has changed."""
+        """Return all numbers, and count them as reported; None if none has changed."""
         stats = self._now()
         if stats == self._reported:
             return None

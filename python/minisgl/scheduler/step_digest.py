@@ -2,14 +2,14 @@
 
 Every rank of a tensor-parallel group plans each step by itself. Ranks that launched different steps
 would wait for each other without end, or add up what does not belong together. So rank 0 sends the
-digest of a step to the others as soon as it has planned it, and they compare it with their own
-before they launch the step.
+digest of a step to the others as soon as it has planned it. They compare it with their own before
+they launch the step.
 
-A digest has the slices of prompts, who has begun and ended to run, who of those computes nothing in
-this step, and all that was ever written to the tables of the device: pages, tokens that the host
-knew, copies of rows. All others that run compute one token. So their positions need not be
-compared: they follow from where each began, and from the steps since. Tokens that a step samples
-are broadcast by rank 0.
+A digest has the slices of prompts, who has begun and ended to run, and who of those computes
+nothing in this step. It also has all that was ever written to the tables of the device: pages,
+tokens that the host knew, copies of rows. All others that run compute one token. So their positions
+need not be compared: they follow from where each began, and from the steps since. Nor need the
+tokens that steps sample: ranks choose them together (`VocabShard.agree`).
 
 It is made while the device may wait, so it takes no time for requests that only go on.
 """
@@ -62,7 +62,7 @@ class StepDigests:
 
 
 def _checksum(writes: TableWrites, before: int) -> int:
-    """Of what is written to the tables, in order, after what was written before."""
+    """Update the checksum of all table writes by those of one step."""
     result = zlib.crc32(writes.page_index.data, before)
     result = zlib.crc32(writes.pages.data, result)
     result = zlib.crc32(writes.token_index.data, result)

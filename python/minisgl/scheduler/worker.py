@@ -22,9 +22,10 @@ from minisgl.scheduler.io import (
 from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue
+from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,20 @@ def scheduler_worker(
     if config.device == "cpu":
         os.nice(_NICENESS_ON_CPU)  # also of all threads that this one starts later
     inbox, outbox = _queues(config, rank, addresses, ready.beat)
-    peers = inbox if config.tp > 1 else None
+    other_ranks = inbox if config.tp > 1 else None
     assert config.model
     model = ModelConfig.from_folder(Path(config.model))
     grammar_tools = GrammarTools.of(config, model, leads=rank == 0)
     grammar_tools.start()  # it takes seconds, while the engine is made
     engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
     scheduler = Scheduler(
-        config, engine, inbox, outbox, leads=rank == 0, grammar_tools=grammar_tools, peers=peers
+        config,
+        engine,
+        inbox,
+        outbox,
+        leads=rank == 0,
+        grammar_tools=grammar_tools,
+        other_ranks=other_ranks,
     )
     scheduler.pending_grammars.get_ready()
     logger.debug("grammars are ready")

@@ -26,8 +26,9 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
 from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import StartupReport
-from minisgl.utils.mp import Addresses, AsyncPullQueue
+from minisgl.utils.queues import AsyncPullQueue
 from minisgl.utils.shared_numbers import SharedNumbers
 
 if TYPE_CHECKING:

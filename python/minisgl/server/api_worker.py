@@ -24,9 +24,9 @@ from minisgl.message import (
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig
 from minisgl.server.peers import Peers
+from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.mp import Addresses
 
 _BEAT_INTERVAL_S = 0.5
 

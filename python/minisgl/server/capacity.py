@@ -8,10 +8,10 @@ from minisgl.errors import ConfigError
 
 BACKLOG = 2048  # connections that wait to be accepted
 NUM_RESERVED = 32  # connections above the limit, which are there for /health
-_OTHERS = 96  # files, queues, and connections that are accepted but not yet counted
-_PER_WORKER = 8
-_AUTO = 16384
-
+# Descriptors of files, of queues, and of connections that are accepted but not yet counted.
+_OTHER_DESCRIPTORS = 96
+_DESCRIPTORS_PER_WORKER = 8
+_MOST_CONNECTIONS = 16384  # if the user does not say how many
 
 _CORES_PER_API_WORKER = 4  # the engine and the tokenizers need some of them
 _MAX_API_WORKERS = 4
@@ -22,7 +22,7 @@ def fit_api_workers(num_cores: int) -> int:
     return min(_MAX_API_WORKERS, max(1, num_cores // _CORES_PER_API_WORKER))
 
 
-def raise_limit() -> int:
+def raise_descriptor_limit() -> int:
     """Raise the limit of open descriptors to the highest that is allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -32,17 +32,22 @@ def raise_limit() -> int:
     return hard
 
 
-def fit_connections(wanted: int | None, num_workers: int, limit: int) -> int:
+def fit_connections(wanted: int | None, num_workers: int, max_descriptors: int) -> int:
     """The number of connections that may be open; `wanted` is None for "auto".
+
+    Args:
+        max_descriptors: how many a process may have open, as `raise_descriptor_limit` says.
 
     Raises:
         ConfigError: the limit of descriptors is too low.
     """
-    reserve = NUM_RESERVED + _OTHERS + _PER_WORKER * num_workers
-    most = limit - reserve if limit != resource.RLIM_INFINITY else _AUTO
+    others = NUM_RESERVED + _OTHER_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * num_workers
+    most = _MOST_CONNECTIONS
+    if max_descriptors != resource.RLIM_INFINITY:
+        most = max_descriptors - others
     if most < (wanted or 1):
         raise ConfigError(
-            f"--max-connections {wanted or 1} needs {reserve + (wanted or 1)} descriptors, "
-            f"the limit is {limit}; see ulimit -n"
+            f"--max-connections {wanted or 1} needs {others + (wanted or 1)} descriptors, "
+            f"the limit is {max_descriptors}; see ulimit -n"
         )
-    return wanted or min(most, _AUTO)
+    return wanted or min(most, _MOST_CONNECTIONS)

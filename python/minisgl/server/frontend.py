@@ -39,8 +39,9 @@ from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.server.open_requests import OpenRequest, OpenRequests
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
+from minisgl.utils.addresses import DETOKENIZER, Addresses, uids_of_api
 from minisgl.utils.garbage import collect_when_idle
-from minisgl.utils.mp import DETOKENIZER, Addresses, AsyncPullQueue, uids_of_api
+from minisgl.utils.queues import AsyncPullQueue
 from minisgl.utils.shared_numbers import SharedNumbers
 
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
@@ -102,7 +103,7 @@ class Frontend:
 
     @property
     def num_open_in_all(self) -> int:
-        """Those that are open in all API processes."""
+        """Requests and questions that are open in all API processes."""
         return self._acceptance.places.num_taken
 
     def submit(self, prompts: list[Prompt], sampling: SamplingParams, n: int = 1) -> Generation:

@@ -66,7 +66,7 @@ class Generation:
 
     @property
     def uids(self) -> list[int]:
-        """Those whose final reply was not read."""
+        """The uids whose final reply was not read."""
         return list(self._index_of)
 
     def rename(self, uid: int, new_uid: int) -> None:

@@ -32,7 +32,12 @@ from typing import NoReturn
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.server.args import ServerConfig, parse_args
-from minisgl.server.capacity import BACKLOG, fit_api_workers, fit_connections, raise_limit
+from minisgl.server.capacity import (
+    BACKLOG,
+    fit_api_workers,
+    fit_connections,
+    raise_descriptor_limit,
+)
 from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
@@ -96,7 +101,7 @@ def _fit(config: ServerConfig) -> ServerConfig:
     """The options, with as many API processes and connections as this machine is good for."""
     api_workers = config.api_workers or fit_api_workers(len(os.sched_getaffinity(0)))
     num_workers = config.tp + config.num_tokenizer + 1 + api_workers
-    limit = fit_connections(config.max_connections, num_workers, raise_limit())
+    limit = fit_connections(config.max_connections, num_workers, raise_descriptor_limit())
     return replace(config, api_workers=api_workers, max_connections=limit)
 
 

@@ -86,9 +86,9 @@ class Metrics:
             "worker_failures_total", "Workers that died or hung, by their name", ["worker"]
         )
         self.aborts = counter("aborts_total", "Prompts whose reader went away before the end")
-        self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts that were computed")
+        self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts, cached ones too")
         self.cached_tokens = counter(
-            "cached_prompt_tokens_total", "Those of them that came from the prefix cache"
+            "cached_prompt_tokens_total", "Tokens of prompts that came from the prefix cache"
         )
         self.output_tokens = TokenCounter(
             "output_tokens_total", "Tokens of answers", self._registry

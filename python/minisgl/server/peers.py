@@ -20,7 +20,8 @@ from minisgl.message import (
     decoder,
     encode,
 )
-from minisgl.utils.mp import Addresses, AsyncPullQueue, PushQueue
+from minisgl.utils.addresses import Addresses
+from minisgl.utils.queues import AsyncPullQueue, PushQueue
 
 _ANSWER_S = 5.0
 

@@ -161,7 +161,9 @@ class Questions:
     def try_again(
         self, is_lost: Callable[[int, TokenizerMsg], bool], error: Unavailable
     ) -> dict[int, TokenizerMsg]:
-        """Those that are to be sent again. Each is once; after that it ends with the error.
+        """Choose the questions that are to be sent again.
+
+        Each is sent again once. If it is lost a second time, it ends with the error.
 
         Args:
             is_lost: whether a question may be lost, by its uid and message.

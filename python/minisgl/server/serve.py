@@ -131,7 +131,7 @@ class _Tasks:
 
     @property
     def needed(self) -> set[asyncio.Task[None]]:
-        """Those that must go on for the server to serve."""
+        """The tasks that must go on for the server to serve."""
         return {self.serving, self.delivery, self.answering, self.recovery}
 
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from minisgl.server.args import ServerConfig
+from minisgl.utils.addresses import DETOKENIZER, Addresses
 from minisgl.utils.child import StartupReport
-from minisgl.utils.mp import DETOKENIZER, Addresses
 from minisgl.utils.supervisor import Failure, Supervisor
 
 
@@ -77,7 +77,7 @@ class Workers:
 
     @property
     def _tokenizer_addresses(self) -> dict[str, str]:
-        """Of the queues of the detokenizer and the tokenizers, by the names of these processes."""
+        """Where the detokenizer and each tokenizer get messages, by the name of the process."""
         addresses = self.addresses
         tokenizers = zip(addresses.tokenizer_names, addresses.tokenizers, strict=True)
         return {DETOKENIZER: addresses.detokenizer, **dict(tokenizers)}

@@ -94,7 +94,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str | None:
-        """Its text, of several the one for tools; None if there is none."""
+        """The text of the template, or of the one for tools; None without a template."""
         if not self._tokenizer.chat_template:
             return None
         text: str = self._tokenizer.get_chat_template(tools=[])

@@ -44,11 +44,12 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.tokenizer.tokenize import Tokenizer
+from minisgl.utils.addresses import Addresses, api_of
 from minisgl.utils.child import Ready, StartupReport, TokenizerInfo
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
-from minisgl.utils.mp import Addresses, PullQueue, PushQueue, api_of
+from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 

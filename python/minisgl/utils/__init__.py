@@ -14,7 +14,8 @@ Processes:
 
     supervisor.py        child processes, as their parent sees them
     child.py             what a child does: it reports, beats, and ends with its parent
-    mp.py                queues between processes
+    queues.py            queues between processes
+    addresses.py         their addresses, and which process has a request
     shared_numbers.py    numbers that several processes change
     private_folder.py    the folder of their sockets
     ownership.py         folders and files that no other user can write

@@ -29,7 +29,7 @@ class SharedNumbers:
             self._lock = os.open(folder / "numbers.lock", os.O_RDWR | os.O_CREAT, 0o600)
 
     def array(self, name: str, size: int) -> memoryview[float]:
-        """So many floats, zero at first, which every process sees that asks for this name.
+        """An array of floats, zero at first, which every process shares that asks for this name.
 
         They are read and changed within `locked`. Without a folder each call makes new ones.
 

@@ -27,7 +27,7 @@ Numbers = NDArray[np.int32] | NDArray[np.float32]
 LayoutKey = tuple[tuple[int, str], ...]  # the length of each array, and the letter of its dtype
 
 
-def room_for(*lengths: int) -> int:
+def capacity_for(*lengths: int) -> int:
     """The capacity that arrays of these lengths take together, each rounded up."""
     return sum(-(-length // _ALIGNED) * _ALIGNED for length in lengths)
 
@@ -50,8 +50,8 @@ class Staging:
     """Sends arrays of 4-byte numbers.
 
     Args:
-        capacity: numbers that fit without growing; see `room_for`. To grow takes milliseconds, in
-            which the device stands still, so the capacity is that of the largest step. Until it
+        capacity: numbers that fit without growing; see `capacity_for`. To grow takes milliseconds,
+            in which the device stands still, so the capacity is that of the largest step. Until it
             grows, arrays of the same lengths always go to the same addresses.
     """
 
@@ -89,7 +89,7 @@ class Staging:
         end = 0
         for length, _ in key:
             places.append(slice(end, end + length))
-            end += room_for(length)
+            end += capacity_for(length)
 
         if end > len(self._device_Z):
             self._grow(2 * end)

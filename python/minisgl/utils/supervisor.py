@@ -164,8 +164,9 @@ class Supervisor:
     async def next_failure(self, hang_timeout_s: float, start_timeout_s: float) -> Failure:
         """Wait until a child dies, or hangs for so long and is killed.
 
-        Children may be starting. Their reports are read here; only what those of a failure say is
-        used. Time counts only while this process runs too: a machine may sleep.
+        Children may be starting. This method reads their reports: a report of a failure gives its
+        reason, any other says that the child is ready. Time counts only while this process runs
+        too: a machine may sleep.
 
         Args:
             start_timeout_s: until a child that is starting must be ready.
@@ -262,10 +263,11 @@ class Supervisor:
         return [name for name, child in self._children.items() if child.process.sentinel in dead]
 
     def _first_death(self) -> str:
-        """The name of the child that died first.
+        """The name of the child that probably died first.
 
-        Others may have failed since, because they lack the first. It was rather killed than that
-        it failed in the same way; and it rather knows why than that it met with another's end.
+        Others may have failed since, because they need it. A child that was killed comes before
+        one that failed, since what lacks another child fails. Of those that failed, one that can
+        explain its failure comes first.
         """
         return min(self._dead_children(), key=self._order_of_death)
 

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import pytest
@@ -74,6 +76,16 @@ def bytes_of(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
+BODY = bytes_of({"model": "m", "prompt": "a"})
+MORE_THAN_A_PIPE_HOLDS = bytes_of({"model": "m", "prompt": "a" * 2**22})
+
+
+def process_of(worker: BodyWorker) -> SpawnProcess:
+    process = worker._process._process
+    assert process is not None
+    return process
+
+
 @pytest.mark.parametrize(("model", "body"), REQUESTS, ids=str)
 def test_a_packed_request_is_the_request(model: type[PromptRequest], body: dict[str, Any]) -> None:
     parsed = parse_body(bytes_of(body), model, BOUNDS)
@@ -126,23 +138,19 @@ def test_a_worker_that_is_started_has_its_process_before_the_first_body(
 ) -> None:
     worker.start([CompletionRequest])
     worker._thread.submit(lambda: None).result()
-    process = worker._process._process
-    assert process is not None
-    assert process.is_alive()
+    assert process_of(worker).is_alive()
 
 
 def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = bytes_of({"model": "m", "prompt": "a"})
-
     async def scenario() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(body_worker, "_TIMEOUT_S", 0.0)
             with pytest.raises(RequestError, match="MiB of memory or 0 s") as refusal:
-                await worker.pack([body], CompletionRequest)
+                await worker.pack([BODY], CompletionRequest)
             assert (refusal.value.status, refusal.value.code) == (400, "body_too_costly")
-        await worker.pack([body], CompletionRequest)
+        await worker.pack([BODY], CompletionRequest)
 
     run(scenario())
 
@@ -150,36 +158,38 @@ def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed
 def test_a_process_that_somebody_has_stopped_is_replaced(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = bytes_of({"model": "m", "prompt": "a" * 2**22})  # more than a pipe holds
-
     async def scenario() -> None:
-        await worker.pack([large], CompletionRequest)
-        process = worker._process._process
-        assert process is not None
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        await worker.pack([BODY], CompletionRequest)
+        pid = process_of(worker).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(body_worker, "_TIMEOUT_S", 0.1)
             with pytest.raises(RequestError, match="MiB of memory or 0 s"):
-                await worker.pack([large], CompletionRequest)
-        await worker.pack([large], CompletionRequest)
+                await worker.pack([MORE_THAN_A_PIPE_HOLDS], CompletionRequest)
+        await worker.pack([BODY], CompletionRequest)
 
     run(scenario())
 
 
-def test_a_body_whose_process_somebody_kills_is_parsed_by_another(worker: BodyWorker) -> None:
-    large = bytes_of({"model": "m", "prompt": "a" * 2**22})
-
+def test_a_body_whose_process_somebody_kills_is_parsed_by_another(
+    worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
-        await worker.pack([large], CompletionRequest)
-        process = worker._process._process
-        assert process is not None
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
-        packed = asyncio.create_task(worker.pack([large], CompletionRequest))
-        await asyncio.sleep(0.1)
-        os.kill(process.pid, signal.SIGKILL)
-        assert len((await packed).prompts) == 1
+        await worker.pack([BODY], CompletionRequest)
+        first = process_of(worker)
+        connect = worker._process._connect
+
+        def connect_and_kill() -> Connection:
+            """Kill the first process between the look whether it lives and the body."""
+            pipe = connect()
+            first.kill()
+            return pipe
+
+        monkeypatch.setattr(worker._process, "_connect", connect_and_kill)
+        packed = await worker.pack([MORE_THAN_A_PIPE_HOLDS], CompletionRequest)
+        assert len(packed.prompts) == 1
+        assert process_of(worker) is not first
 
     run(scenario())
 
@@ -197,10 +207,8 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
 
 
 def test_a_client_that_goes_away_gives_its_turn_to_the_next(worker: BodyWorker) -> None:
-    body = bytes_of({"model": "m", "prompt": "a"})
-
     async def scenario() -> None:
-        waiting = [asyncio.create_task(worker.pack([body], CompletionRequest)) for _ in range(3)]
+        waiting = [asyncio.create_task(worker.pack([BODY], CompletionRequest)) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[1].cancel()

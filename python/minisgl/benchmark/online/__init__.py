@@ -9,6 +9,7 @@ client.py      connections, and one request on one of them
 load.py        client processes, and the load that they make together
 processes.py   the processor time of the server's processes
 report.py      percentiles, throughput, goodput
+tables.py      figures as a person reads them
 plots.py       pictures
 
 The command is `python -m minisgl.benchmark.serve`.

@@ -230,5 +230,5 @@ def _num_splits(num_programs: int) -> int:
 
 
 def _room_for(num_splits: int) -> int:
-    """For how many splits the kernel is that merges so many."""
+    """How many splits the variant of the kernel has room for that merges so many."""
     return next(room for room in _SPLITS_TO_MERGE if room >= num_splits)

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
 from minisgl.kernel.gpu.linear import products
-from minisgl.kernel.moe import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 
 # By token, at a time: rows of gate and up, numbers of such a row, numbers of rows of down.
 _ROWS = 4

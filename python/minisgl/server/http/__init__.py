@@ -13,7 +13,7 @@
 
 The bodies of requests, each at a bounded cost:
 
-    body.py          reads them from the connection
+    body.py          reads them from the connection; ignored_fields.py logs what nothing reads
     body_parser.py   parses and validates them
     body_worker.py   a process that does this for large ones
 

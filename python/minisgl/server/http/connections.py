@@ -86,15 +86,15 @@ class ConnectionTable:
     """The open connections: served ones up to the limit, and reserved ones above it.
 
     Attributes:
-        checks: what turns do for connections that ask for /health.
-        others: what they do for all others, and the ends of connections.
+        health_turns: the work of connections that ask for /health.
+        other_turns: the work of all others, and the ends of connections.
     """
 
     def __init__(self, limits: ConnectionLimits, metrics: Metrics, shared: SharedNumbers) -> None:
         self.limits = limits
         self.metrics = metrics
-        self.checks = TurnQueue(RUNS_A_TURN)
-        self.others = TurnQueue(RUNS_A_TURN)
+        self.health_turns = TurnQueue(RUNS_A_TURN)
+        self.other_turns = TurnQueue(RUNS_A_TURN)
         self._places = Places("connections", limits.max_connections, shared)
         self._served: set[Connection] = set()
         self._reserved: dict[Connection, None] = {}  # the oldest first
@@ -151,7 +151,7 @@ class Connection(H11Protocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._table.others.run(partial(self._end, exc))
+        self._table.other_turns.run(partial(self._end, exc))
 
     def _end(self, exc: Exception | None) -> None:
         self._clear_deadline()
@@ -176,8 +176,8 @@ class Connection(H11Protocol):
             return
         self._unparsed = data
         is_check = self.conn.their_state is h11.IDLE and data.startswith(_CHECKS)
-        queue = self._table.checks if is_check else self._table.others
-        if not queue.run(self._parse):
+        turns = self._table.health_turns if is_check else self._table.other_turns
+        if not turns.run(self._parse):
             self.transport.pause_reading()
 
     def _parse(self) -> None:

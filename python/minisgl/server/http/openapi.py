@@ -35,8 +35,9 @@ REQUIRES_KEY: dict[str, Any] = {
 
 
 class DocumentedApp(FastAPI):
-    """Its document has no status that is never sent, and it knows if unknown fields are refused.
+    """Makes the OpenAPI document.
 
+    The document has no status that is never sent, and says whether unknown fields are refused.
     `document_router` has the routes of the document and of the page that shows it.
     """
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from minisgl.message import Prompt, TextLogprobs
 from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, data_event
-from minisgl.server.openai.common import FinishReason, ResponseModel, Usage, reply_logprobs
+from minisgl.server.openai.common import ChoiceFinishReason, ResponseModel, Usage, reply_logprobs
 from minisgl.server.openai.generation_request import (
     GenerationRequest,
     PromptIds,
@@ -78,7 +78,7 @@ class TokenLogprob(ResponseModel):
 
 class Generated(ResponseModel):
     text: str
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinishReason
     prompt_logprobs: list[TokenLogprob] | None = None
     logprobs: list[TokenLogprob] | None = None
     usage: Usage

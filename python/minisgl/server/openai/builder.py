@@ -18,7 +18,7 @@ from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
 from minisgl.server.generation import Generation
 from minisgl.server.openai.common import (
-    FinishReason,
+    ChoiceFinishReason,
     Usage,
     error_response,
     new_id,
@@ -109,12 +109,12 @@ class AnswerBuilder(ABC):
         """Tokens of a whole answer that have log probabilities."""
         return sum(map(len, self._logprobs))
 
-    def finish_reason(self, index: int) -> FinishReason:
+    def finish_reason(self, index: int) -> ChoiceFinishReason:
         reason = self._last_replies[index].finish
         assert reason is not None
         return reason
 
-    def finish_reasons(self) -> list[FinishReason]:
+    def finish_reasons(self) -> list[ChoiceFinishReason]:
         """Why answers have ended, of those that have."""
         indexes = sorted(self._last_replies)
         return [self.finish_reason(i) for i in indexes if self._last_replies[i].finish]

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TextLogprobs
 from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.openai.common import ChatLogprob, FinishReason, ResponseModel, Usage
+from minisgl.server.openai.common import ChatLogprob, ChoiceFinishReason, ResponseModel, Usage
 from minisgl.server.openai.generation_request import (
     ChoicesRequest,
     ConversationRequest,
@@ -35,6 +35,7 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
     Delta,
+    ParsedCall,
     ParsedOutput,
     ReasoningDelta,
     ToolCallArguments,
@@ -132,10 +133,14 @@ class FunctionCall(ResponseModel):
     arguments: str
 
 
-class ToolCall(ResponseModel):
+class MessageToolCall(ResponseModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    @classmethod
+    def of(cls, call: ParsedCall) -> MessageToolCall:
+        return cls(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
 
 
 class AssistantMessage(ResponseModel):
@@ -147,14 +152,11 @@ class AssistantMessage(ResponseModel):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = _OmittedIfNull
-    tool_calls: list[ToolCall] | None = _OmittedIfNull
+    tool_calls: list[MessageToolCall] | None = _OmittedIfNull
 
     @classmethod
     def of(cls, output: ParsedOutput) -> AssistantMessage:
-        calls = [
-            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in output.calls
-        ]
+        calls = [MessageToolCall.of(call) for call in output.calls]
         content = None if calls and not output.content else output.content
         reasoning = output.reasoning or None
         return cls(content=content, reasoning_content=reasoning, tool_calls=calls or None)
@@ -173,7 +175,7 @@ class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinishReason
 
 
 class ChatCompletion(ResponseModel):
@@ -221,7 +223,7 @@ class ChatBuilder(ChoicesBuilder):
             choices.append(chunk_choice(parsed.index, {}, self.finish_reason(parsed.index)))
         return choices
 
-    def finish_reason(self, index: int) -> FinishReason:
+    def finish_reason(self, index: int) -> ChoiceFinishReason:
         """As OpenAI: not "tool_calls" for one named tool, nor for a call that was cut off."""
         reason = super().finish_reason(index)
         calls = self._outputs[index].calls
@@ -248,7 +250,7 @@ class ChatBuilder(ChoicesBuilder):
 
 
 def chunk_choice(
-    index: int, delta: dict[str, Any], finish_reason: FinishReason | None = None
+    index: int, delta: dict[str, Any], finish_reason: ChoiceFinishReason | None = None
 ) -> dict[str, Any]:
     """The choice of a chunk, without log probabilities."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

@@ -16,7 +16,8 @@ from minisgl.message import TextLogprobs, UserReply
 
 MAX_ERROR_TEXT = 512  # characters
 TokenBytes: TypeAlias = bytes  # a model below has a field of that name
-FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+# As clients get it: the `FinishReason` of the engine, or that an answer calls tools.
+ChoiceFinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ResponseModel(BaseModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from minisgl.message import Prompt, TextLogprobs
 from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.openai.common import FinishReason, ResponseModel, Usage, reply_logprobs
+from minisgl.server.openai.common import ChoiceFinishReason, ResponseModel, Usage, reply_logprobs
 from minisgl.server.openai.generation_request import (
     ChoicesRequest,
     Prompts,
@@ -86,7 +86,7 @@ class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinishReason
 
 
 class Completion(ResponseModel):

@@ -23,7 +23,7 @@ EmptyObjectOnly: TypeAlias = Annotated[Any, NeutralOnly({})]
 
 
 class UnsupportedFields(RequestModel):
-    """Of every request that generates text."""
+    """Fields that are refused in every request that generates text."""
 
     # How tokens are chosen.
     allowed_token_ids: Refused = None
@@ -85,7 +85,7 @@ class UnsupportedFields(RequestModel):
 
 
 class UnsupportedChatFields(RequestModel):
-    """Of chats and responses."""
+    """Fields that are refused in chats and responses."""
 
     add_special_tokens: FalseOnly = None
     chat_template: Refused = None

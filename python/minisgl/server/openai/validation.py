@@ -117,7 +117,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def declared_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Those fields of a body that the model declares."""
+        """The fields of a body that the model declares."""
         return {name: value for name, value in fields.items() if name in cls._names}
 
     @model_validator(mode="before")

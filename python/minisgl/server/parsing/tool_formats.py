@@ -1,9 +1,9 @@
 r"""The formats of tool calls: what is parsed as a call, and the grammar that enforces it.
 
-    hermes       <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>       Qwen2.5, Qwen3,
-    Hermes llama3_json  {"name": "f", "parameters": {…}}; …                              Llama 3.1
-    and later mistral      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …], or            Mistral
-    [TOOL_CALLS]f[ARGS]{…} where the template has it so
+    hermes       Qwen2.5, Qwen3, Hermes:  <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>
+    llama3_json  Llama 3.1 and later:     {"name": "f", "parameters": {…}}; …
+    mistral      Mistral:                 [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …]
+                 or, with such a template: [TOOL_CALLS]f[ARGS]{…}
 
 A model is trained on one of them, which its chat template shows.
 """

@@ -1,4 +1,4 @@
-// What attention/prompt_attention.py calls: plan, paged_run and ragged_run.
+// What attention/flashinfer_prompts.py calls: plan, paged_run and ragged_run.
 #include <cstdint>
 #include <vector>
 

@@ -18,16 +18,16 @@ import torch
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo, SingleCommunicator
-from minisgl.engine import EngineLimits, first_kernels
-from minisgl.engine.first_kernels import KernelSizes
-from minisgl.engine.first_steps import run_first_steps
+from minisgl.engine import EngineLimits, kernel_warm_up
+from minisgl.engine.kernel_warm_up import KernelSizes
+from minisgl.engine.warm_up import run_warm_up
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
 from minisgl.layers import VocabShard
 from minisgl.moe import FusedMoeBackend
 from tests.checkpoints import ARCHITECTURES, CONTEXT
 from tests.engine.harness import WatchedEngine, config_of
-from tests.engine.test_first_steps import in_the_interpreter
+from tests.engine.test_warm_up import in_the_interpreter
 from tests.kernel.launches import Launches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a GPU")
@@ -39,7 +39,7 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are taken for those of a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
-    monkeypatch.setattr(first_kernels, "create_moe_backend", lambda *_: FusedMoeBackend())
+    monkeypatch.setattr(kernel_warm_up, "create_moe_backend", lambda *_: FusedMoeBackend())
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
 
 
@@ -58,7 +58,7 @@ def sizes_of(model: Path, attn: str = "fi", dtype: torch.dtype = torch.float32) 
 
 
 def call_all(sizes: KernelSizes) -> None:
-    for call in first_kernels._CALLS:
+    for call in kernel_warm_up._CALLS:
         call(sizes)
 
 
@@ -77,7 +77,7 @@ def launched_kernels() -> set[str]:
 def test_every_kernel_is_called(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new kernel is missing here until `first_kernels.py` calls it."""
+    """A new kernel is missing here until `kernel_warm_up.py` calls it."""
     take_for_a_gpu(monkeypatch)
     launches = Launches(monkeypatch)
     call_all(sizes_of(checkpoint("qwen3_moe")))
@@ -96,11 +96,11 @@ def test_kernels_are_compiled_side_by_side(
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     sizes = sizes_of(checkpoint("qwen3"))
-    monkeypatch.setattr(first_kernels, "_CALLS", [lambda _: both.wait()] * 2)
-    first_kernels.call_kernels(sizes)
-    monkeypatch.setattr(first_kernels, "_CALLS", [fail])
+    monkeypatch.setattr(kernel_warm_up, "_CALLS", [lambda _: both.wait()] * 2)
+    kernel_warm_up.call_kernels(sizes)
+    monkeypatch.setattr(kernel_warm_up, "_CALLS", [fail])
     with pytest.raises(ValueError):
-        first_kernels.call_kernels(sizes)
+        kernel_warm_up.call_kernels(sizes)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -113,7 +113,7 @@ def test_the_steps_of_a_model_meet_no_other_variant(
         config = config_of(checkpoint(arch), **EAGER)
         engine = WatchedEngine(config)
         launches = Launches(patch, runs={"_look_up", "_scatter", "_best_of_split", "_best_of_all"})
-        run_first_steps(engine, config, engine._loaded)
+        run_warm_up(engine, config, engine._loaded)
         of_steps = launches.take()
     assert {"_best_of_split", "_rotate_and_store", "_attend_suffix"} <= of_steps.keys()
 

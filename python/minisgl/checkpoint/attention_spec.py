@@ -135,7 +135,7 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
 
 
 def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
-    """For each layer, whether it has the window, if there is one."""
+    """The type of each layer: whether it has the window, if there is one."""
     num_layers = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if types is None:

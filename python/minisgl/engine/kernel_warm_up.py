@@ -7,7 +7,7 @@ sampler call. A new kernel needs its call here; a test finds the kernels that ha
 Triton compiles anew for other dtypes, for other compile-time constants, for a pointer that 16 bytes
 divide, and for an int that is 1 or that 16 divides; other sizes it does not tell apart. So the
 sizes here are those of the model where they are such constants, and small elsewhere. Where a call
-differs from a step's, the kernel of the step is compiled when that runs first (`first_steps.py`).
+differs from a step's, the kernel of the step is compiled when that runs first (`warm_up.py`).
 A call may also be of a kind that the model does not need, as with norms of heads.
 """
 
@@ -85,7 +85,7 @@ class KernelSizes:
 
     @property
     def mlp_width(self) -> int | None:
-        """Of the layers without experts; None if there are none."""
+        """The width of an MLP without experts on this rank; None if all layers have experts."""
         if not self.model.dense_layers:
             return None
         return len(self.info.shard(self.model.mlp_width, "columns of an mlp"))
@@ -239,7 +239,7 @@ def _attend_splits(
 
 
 def _linears(sizes: KernelSizes) -> None:
-    """One token, times weights of each shape, with a bias and without."""
+    """Multiply one token with weights of each shape, with a bias and without."""
     model = sizes.model
     width = model.width
     attended = sizes.num_heads * model.head_dim

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.kernel import BalancedDecode, attend_decode_reference, decode
+from minisgl.kernel import BalancedDecode, attend_decode_reference, decode_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS = 48
@@ -292,7 +292,7 @@ PROCESSORS = SimpleNamespace(multi_processor_count=132)
 def test_only_what_fits_is_taken(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], page_size: int, fits: bool
 ) -> None:
-    monkeypatch.setattr(decode, "cuda_kernels_for", lambda x: SimpleNamespace())
+    monkeypatch.setattr(decode_attention, "cuda_kernels_for", lambda x: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROCESSORS)
     balanced = BalancedDecode.create_if_supported(
         torch.zeros(2, 3, dtype=torch.int32), page_size, shape, torch.bfloat16

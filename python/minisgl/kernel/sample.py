@@ -1,9 +1,9 @@
-"""Samples tokens with noise that is a pure function of seed, position and token id.
+"""Chooses tokens: adds noise that is a pure function of seed, position and token id.
 
-A 32-bit integer hash replaces a generator with state, so a request's noise does not depend on its
-batch, on the step in which it is drawn, or on the device. The mixer is `lowbias32` of C. Wellons'
-hash prospector. Two rounds with the key folded in between follow the counter-based construction of
-Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
+A 32-bit integer hash replaces a generator with state. So a request's noise depends neither on its
+batch, nor on the step in which it is drawn, nor on the device. The mixer is `lowbias32` of C.
+Wellons' hash prospector. Two rounds with the key folded in between follow the counter-based
+construction of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
 # Dimensions: B requests of a step, V vocabulary,

@@ -1,13 +1,13 @@
-"""The steps that a GPU engine runs before it serves.
+"""The warm-up of a GPU engine: the steps that it runs before it serves.
 
 What happens for the first time takes long: a kernel is compiled, or read from a file and sent to
 the device; a library makes its plans; memory is taken from the device. All streams would stand
 still meanwhile. Captured steps are replayed once when they are captured, and this file has what
 runs eagerly:
 
-    run_first_steps  runs both of these
-    first_plans      few whole steps: the largest, small ones with more prompts than are captured
-    first_samples    tokens sampled from logits alone, by all that requests can ask for
+    run_warm_up      runs both of these
+    warm_up_plans    few whole steps: the largest, small ones with more prompts than are captured
+    warm_up_samples  tokens sampled from logits alone, by all that requests can ask for
 
 A library may have a kernel for few tokens and another for many. Triton's kernels have the same
 variants whatever the numbers are (`kernel/gpu/`). Whole steps take the host tens of milliseconds
@@ -58,7 +58,7 @@ _CHANGED = SamplingParams(
 _CHANGED_AND_FILTERED = replace(_CHANGED, top_k=10, top_p=0.9, min_p=0.01)
 
 
-def run_first_steps(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) -> None:
+def run_warm_up(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) -> None:
     """Do what no later step shall do for the first time.
 
     What it writes lies in the padding page, and in the token pool where requests will write.
@@ -73,13 +73,13 @@ def run_first_steps(runner: ModelRunner, config: EngineConfig, loaded: LoadedMod
             model.num_experts, model.experts_per_token
         )
     num_steps = 0
-    for plan in first_plans(config, runner.limits, nums_of_tokens):
+    for plan in warm_up_plans(config, runner.limits, nums_of_tokens):
         if not runner.captures(plan):
             _read(runner.sample(runner.launch(PreparedStep(plan, plan.writes))))
             num_steps += 1
-    for slices in first_samples(runner.limits):
+    for slices in warm_up_samples(runner.limits):
         _read(runner.sample(runner.launch_without_model(slices)))
-    logger.debug("%d first steps in %.2f s", num_steps, time.monotonic() - started)
+    logger.debug("%d steps of the warm-up in %.2f s", num_steps, time.monotonic() - started)
 
 
 def _read(output: ForwardOutput) -> None:
@@ -90,7 +90,7 @@ def _read(output: ForwardOutput) -> None:
     output.embeddings()
 
 
-def first_plans(
+def warm_up_plans(
     config: EngineConfig, limits: EngineLimits, nums_of_tokens: Sequence[int] = ()
 ) -> list[BatchPlan]:
     """Steps to be run once, the largest first: the memory it takes serves the others.
@@ -138,7 +138,7 @@ def largest_step(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
     return BatchPlan(slices)
 
 
-def first_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
+def warm_up_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
     """Slices that sample, with all that changes logits, with filters and without."""
     counts = {min(count, limits.num_rows) for count in _NUMS_OF_SAMPLES}
     samples = []
@@ -149,7 +149,7 @@ def first_samples(limits: EngineLimits) -> list[list[ReqSlice]]:
 
 
 def _largest_continued(config: EngineConfig, limits: EngineLimits) -> BatchPlan:
-    """As many tokens as a step can have, in prompts whose beginnings are computed already."""
+    """A step of as many tokens as possible, in prompts whose beginnings are computed already."""
     assert config.max_prefill_length
     longest = max(1, limits.max_seq_len - 1)
     num_prompts = min(limits.num_rows, -(-config.max_prefill_length // longest))

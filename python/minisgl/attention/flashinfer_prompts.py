@@ -23,7 +23,7 @@ _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 
 
 class GraphRoom(NamedTuple):
-    """Of prompts that a graph has: how many, with how many tokens, and a place for their pages."""
+    """How many prompts a graph takes, how many tokens they have, and where it reads their pages."""
 
     num_prompts: int
     num_tokens: int
@@ -31,7 +31,7 @@ class GraphRoom(NamedTuple):
 
 
 class RaggedPrompts(ABC):
-    """Of prompts whose keys are just those of the batch."""
+    """Attends for prompts whose keys are just those of the batch."""
 
     @abstractmethod
     def plan(self, length_B: IntArray) -> None:
@@ -46,12 +46,12 @@ class RaggedPrompts(ABC):
 
 
 class PagedPrompts(ABC):
-    """Of prompts whose keys are partly or wholly in pages of the pool.
+    """Attends for prompts whose keys are partly or wholly in pages of the pool.
 
     Attributes:
         indptr: int32 [B + 1], on the device: the offsets of the prompts' lists of pages.
         page_Z: int32, on the device: the lists. The caller writes them between plan and run.
-        room: of a graph; None for steps that are not captured.
+        room: what a graph takes; None for steps that are not captured.
     """
 
     indptr: Tensor
@@ -76,7 +76,7 @@ class PagedPrompts(ABC):
 
 
 class FlashInferRagged(RaggedPrompts):
-    """By FlashInfer's wrapper.
+    """Attends with FlashInfer's wrapper.
 
     Args:
         backend: FlashInfer's name of its kernels.
@@ -99,7 +99,7 @@ class FlashInferRagged(RaggedPrompts):
 
 
 class FlashInferPaged(PagedPrompts):
-    """By FlashInfer's wrapper.
+    """Attends with FlashInfer's wrapper.
 
     Args:
         backend: FlashInfer's name of its kernels.
@@ -157,9 +157,9 @@ class FlashInferPaged(PagedPrompts):
 
 
 class _HopperPlan:
-    """A plan of our kernels. Its numbers go to the device from memory of its own.
+    """A plan of our kernels. Its numbers go to the device from pinned memory of its own.
 
-    That must not be planned into again before they are there.
+    The next plan must not be made before the numbers of this one are on the device.
     """
 
     def __init__(self, module: Any, shape: LayerShape) -> None:
@@ -192,7 +192,7 @@ class _HopperPlan:
 
 
 class HopperRagged(_HopperPlan, RaggedPrompts):
-    """By our kernels.
+    """Attends with our compilation of FlashAttention 3.
 
     Args:
         module: the functions of the library that `PromptKernels.library` describes.
@@ -208,7 +208,7 @@ class HopperRagged(_HopperPlan, RaggedPrompts):
 
 
 class HopperPaged(_HopperPlan, PagedPrompts):
-    """By our kernels.
+    """Attends with our compilation of FlashAttention 3.
 
     Args:
         module: the functions of the library that `PromptKernels.library` describes.

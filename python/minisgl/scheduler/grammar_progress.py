@@ -1,4 +1,4 @@
-"""Where answers stand in their grammars after what a step sampled: as rank 0 has found.
+"""How far answers have come in their grammars: equal on all ranks, because rank 0's finding counts.
 
     sampled token ─ accept ─ forced tokens ─ accept ─▶ MatchState ─ share ─▶ rank 0's MatchState
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from minisgl.core import Req
 from minisgl.message import MatchState
 from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.scheduler.io import Peers
+from minisgl.scheduler.io import OtherRanks
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
 # alone, and not on what is in flight: with and without overlap the tokens are equal. On a CPU a
@@ -36,26 +36,26 @@ MIN_FORCED_ON_GPU = 8
 logger = logging.getLogger(__name__)
 
 
-class Matching:
-    """Advances the matches of a step's answers, equally on all ranks.
+class GrammarProgress:
+    """Advances the matches of a step's answers by what was sampled, equally on all ranks.
 
     Args:
         eos_ids: of the model.
-        peers: the other ranks, if there are any.
+        other_ranks: if there are any.
     """
 
     def __init__(
         self,
         grammars: GrammarMatchers,
         eos_ids: frozenset[int],
-        peers: Peers | None,
+        other_ranks: OtherRanks | None,
         *,
         for_gpu: bool,
     ) -> None:
         self._grammars = grammars
         self._eos_ids = eos_ids
         self._min_forced = MIN_FORCED_ON_GPU if for_gpu else MIN_FORCED_ON_CPU
-        self._peers = peers
+        self._other_ranks = other_ranks
 
     def advance(self, sampled: Sequence[tuple[Req, int]]) -> dict[int, MatchState]:
         """Advance matches by sampled tokens, and by what is forced after them.
@@ -67,7 +67,7 @@ class Matching:
             by uid, what each rank gets.
         """
         own = {req.uid: self._advance(req, token) for req, token in sampled}
-        states = self._peers.share(own) if own and self._peers else own
+        states = self._other_ranks.share(own) if own and self._other_ranks else own
         for uid, state in states.items():
             if state.error is not None:
                 self._grammars.forget(uid)
@@ -90,8 +90,8 @@ class Matching:
     def _forced_tokens(self, req: Req) -> list[int]:
         """The next tokens of an answer if its grammar leaves no choice and they are enough.
 
-        Tokens from one on that would end the answer are sampled as usual, and so are all tokens of
-        requests that want log probabilities, which are made by sampling.
+        Tokens from one on that would end the answer are sampled as usual. So are all tokens of
+        requests that want log probabilities, because sampling makes these.
         """
         if req.params.logprobs is not None:
             return []

@@ -12,7 +12,7 @@ from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import MatchState, StepDigestMsg
 from minisgl.scheduler.grammar_matchers import IN_PROGRESS, GrammarMatchers
-from minisgl.scheduler.matching import Matching
+from minisgl.scheduler.grammar_progress import GrammarProgress
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
 UID = 7
@@ -23,7 +23,7 @@ FAILED = MatchState(error="the grammar is refused: too many states")
 
 
 class Leader:
-    """Peers of a follower: what rank 0 has found, or what this rank has."""
+    """The other ranks of a follower: what rank 0 has found, or what this rank has."""
 
     def __init__(self) -> None:
         self.state: MatchState | None = None
@@ -47,11 +47,13 @@ class Follower:
         self.matchers.open(UID, grammar)
         prompt = np.ones(3, dtype=np.int32)
         self.req = Req(UID, prompt, SamplingParams(grammar=grammar), 100, seed=0)
-        self._matching = Matching(self.matchers, frozenset({EOS_ID}), self.leader, for_gpu=False)
+        self._progress = GrammarProgress(
+            self.matchers, frozenset({EOS_ID}), self.leader, for_gpu=False
+        )
 
     def sample(self, text: str) -> MatchState:
         [token] = self.compiler.tokenizer.tokenize_str(text)
-        return self._matching.advance([(self.req, token)])[UID]
+        return self._progress.advance([(self.req, token)])[UID]
 
     def mask(self) -> list[int]:
         """Make a mask, and return the tokens that it allows."""

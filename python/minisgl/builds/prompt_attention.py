@@ -1,9 +1,9 @@
 """Compiles FlashInfer's FlashAttention 3 for the prompts of one model (kernel/csrc/hopper).
 
-FlashInfer's own module has all masks and two schedulers of work, and its sources include the
-GEMMs of CUTLASS: a compiler takes minutes of work for what a model does not use. Here each of the
-two kernels that it does use is a source, compiled beside the other and beside what starts them,
-which is cut so that no part takes longer than a kernel. The products and the softmax are
+FlashInfer's own module has all masks and two schedulers of work, and its sources include the GEMMs
+of CUTLASS: a compiler takes minutes of work for what a model does not use. Here each of the two
+kernels that a model does use is a source of its own. What starts them is cut so that no part takes
+longer to compile than a kernel. All are compiled side by side. The products and the softmax are
 FlashInfer's. What loads tiles and writes them is ours, since its templates took two thirds of a
 compiler's time.
 """
@@ -57,11 +57,11 @@ class PromptKernels:
         kind += "-window" if self.has_window else ""
         return kind + ("-softcap" if self.has_softcap else "")
 
-    def library(self, sources: Sources, toolkit: CudaToolkit | None) -> Library:
-        """The library with the functions that `prompt_attention.py` calls.
+    def library(self, sources: FlashInferSources, toolkit: CudaToolkit | None) -> Library:
+        """The library with the functions that `flashinfer_prompts.py` calls.
 
         Args:
-            sources: found by `find_sources`.
+            sources: found by `find_flashinfer_sources`.
         """
         folders = [_SOURCES / "light", *sources.include_folders]
         options = [*_FLAGS, *self._definitions(), *(f"-I{folder}" for folder in folders)]
@@ -95,8 +95,8 @@ class PromptKernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """What the kernels are compiled from.
+class FlashInferSources:
+    """FlashInfer's headers, and a digest of all that the kernels are compiled from.
 
     Attributes:
         include_folders: FlashInfer's headers and those that it brings along.
@@ -107,7 +107,7 @@ class Sources:
     digest: str
 
 
-def find_sources(capability: tuple[int, int], dtype: str) -> Sources | None:
+def find_flashinfer_sources(capability: tuple[int, int], dtype: str) -> FlashInferSources | None:
     """Find the headers of the FlashInfer that is installed, without importing it.
 
     Returns:
@@ -128,7 +128,7 @@ def find_sources(capability: tuple[int, int], dtype: str) -> Sources | None:
     for location in spec.submodule_search_locations or []:
         folders = [Path(location) / "data" / folder for folder in _HEADERS]
         if all(folder.is_dir() for folder in folders):
-            return Sources(folders, _digest_with(version))
+            return FlashInferSources(folders, _digest_with(version))
     return None
 
 

@@ -1,7 +1,7 @@
 // Attention of single queries over a paged context, in blocks of keys that stay in a core's cache.
 //
 // A task has the queries of a token that share a kv head. They are too few to fill vectors, as
-// cpu_attention.cpp does with the rows of a prompt, so the head width lies in lanes.
+// cpu_prompt_attention.cpp does with the rows of a prompt, so the head width lies in lanes.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
 // tables, S kv slots, T tokens of a step.

@@ -1,8 +1,8 @@
 """Attention of many single queries on a GPU, with the work of a step divided evenly over its warps.
 
-The kernels (csrc/attention.cu) take bfloat16, heads of 64 or 128 numbers, up to 8 query heads a kv
-head, and pages of a multiple of 16 tokens. The host plans nothing: `plan` reads the lengths of a
-step on the device, and `attend` follows that plan once a layer.
+The kernels (csrc/decode_attention.cu) take bfloat16, heads of 64 or 128 numbers, up to 8 query
+heads a kv head, and pages of a multiple of 16 tokens. The host plans nothing: `plan` reads the
+lengths of a step on the device, and `attend` follows that plan once a layer.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -48,7 +48,7 @@ class BalancedDecode:
         self._page_size = page_size
         self._num_ranges = num_ranges
 
-        # The layout is that of `Plan` in attention.cu: two numbers a range, four a request.
+        # The layout is that of `Plan` in decode_attention.cu: two numbers a range, four a request.
         plan_numbers = 4 * (num_ranges // 2 + 1 + num_rows)
         self._plan = torch.zeros(plan_numbers, dtype=torch.int32, device=device)
 

@@ -45,7 +45,7 @@ class OwnDecodes:
 
 
 class OwnDecodeKernels:
-    """Our own kernels, in the layers of one spec."""
+    """Attends with our own kernels, in the layers of one spec."""
 
     def __init__(self, pool: FlashInferPool, spec: AttentionSpec) -> None:
         self._pool = pool
@@ -60,13 +60,17 @@ class OwnDecodeKernels:
             )
 
     def take(self, num_decodes: int) -> OwnDecodes | None:
-        """Those of a step that is not captured; None if these kernels do not take them."""
+        """Take the decodes of a step that is not captured; None if no kernel of ours can."""
         if self._balanced or self._needs_splits:
             return OwnDecodes(num_decodes, uses_splits=self._balanced is None)
         return None
 
     def take_captured(self, slices: CapturedSlices) -> OwnDecodes | None:
-        """Those of a graph, which has no other slices; None if these kernels do not take them."""
+        """Take the decodes of a graph; None if no kernel of ours can.
+
+        Args:
+            slices: decodes alone.
+        """
         num_decodes = slices.num_decodes
         num_shared_tokens_1 = slices.num_shared_tokens_1
         is_few = num_decodes * self._pool.shape[1] <= _FEW_HEADS
@@ -114,7 +118,7 @@ class OwnDecodeKernels:
 
 
 class FlashInferDecodes:
-    """By FlashInfer's wrapper.
+    """Attends with FlashInfer's wrapper.
 
     Args:
         num_captured: how many decodes a graph has; None for steps that are not captured.

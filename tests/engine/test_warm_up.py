@@ -23,17 +23,17 @@ pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
-from minisgl.engine.batch_builder import batch_room
-from minisgl.engine.first_steps import first_plans, first_samples, run_first_steps
+from minisgl.engine.batch_builder import batch_capacity
 from minisgl.engine.graph_key import find_graph_key
 from minisgl.engine.graph_sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
-from minisgl.engine.sampler import sampler_room
+from minisgl.engine.sampler import sampler_capacity
+from minisgl.engine.warm_up import run_warm_up, warm_up_plans, warm_up_samples
 from minisgl.kernel import dispatch, gpu
 from minisgl.kernel.attention import attend_prompts_reference
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
-from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, room_for
+from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, capacity_for
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.test_captured_steps import KINDS
@@ -57,15 +57,15 @@ def limits_of(max_seq_len: int, num_rows: int) -> EngineLimits:
 @pytest.mark.parametrize("max_seq_len", [1, 2, 3, 50, 4096])
 @pytest.mark.parametrize("num_rows", [1, 2, 17, 256, 4096])
 @pytest.mark.parametrize("max_prefill_length", [1, 9, 8192])
-def test_first_plans_are_plans_that_a_scheduler_makes(
+def test_warm_up_plans_are_plans_that_a_scheduler_makes(
     max_seq_len: int, num_rows: int, max_prefill_length: int
 ) -> None:
     limits = limits_of(max_seq_len, num_rows)
     config = config_of(
         Path("model"), max_running_requests=num_rows, max_prefill_length=max_prefill_length
     )
-    plans = first_plans(config, limits)
-    samples = [BatchPlan(slices) for slices in first_samples(limits)]
+    plans = warm_up_plans(config, limits)
+    samples = [BatchPlan(slices) for slices in warm_up_samples(limits)]
     for plan in plans + samples:
         rows = [req_slice.row for req_slice in plan.slices]
         assert len(set(rows)) == len(rows) > 0
@@ -84,7 +84,7 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
     limits = limits_of(40960, 256)
     config = config_of(Path("model"), max_running_requests=256)
     captured = gpu_graph_keys(256, 2048)
-    eager = [plan for plan in first_plans(config, limits) if not find_graph_key(plan, captured)]
+    eager = [plan for plan in warm_up_plans(config, limits) if not find_graph_key(plan, captured)]
     assert len(eager) == 6
 
     starts = [{s.start > 0 for s in plan.slices if len(s) > 1} for plan in eager]
@@ -95,7 +95,7 @@ def test_few_of_them_run_eagerly_where_steps_are_captured() -> None:
 
 def test_what_is_sampled_first_is_all_that_can_be_asked_for() -> None:
     """Few rows and many, 32 of which are changed at a time; with filters and without."""
-    samples = first_samples(limits_of(100, 256))
+    samples = warm_up_samples(limits_of(100, 256))
     assert [len(slices) for slices in samples] == [1, 1, 12, 12, 40, 40]
     for slices in samples:
         for req_slice in slices:
@@ -107,12 +107,12 @@ def test_what_is_sampled_first_is_all_that_can_be_asked_for() -> None:
     assert has_filters == [False, True] * 3
 
 
-def test_answers_are_the_same_after_the_first_steps(checkpoint: Callable[[str], Path]) -> None:
+def test_answers_are_the_same_after_the_warm_up(checkpoint: Callable[[str], Path]) -> None:
     prompts = random_prompts([1, 5, 30, 17], VOCAB_SIZE)
     config = config_of(checkpoint(ARCH), cuda_graph_max_bs=0, **SMALL)
     expected = Host(WatchedEngine(config), config).ask(prompts, greedy(9))
     engine = WatchedEngine(config)
-    run_first_steps(engine, config, engine._loaded)
+    run_warm_up(engine, config, engine._loaded)
     page_table_RP = engine.context.page_table_RP
     assert (page_table_RP == engine.limits.num_pages).all(), "every page is the padding page still"
     answers = Host(engine, config).ask(prompts, greedy(9))
@@ -138,7 +138,7 @@ class WatchedStaging(Staging):
     most: float = 0.0  # the largest part of a capacity
 
     def stage(self, *arrays: Any) -> StagedCopy:
-        part = room_for(*map(len, arrays)) / self.capacity
+        part = capacity_for(*map(len, arrays)) / self.capacity
         WatchedStaging.most = max(WatchedStaging.most, part)
         return super().stage(*arrays)
 
@@ -168,20 +168,21 @@ def test_nothing_that_is_sent_to_the_device_needs_more_room_than_there_is(
     host.ask(random_prompts([30, 7, *[1] * 17], VOCAB_SIZE), params)
     assert 0.1 < WatchedStaging.most <= 1
 
-    run_first_steps(engine, config, engine._loaded)
+    run_warm_up(engine, config, engine._loaded)
     assert WatchedStaging.most <= 1
 
 
 @pytest.mark.parametrize("num_slices", [1, 3, 31, 256])
-def test_the_room_is_that_of_the_most_that_can_be_sent(num_slices: int) -> None:
+def test_the_capacity_is_that_of_the_most_that_can_be_sent(num_slices: int) -> None:
     """All the arrays of a step, with as many numbers as they can have."""
     num_tokens = 8192 + num_slices
     step = [num_tokens] * 3 + [num_slices] * 7 + [2 * num_slices]
-    assert batch_room(num_tokens, num_slices) >= room_for(*step)
+    assert batch_capacity(num_tokens, num_slices) >= capacity_for(*step)
     num_changed = min(num_slices, 32)
     biases = [num_changed * (MAX_BIASES + MAX_STOPS + 2)] * 3
-    assert sampler_room(num_slices, num_eos=2) >= room_for(*biases)
-    assert sampler_room(num_slices, num_eos=2) >= room_for(*[num_changed] * 6, 2 * num_changed)
+    assert sampler_capacity(num_slices, num_eos=2) >= capacity_for(*biases)
+    changed = [num_changed] * 6 + [2 * num_changed]
+    assert sampler_capacity(num_slices, num_eos=2) >= capacity_for(*changed)
 
 
 def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_no_variant_of_a_kernel_is_met_first_while_serving(
     # The interpreter takes milliseconds a program: it runs what makes tokens and slots, any tokens.
     runs = {"_look_up", "_scatter", "_best_of_split", "_best_of_all"}
     launches = Launches(monkeypatch, runs=runs)
-    run_first_steps(engine, config, engine._loaded)
+    run_warm_up(engine, config, engine._loaded)
     known = launches.take()
     assert {"_best_of_split", "_rotate_and_store", "_attend_suffix", "_mask_logits"} <= known.keys()
 
