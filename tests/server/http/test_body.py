@@ -95,6 +95,20 @@ def test_a_packed_request_is_the_request(model: type[PromptRequest], body: dict[
     assert packed.model_dump(exclude=prompt_fields) == parsed.model_dump(exclude=prompt_fields)
 
 
+def test_no_text_of_a_request_outlives_it() -> None:
+    """The parser of JSON remembers strings. Those of requests would take some megabytes."""
+
+    def parse(numbers: range) -> None:
+        for number in numbers:
+            body = {"model": "m", "prompt": f"text {number}", "stop": [f"end {number}"]}
+            parse_body(bytes_of(body), CompletionRequest, BOUNDS)
+
+    parse(range(100))
+    before = sys.getallocatedblocks()
+    parse(range(100, 2000))
+    assert sys.getallocatedblocks() - before < 500
+
+
 @pytest.mark.parametrize("padding", [0, MAX_PARAMETERS])
 def test_a_large_body_is_answered_as_a_small_one(padding: int) -> None:
     fields = {"model": "m", "prompt": [5] * 60, "max_tokens": 3}

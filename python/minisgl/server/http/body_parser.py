@@ -60,7 +60,7 @@ def pack_body(raw: bytes, model: type[PromptRequest], bounds: RequestBounds) -> 
 
 def unpack_request(packed: PackedRequest, model: type[R], bounds: RequestBounds) -> R:
     """The request that was packed."""
-    return model.unpack(from_json(packed.parameters), packed, bounds)
+    return model.unpack(_from_json(packed.parameters), packed, bounds)
 
 
 def _decode(raw: bytes) -> Any:
@@ -78,11 +78,16 @@ def _decode_json(raw: bytes) -> Any:
     It does not read half a surrogate pair. Python's parser does, and validation names the field.
     """
     try:
-        return from_json(raw)
+        return _from_json(raw)
     except ValueError:
         if not _HALF_PAIR.search(raw):
             raise
         return json.loads(raw)
+
+
+def _from_json(raw: bytes) -> Any:
+    """Decode JSON. The parser remembers the keys that it has met, but no texts: they come once."""
+    return from_json(raw, cache_strings="keys")
 
 
 def _validate(body: Any, model: type[R], bounds: RequestBounds) -> R:
