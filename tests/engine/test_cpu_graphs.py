@@ -167,3 +167,19 @@ def test_the_option_bounds_what_is_captured(checkpoint: Checkpoints) -> None:
     assert captured_sizes(host_of(checkpoint("llama"), cuda_graph_max_bs=2)) == [1, 2]
     assert captured_sizes(host_of(checkpoint("llama"), max_running_requests=10))[-2:] == [8, 10]
     assert host_of(checkpoint("llama"), cuda_graph_max_bs=0)._engine._graphs is None
+
+
+def test_there_is_room_for_what_is_captured_and_for_what_is_not_padded(
+    checkpoint: Checkpoints,
+) -> None:
+    engine = host_of(checkpoint("llama"), max_prefill_length=512)._engine
+    for num_decodes in (1, 8, 20, 32):
+        rooms = engine.prompt_room(num_decodes)
+        assert rooms == sorted(set(rooms))
+        assert rooms[:6] == [8, 16, 24, 32, 48, 64]
+        assert 512 - 32 < rooms[-1] <= 512
+
+
+def test_nothing_is_padded_in_float32(checkpoint: Checkpoints) -> None:
+    engine = host_of(checkpoint("llama"), dtype="float32")._engine
+    assert engine.prompt_room(8) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, dispatch
+from minisgl.kernel import CpuLinear, dispatch, sizes_without_padding
 from minisgl.kernel.linear import few_token_linear
 
 # Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
@@ -195,3 +195,28 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
     y_TO = few_token_linear(cuda_kernels, x_TI, torch.ones(5, 64, dtype=torch.bfloat16), None)
     cuda_kernels.forget_late()
     assert (y_TO == 64).all()
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 8, 63, 64, 120, 127, 128, 159, 300])
+def test_sizes_without_padding_are_multiplied_as_they_are(
+    num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied: list[int] = []
+    by_onednn = CpuLinear._by_onednn
+
+    def watched(self: CpuLinear, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        multiplied.append(len(x_TI))
+        return by_onednn(self, x_TI, bias_O)
+
+    monkeypatch.setattr(CpuLinear, "_by_onednn", watched)
+    linear = CpuLinear(torch.ones(OUTPUTS, INPUTS, dtype=torch.bfloat16), pack=False)
+    sizes = sizes_without_padding(num_others, 512)
+
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] >= 8
+    assert sizes[-1] > 512 - 32
+    for size in sizes:
+        multiplied.clear()
+        linear(torch.ones(num_others + size, INPUTS, dtype=torch.bfloat16), None)
+        assert multiplied in ([], [num_others + size])
+    assert sizes_without_padding(num_others, 7) == []

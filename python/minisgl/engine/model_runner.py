@@ -39,12 +39,15 @@ from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs, sampl
 from minisgl.engine.sampling_batch import BatchSamplingArgs
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.errors import ConfigError
-from minisgl.kernel import load_cpu_kernels, scatter
+from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
 from minisgl.utils.staging import Staging, capacity_for
 
+# Beside few decodes of a CPU: the tokens of an eager step take no longer each than those of the
+# largest captured one if they are so many times as many.
+_EAGER_PAYS = 1.4
 _MAX_WRITES = 1 << 15  # of a table, that go to the device in one copy
 
 
@@ -81,6 +84,8 @@ class ModelRunner:
         self._device = loaded.device
         self.context = self._make_context()
 
+        assert config.max_prefill_length
+        self._most_prompt_tokens = config.max_prefill_length
         num_tokens = most_tokens(config, limits.num_rows)
         # Sends what every step needs before its model runs.
         self._staging = Staging(self._device, batch_capacity(num_tokens, limits.num_rows))
@@ -160,11 +165,17 @@ class ModelRunner:
         return self.context.attn_backend.prompt_waves
 
     def prompt_room(self, num_decodes: int) -> list[int]:
-        """How many tokens of prompts captured steps have room for beside so many decodes.
+        """How many tokens of prompts a step computes beside so many decodes without padding.
 
-        They ascend. There are none if no such step is captured.
+        They ascend. First are those that captured steps have room for, then, on a CPU, those of
+        eager steps. There may be none.
         """
-        return self._graphs.prompt_room(num_decodes) if self._graphs else []
+        captured = self._graphs.prompt_room(num_decodes) if self._graphs else []
+        if self._device.type != "cpu" or self._loaded.dtype != torch.bfloat16:
+            return captured
+        fewest = _EAGER_PAYS * captured[-1] if captured else 0
+        sizes = sizes_without_padding(num_decodes, self._most_prompt_tokens)
+        return captured + [size for size in sizes if size > fewest]
 
     @property
     def bytes_not_captured(self) -> int:

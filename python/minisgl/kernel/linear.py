@@ -25,6 +25,8 @@ from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_ke
 # 24 tokens in 8.6 and 10.6 ms, 64 in 18 and 20, 128 in 32 and 33, 256 in 63 and 60.
 _MOST_OF_CPU_KERNEL = 128
 _TOKENS_OF_ONEDNN = 32
+# Sizes that are told to those who choose one are no smaller; the compiled kernel takes any.
+_FEWEST_TOKENS = 8
 # The compiled kernel of a GPU takes so many tokens, and is faster than torch if the weight has no
 # more numbers than this. On an H200, 8 tokens: 2048 to 1024 in 3.4 instead of 5.9 µs, 1024 to 4096
 # in 4.5 instead of 5.3; but 1024 to 6144 in 6.5 instead of 5.9.
@@ -145,6 +147,25 @@ class CpuLinear:
 
 
 def _padded(x_TI: Tensor) -> Tensor:
-    """The same tokens and some more, so that oneDNN sees few numbers of them."""
-    missing = -len(x_TI) % _TOKENS_OF_ONEDNN
-    return F.pad(x_TI, (0, 0, 0, missing)) if missing else x_TI
+    """The same tokens and some more, of any content, so that oneDNN sees few numbers of them."""
+    num_tokens = len(x_TI)
+    missing = -num_tokens % _TOKENS_OF_ONEDNN
+    if missing == 0:
+        return x_TI
+    padded_TI = x_TI.new_empty((num_tokens + missing, x_TI.shape[1]))
+    padded_TI[:num_tokens] = x_TI
+    return padded_TI
+
+
+def sizes_without_padding(num_others: int, most: int) -> list[int]:
+    """How many bfloat16 tokens a CPU multiplies beside `num_others` without padding, ascending.
+
+    Args:
+        most: the sizes are not larger than this.
+    """
+    in_kernel = range(_FEWEST_TOKENS, _MOST_OF_CPU_KERNEL - num_others + 1, _FEWEST_TOKENS)
+    first = -num_others % _TOKENS_OF_ONEDNN
+    in_onednn = range(first, most + 1, _TOKENS_OF_ONEDNN)
+    largest = in_kernel[-1] if in_kernel else _FEWEST_TOKENS - 1
+    sizes = [*in_kernel, *(size for size in in_onednn if size > largest)]
+    return [size for size in sizes if size <= most]

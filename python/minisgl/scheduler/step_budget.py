@@ -22,7 +22,7 @@ _DOUBLING = 0.7
 _MAX_DOUBLINGS = 6.0
 # So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
 _PATIENT_STEPS = 24
-# A captured step is chosen if the largest one has room for this part of what fits within the bound.
+# A size without padding is chosen if the largest one is at least this part of what fits the bound.
 _MOST_OF_A_STEP = 0.7
 _SHORTEST_S = 1e-6
 
@@ -109,7 +109,7 @@ class StepPacer:
         num_tokens = self._num_tokens(bound - fixed, oldest)
         rooms = self._prompt_room(len(running))
         if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
-            num_tokens = self._captured_tokens(num_tokens, rooms, fixed, bound, oldest.position)
+            num_tokens = self._unpadded_tokens(num_tokens, rooms, fixed, bound, oldest.position)
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
@@ -124,16 +124,16 @@ class StepPacer:
         num_tokens = self.costs.num_tokens_within(seconds, oldest.position)
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
 
-    def _captured_tokens(
+    def _unpadded_tokens(
         self, num_tokens: int, rooms: Sequence[int], fixed: float, bound: float, position: int
     ) -> int:
-        """The tokens of the captured step that computes most of them a second within the bound.
+        """The tokens of the step without padding that computes most of them a second in the bound.
 
-        A step of another size would be padded to a captured one.
+        A step of another size would be padded to one of these.
 
         Args:
             num_tokens: the most.
-            rooms: of captured steps.
+            rooms: the sizes without padding.
             fixed: seconds that a step takes with no tokens of prompts.
             position: where the oldest prompt is.
         """
