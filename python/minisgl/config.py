@@ -19,6 +19,7 @@ from typing import Any, Self
 from minisgl.errors import ConfigError
 from minisgl.utils import Hardware
 from minisgl.utils.env import overlap_disabled
+from minisgl.utils.field_types import wrong_field
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -41,7 +42,7 @@ class EngineConfig:
     """What one rank's engine needs to know.
 
     Raises:
-        ConfigError: a value is outside its bounds; names the flag.
+        ConfigError: a value is outside its bounds or of another type; names the flag.
     """
 
     model: str | None = option(
@@ -98,6 +99,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        wrong = wrong_field(self)
+        if wrong is not None:
+            value = repr(getattr(self, wrong.name)) if wrong.repr else "another one"
+            raise ConfigError(f"{flag(wrong.name)} must be of the type {wrong.type}, got {value}")
         for name in (
             "tp",
             "page_size",
