@@ -109,7 +109,8 @@ def piped(*argv: str) -> Program:
 
 def test_lines_of_a_pipe_are_answered_and_its_end_ends_it(folder: Path) -> None:
     with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
-        out, _ = program.process.communicate(b"hi\n/help\n/what\nthere\n", timeout=TIMEOUT_S)
+        typed = b"hi \xff\n/help\n/what\nthere\n"
+        out, _ = program.process.communicate(typed, timeout=TIMEOUT_S)
         assert program.process.returncode == 0
         shown = out.decode()
         assert shown.startswith(f"Chat with {MODEL}.")
