@@ -491,6 +491,7 @@ def test_two_of_them_live_side_by_side(
         ({"cache": "lru"}, "lru"),
         ({"dtype": "int4"}, "--dtype"),
         ({"max_seq_len": CONTEXT + 1}, "--max-seq-len"),
+        ({"num_pages": 2**29}, "--num-pages must be <= 536854528 with pages of 4 tokens"),
         ({"tp": "2"}, "--tp must be of the type int, got '2'"),
         ({"page_size": 4.5}, "--page-size"),
         ({"cache": None}, "--cache"),

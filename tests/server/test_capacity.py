@@ -34,7 +34,7 @@ def test_a_given_number_is_taken() -> None:
 
 @pytest.mark.parametrize(("wanted", "limit"), [(1000, 1024), (None, 64)])
 def test_what_does_not_fit_is_refused_with_both_numbers(wanted: int | None, limit: int) -> None:
-    with pytest.raises(ConfigError, match=rf"--max-connections.* {limit}.*ulimit"):
+    with pytest.raises(ConfigError, match=rf"3 processes and --max-connections.* {limit}.*ulimit"):
         fit_connections(wanted, 3, limit)
 
 

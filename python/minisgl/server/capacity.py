@@ -42,7 +42,8 @@ def fit_connections(wanted: int | None, num_workers: int, limit: int) -> int:
     most = limit - reserve if limit != resource.RLIM_INFINITY else _AUTO
     if most < (wanted or 1):
         raise ConfigError(
-            f"--max-connections {wanted or 1} needs {reserve + (wanted or 1)} descriptors, "
-            f"the limit is {limit}; see ulimit -n"
+            f"{num_workers} processes and --max-connections {wanted or 1} need "
+            f"{reserve + (wanted or 1)} descriptors, the limit is {limit}; see ulimit -n, --tp, "
+            "--num-tokenizer and --api-workers"
         )
     return wanted or min(most, _AUTO)
