@@ -134,3 +134,27 @@ def test_between_answers_an_interrupt_ends_a_shell_on_a_pipe(folder: Path) -> No
         program.process.send_signal(signal.SIGINT)
         assert program.wait() in (0, 130)
         program.assert_nothing_is_left()
+
+
+def test_when_nobody_reads_its_output_any_more_it_ends(folder: Path) -> None:
+    with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
+        program.wait_ready()
+        assert program.process.stdin
+        assert program.process.stdout
+        program.process.stdout.close()
+        program.process.stdin.write(b"hi\n")
+        program.process.stdin.flush()
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+        assert "Traceback" not in program.stderr
+
+
+def test_characters_that_the_output_does_not_have_are_replaced(folder: Path) -> None:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    argv = (*small_server(folder, "--max-seq-len", "60", "--seed", "1"), "--shell")
+    with Program(*argv, env=ascii_only, **streams) as program:
+        out, _ = program.process.communicate(b"hi\nthere\n", timeout=TIMEOUT_S)
+        assert program.process.returncode == 0
+        assert out.isascii()
+        assert "Traceback" not in program.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import signal
 import sys
 import threading
@@ -39,7 +40,7 @@ class Shell:
 
     Args:
         read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
-        write: prints a piece of text at once.
+        write: prints a piece of text at once; raises EOFError if nobody reads it any more.
         on_interrupt: what SIGINT does after an answer; during one it stops the answer.
     """
 
@@ -61,9 +62,9 @@ class Shell:
         self._turns: list[ChatMessage] = []
 
     async def run(self) -> None:
-        """Talk until /exit or the end of the input."""
-        self._write(f"Chat with {self._model_name}. /help lists the commands.\n")
+        """Talk until /exit or the end of the input or the output."""
         with contextlib.suppress(EOFError):
+            self._write(f"Chat with {self._model_name}. /help lists the commands.\n")
             while True:
                 try:
                     line = _visible_text(await self._read()).strip()
@@ -140,9 +141,17 @@ async def run_shell(
 ) -> None:
     """Chat on this process's terminal or standard input; see `Shell`."""
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may show few characters
+
     def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # who read it has gone
+            with open(os.devnull, "w") as nowhere:  # else Python would flush it once more
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            raise EOFError from None
 
     read = _read_terminal() if sys.stdin.isatty() else _read_pipe()
     await Shell(frontend, model_name, sampling, read, write, on_interrupt).run()
