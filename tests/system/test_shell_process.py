@@ -149,11 +149,11 @@ def test_when_nobody_reads_its_output_any_more_it_ends(folder: Path) -> None:
         assert "Traceback" not in program.stderr
 
 
-def test_characters_that_the_output_does_not_have_are_replaced(folder: Path) -> None:
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    argv = (*small_server(folder, "--max-seq-len", "60", "--seed", "1"), "--shell")
-    with Program(*argv, env=ascii_only, **streams) as program:
+def test_characters_that_the_output_does_not_have_are_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
         out, _ = program.process.communicate(b"hi\nthere\n", timeout=TIMEOUT_S)
         assert program.process.returncode == 0
         assert out.isascii()
