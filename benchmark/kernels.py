@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl import kernel
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.kernel import HeadNorms, Rotation, dispatch
 from minisgl.moe import ExpertShape, create_moe_backend
@@ -325,7 +325,10 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tokens", type=int, nargs="+", help="in a step; default: 1 256 on a GPU, 1 16 on a CPU"
+        "--tokens",
+        type=positive,
+        nargs="+",
+        help="in a step; default: 1 256 on a GPU, 1 16 on a CPU",
     )
     parser.add_argument(
         "--context",
@@ -334,7 +337,7 @@ def arguments() -> argparse.Namespace:
         help=f"in attention to equal lengths, a multiple of {PAGE_SIZE}",
     )
     parser.add_argument("--only", default="", help="kernels whose names have this in them")
-    parser.add_argument("--out", type=Path, help="append figures to this file")
+    parser.add_argument("--out", type=output_file, help="append figures to this file")
     return parser.parse_args()
 
 

@@ -28,6 +28,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from minisgl.benchmark.arguments import duration, output_file, positive
 from minisgl.benchmark.perf import provenance
 from minisgl.checkpoint import ModelConfig
 from minisgl.distributed import DistributedInfo
@@ -405,13 +406,13 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a folder with config.json")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="numbers of ranks")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="in a step")
-    parser.add_argument("--seconds", type=float, default=150, help="for all shapes together")
+    parser.add_argument("--tp", type=positive, nargs="+", default=[1], help="numbers of ranks")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=TOKENS, help="in a step")
+    parser.add_argument("--seconds", type=duration, default=150, help="for all shapes together")
     parser.add_argument("--tolerance", type=float, default=0.015, help="of a step's time")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="that compile")
     parser.add_argument("--out", type=Path, default=TUNED_FOLDER, help="the folder of the files")
-    parser.add_argument("--times", type=Path, help="append every time to this file")
+    parser.add_argument("--times", type=output_file, help="append every time to this file")
     return parser.parse_args()
 
 

@@ -31,6 +31,7 @@ WITHIN_A_TIER = {
     ("config", "errors"),
     ("config", "utils"),
     ("sampling_params", "errors"),
+    ("sampling_params", "utils"),
     ("utils", "errors"),
     ("message", "core"),
     ("builds", "checkpoint"),

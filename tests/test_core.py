@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.sampling_params import MAX_SEED
+from minisgl.sampling_params import MAX_SEED, Grammar
 
 
 def make_req(num_prompt: int = 3, max_length: int = 8) -> Req:
@@ -43,6 +45,73 @@ def test_a_value_outside_its_bounds_is_refused_by_name(name: str, value: Any) ->
     with pytest.raises(InvalidRequest, match=f"{name} must be .*, got {value}") as caught:
         SamplingParams(**{name: value})
     assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("temperature", np.int64),
+        ("seed", 1.5),
+        ("stop", "END"),
+        ("stop", None),
+        ("stop", (1,)),
+        ("stop", b"ab"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [5.5]),
+        ("logit_bias", {"5": 1}),
+        ("logit_bias", {5.5: 1}),
+        ("logit_bias", {5: "x"}),
+        ("logit_bias", None),
+        ("logprobs", True),
+        ("logprobs", 1.5),
+        ("priority", None),
+        ("grammar", "[a-z]+"),
+        ("grammar", {"kind": "regex", "text": "a"}),
+        ("cache_salt", b"x"),
+        ("ignore_eos", "no"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+    """Python would take it, and a step would fail at it: all requests of a step with one."""
+    refusal = re.escape(f"{name} must be of the type ") + ".*" + re.escape(f", got {value!r}")
+    with pytest.raises(InvalidRequest, match=refusal) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_numbers_may_be_numpys_and_texts_in_a_list() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5), seed=np.int64(3), top_p=np.float64(0.9), stop=["a"]
+    )
+    assert (params.temperature, params.seed, params.top_p) == (0.5, 3, 0.9)
+    assert type(params.seed) is int
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams).stop == ("a",)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"stop": ("a", "\ud83d")}, {"cache_salt": "\ud83d"}, {"grammar": Grammar("regex", "\ud83d")}],
+    ids=str,
+)
+def test_half_a_surrogate_pair_which_no_message_can_carry_is_refused(values: Any) -> None:
+    (name,) = values
+    with pytest.raises(InvalidRequest, match=f"{name} has half a surrogate pair") as caught:
+        SamplingParams(**values)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("ebnf", "a"), ([], "a"), ("regex", 5), ("regex", None)]
+)
+def test_what_is_no_grammar_is_refused(kind: Any, text: Any) -> None:
+    with pytest.raises(InvalidRequest, match="of a grammar must be") as caught:
+        Grammar(kind, text)
+    assert caught.value.param == "grammar"
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 257])

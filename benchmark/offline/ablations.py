@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from minisgl.benchmark.arguments import natural, output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.llm import LLM, SamplingParams
 from minisgl.utils import detect_hardware
@@ -73,13 +74,15 @@ def arguments() -> argparse.Namespace:
         "--model", help="a folder, a .gguf file or a hub id; the default model if absent"
     )
     parser.add_argument("--dummy-weight", action="store_true")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--shared", type=int, default=512, help="ids that all prompts begin with")
-    parser.add_argument("--suffix", type=int, default=64, help="further ids of each prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw a picture, too; needs matplotlib")
+    parser.add_argument("--requests", type=positive, default=32)
+    parser.add_argument(
+        "--shared", type=natural, default=512, help="ids that all prompts begin with"
+    )
+    parser.add_argument("--suffix", type=positive, default=64, help="further ids of each prompt")
+    parser.add_argument("--tokens", type=positive, default=32, help="of each answer")
+    parser.add_argument("--repeat", type=positive, default=3)
+    parser.add_argument("--out", type=output_file)
+    parser.add_argument("--plot", type=output_file, help="draw a picture, too; needs matplotlib")
     return parser.parse_args()
 
 

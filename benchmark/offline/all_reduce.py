@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, _SymmetricMemory
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, create_communicator
 from minisgl.distributed.peer_communicator import measure_routes, share_memory
@@ -105,10 +106,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tp", type=positive, default=2)
+    parser.add_argument("--repeat", type=positive, default=3)
     parser.add_argument("--probe", action="store_true")
-    parser.add_argument("--out", type=Path, help="append figures to this file")
+    parser.add_argument("--out", type=output_file, help="append figures to this file")
     args = parser.parse_args()
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     spawn = multiprocessing.get_context("spawn")

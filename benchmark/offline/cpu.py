@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import fetch_model
 from minisgl.checkpoint.default_model import DEFAULT_MODEL
@@ -163,10 +164,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=positive, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--gguf", type=Path, help="the default model for llama.cpp, in f16")
-    parser.add_argument("--out", type=Path, default=Path("benchmark/results/cpu.jsonl"))
+    parser.add_argument("--out", type=output_file, default=Path("benchmark/results/cpu.jsonl"))
     return parser.parse_args()
 
 

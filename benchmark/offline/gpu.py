@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import ModelConfig
 from minisgl.llm import LLM, SamplingParams
@@ -157,8 +158,8 @@ def arguments() -> argparse.Namespace:
         "--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir())
     )
     parser.add_argument("--work", nargs="+", default=list(WORK), choices=list(WORK))
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmark/results/gpu.jsonl"))
+    parser.add_argument("--repeat", type=positive, default=3)
+    parser.add_argument("--out", type=output_file, default=Path("benchmark/results/gpu.jsonl"))
     parser.add_argument(
         "--bandwidth", type=float, default=4.31e12, help="bytes per second that the device copies"
     )

@@ -16,10 +16,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.core import BatchPlan, IntArray, PromptWaves, SamplingParams
 from minisgl.engine import EngineLimits
@@ -270,8 +270,10 @@ def aborts() -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="decode steps of each kind")
-    parser.add_argument("--out", type=Path, help="a file of JSON lines to add the figures to")
+    parser.add_argument("--steps", type=positive, default=200, help="decode steps of each kind")
+    parser.add_argument(
+        "--out", type=output_file, help="a file of JSON lines to add the figures to"
+    )
     args = parser.parse_args()
     start_serving()
 

@@ -16,9 +16,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from statistics import median
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import model_name
 from minisgl.utils import detect_hardware
@@ -56,8 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="append figures to this file")
+    parser.add_argument("--repeat", type=positive, default=3)
+    parser.add_argument("--out", type=output_file, help="append figures to this file")
     parser.add_argument("--model", help="default: the default model")
     args, flags = parser.parse_known_args()
     flags += ["--model", args.model] if args.model else []

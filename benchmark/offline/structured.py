@@ -15,10 +15,10 @@ import argparse
 import json
 import random
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.checkpoint import model_name
 from minisgl.core import Grammar
@@ -84,11 +84,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", help="a folder with a tokenizer; default: the default model")
     parser.add_argument("--dummy-weight", action="store_true")
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="to make for each request")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append figures to this file")
+    parser.add_argument("--requests", type=positive, default=8)
+    parser.add_argument("--prompt", type=positive, default=64, help="tokens")
+    parser.add_argument("--tokens", type=positive, default=128, help="to make for each request")
+    parser.add_argument("--repeat", type=positive, default=5)
+    parser.add_argument("--out", type=output_file, help="append figures to this file")
     return parser.parse_args()
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.llm import LLM, SamplingParams
 
@@ -110,13 +111,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", default="qwen3-0.6b", choices=sorted(path.name for path in MODELS.iterdir())
     )
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--steps", type=int, default=40, help="to trace")
-    parser.add_argument("--rows", type=int, default=16, help="of kernels, and half as many of gaps")
+    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 256])
+    parser.add_argument("--steps", type=positive, default=40, help="to trace")
+    parser.add_argument(
+        "--rows", type=positive, default=16, help="of kernels, and half as many of gaps"
+    )
     parser.add_argument(
         "--engine", type=json.loads, default={}, help='options of the engine, as {"page_size": 1}'
     )
-    parser.add_argument("--out", type=Path, help="append figures to this file")
+    parser.add_argument("--out", type=output_file, help="append figures to this file")
     return parser.parse_args()
 
 

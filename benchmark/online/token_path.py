@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from minisgl.benchmark.arguments import factor, output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.message import (
     BackendMsg,
@@ -355,14 +356,16 @@ def figures(runs: list[Costs], workload: str) -> list[Figure]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--streams", type=int, default=256, help="streams at a time")
-    parser.add_argument("--steps", type=int, default=100, help="tokens of each stream")
-    parser.add_argument("--rate", type=float, default=20, help="steps a second")
+    parser.add_argument("--streams", type=positive, default=256, help="streams at a time")
+    parser.add_argument("--steps", type=positive, default=100, help="tokens of each stream")
+    parser.add_argument("--rate", type=factor, default=20, help="steps a second")
     parser.add_argument("--endpoint", choices=PATHS, default="chat")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--api-workers", type=int, default=1)
+    parser.add_argument("--repetitions", type=positive, default=3)
+    parser.add_argument("--api-workers", type=positive, default=1)
     parser.add_argument("--model", type=Path, help="a folder with a tokenizer; else one is trained")
-    parser.add_argument("--out", type=Path, help="a file of JSON lines to add the figures to")
+    parser.add_argument(
+        "--out", type=output_file, help="a file of JSON lines to add the figures to"
+    )
     return parser
 
 

@@ -29,11 +29,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from http.client import HTTPException
 from multiprocessing.connection import Connection
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
+from minisgl.benchmark.arguments import duration, output_file, positive
 from minisgl.benchmark.stress.attacks import ATTACKS
 from minisgl.benchmark.stress.target import Server, Target
 from minisgl.benchmark.stress.watch import (
@@ -206,13 +206,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", required=True, help="the model's name in the API")
     parser.add_argument("--api-key", help="of the watching clients, and of most attacks")
-    parser.add_argument("--max-open", type=int, default=2048, help="the server's own option")
+    parser.add_argument("--max-open", type=positive, default=2048, help="the server's own option")
     parser.add_argument("--only", help="beginnings of names, with commas")
     parser.add_argument("--list", action="store_true", help="write the names and end")
-    parser.add_argument("--seconds", type=float, default=5, help="of attacks without an end")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of one attack at most")
-    parser.add_argument("--pid", type=int, help="the server's process, to measure its memory")
-    parser.add_argument("--json", type=Path, help="append results to this file")
+    parser.add_argument("--seconds", type=duration, default=5, help="of attacks without an end")
+    parser.add_argument("--limit", type=duration, default=120, help="seconds of one attack at most")
+    parser.add_argument("--pid", type=positive, help="the server's process, to measure its memory")
+    parser.add_argument("--json", type=output_file, help="append results to this file")
     return parser.parse_args()
 
 

@@ -27,11 +27,11 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPException, HTTPResponse
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
+from minisgl.benchmark.arguments import duration, output_file, positive
 from minisgl.benchmark.stress.processes import (
     CHECK_EVERY_S,
     TIMEOUT_S,
@@ -156,12 +156,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--pid", type=int, required=True, help="of the server's parent process")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--pid", type=positive, required=True, help="of the server's parent process"
+    )
+    parser.add_argument("--rounds", type=positive, default=10)
     parser.add_argument("--worker", action="append", help="its name; of all without; repeated")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--every-s", type=float, default=31.0)
-    parser.add_argument("--json", type=Path, help="where a line for each fault is appended")
+    parser.add_argument("--streams", type=positive, default=32)
+    parser.add_argument("--every-s", type=duration, default=31.0)
+    parser.add_argument("--json", type=output_file, help="where a line for each fault is appended")
     return parser.parse_args()
 
 

@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from minisgl.benchmark.arguments import duration, factor, output_file, positive
 from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.events import events_of, openai_ending, read_to_the_end
 from minisgl.benchmark.stress.processes import StartedServer, exit_on_sigterm
@@ -163,10 +164,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--phases", type=int, default=5, help="of each kind, in turns")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of one phase")
-    parser.add_argument("--per-s", type=float, default=50.0, help="requests of the first key")
-    parser.add_argument("--json", type=Path, help="where a line with the results is appended")
+    parser.add_argument("--phases", type=positive, default=5, help="of each kind, in turns")
+    parser.add_argument("--seconds", type=duration, default=20.0, help="of one phase")
+    parser.add_argument("--per-s", type=factor, default=50.0, help="requests of the first key")
+    parser.add_argument(
+        "--json", type=output_file, help="where a line with the results is appended"
+    )
     parser.add_argument("server", nargs="*", help="after --: options of the server")
     return parser.parse_args()
 

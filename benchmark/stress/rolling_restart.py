@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.clients import Client, Tally, running
 from minisgl.benchmark.stress.mix import Asker
@@ -182,11 +183,13 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     proxy = NGINX if shutil.which("nginx") else "own"
-    parser.add_argument("--rounds", type=int, default=3, help="in each, both servers restart")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=64, help="of most answers")
+    parser.add_argument("--rounds", type=positive, default=3, help="in each, both servers restart")
+    parser.add_argument("--clients", type=positive, default=8)
+    parser.add_argument("--max-tokens", type=positive, default=64, help="of most answers")
     parser.add_argument("--proxy", default=proxy, help="own, nginx or a command")
-    parser.add_argument("--json", type=Path, help="where a line with the results is appended")
+    parser.add_argument(
+        "--json", type=output_file, help="where a line with the results is appended"
+    )
     parser.add_argument("server", nargs="*", help="after --: options of both servers")
     args = parser.parse_args()
     args.proxy = NGINX if args.proxy == "nginx" else args.proxy

@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from minisgl.benchmark.arguments import delay, duration, natural, output_file, positive
 from minisgl.benchmark.perf import provenance
 from minisgl.benchmark.stress.clients import Client, Tally, running
 from minisgl.benchmark.stress.mix import Asker
@@ -318,20 +319,22 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--kill-every", type=float, help="minutes; no worker is killed without")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=32, help="of most answers")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds of one request")
-    parser.add_argument("--warm-up", type=float, default=60.0, help="seconds without a trend")
+    parser.add_argument("--minutes", type=duration, default=10.0)
+    parser.add_argument("--kill-every", type=duration, help="minutes; no worker is killed without")
+    parser.add_argument("--clients", type=positive, default=16)
+    parser.add_argument("--max-tokens", type=positive, default=32, help="of most answers")
+    parser.add_argument("--limit", type=duration, default=180.0, help="seconds of one request")
+    parser.add_argument("--warm-up", type=delay, default=60.0, help="seconds without a trend")
     parser.add_argument("--mib-per-hour", type=float, default=16.0)
     parser.add_argument("--descriptors-per-hour", type=float, default=10.0)
     parser.add_argument("--threads-per-hour", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=natural, default=0)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="with --pid")
-    parser.add_argument("--pid", type=int, help="of the first process of a running server")
+    parser.add_argument("--pid", type=positive, help="of the first process of a running server")
     parser.add_argument("--api-key", action="append", help="of the running server; repeated")
-    parser.add_argument("--json", type=Path, help="where a line with the results is appended")
+    parser.add_argument(
+        "--json", type=output_file, help="where a line with the results is appended"
+    )
     parser.add_argument("server", nargs="*", help="after --: options of the server to start")
     return parser.parse_args()
 

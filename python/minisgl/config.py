@@ -19,6 +19,7 @@ from typing import Any, Self
 from minisgl.errors import ConfigError
 from minisgl.utils import Hardware
 from minisgl.utils.env import overlap_disabled
+from minisgl.utils.field_types import wrong_field
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -27,6 +28,16 @@ ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
 COMM_NAMES = ("nccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULES = ("short-first", "fcfs")
+_MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
+_BOUNDS = {
+    "tp": (1, _MAX_COUNT),
+    "page_size": (1, 2**16),
+    "num_pages": (1, _MAX_COUNT),
+    "max_seq_len": (1, _MAX_COUNT),
+    "max_running_requests": (1, _MAX_COUNT),
+    "max_prefill_length": (1, _MAX_COUNT),
+    "cuda_graph_max_bs": (0, _MAX_COUNT),
+}
 
 
 def option(
@@ -41,7 +52,7 @@ class EngineConfig:
     """What one rank's engine needs to know.
 
     Raises:
-        ConfigError: a value is outside its bounds; names the flag.
+        ConfigError: a value is outside its bounds or of another type; names the flag.
     """
 
     model: str | None = option(
@@ -98,19 +109,16 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in (
-            "tp",
-            "page_size",
-            "num_pages",
-            "max_seq_len",
-            "max_running_requests",
-            "max_prefill_length",
-        ):
+        wrong = wrong_field(self)
+        if wrong is not None:
+            value = repr(getattr(self, wrong.name)) if wrong.repr else "another one"
+            raise ConfigError(f"{flag(wrong.name)} must be of the type {wrong.type}, got {value}")
+        for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
-        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
-            raise ConfigError(f"--cuda-graph-max-bs must be >= 0, got {self.cuda_graph_max_bs}")
+            if value is not None and value < least:
+                raise ConfigError(f"{flag(name)} must be >= {least}, got {value}")
+            if value is not None and value > most:
+                raise ConfigError(f"{flag(name)} must be <= {most}, got {value}")
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
         for entry in fields(self):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn, get_args
 
 import numpy as np
 
 from minisgl.errors import InvalidRequest
+from minisgl.utils.field_types import wrong_field
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
@@ -39,6 +40,9 @@ SAMPLING_DTYPE = np.dtype(
 )
 
 
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer has to match from its first character to its last.
@@ -46,10 +50,24 @@ class Grammar:
     Attributes:
         text: a JSON schema, a regular expression in Rust's syntax, or llguidance's variant of a
             Lark grammar; at most 131,072 characters.
+
+    Raises:
+        InvalidRequest: the kind is not known, or the text is none.
     """
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: GrammarKind
     text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise InvalidRequest(
+                f"the kind of a grammar must be one of {kinds}, got {self.kind!r}", param="grammar"
+            )
+        if not isinstance(self.text, str):
+            raise InvalidRequest(
+                f"the text of a grammar must be a str, got {self.text!r}", param="grammar"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +115,10 @@ class SamplingParams:
 
     The order is: bias and penalties, then temperature, then filters.
 
+    Numbers may be numpy's.
+
     Raises:
-        InvalidRequest: a value is outside its bounds.
+        InvalidRequest: a value is outside its bounds, or of another type.
     """
 
     max_tokens: int | None = None
@@ -125,9 +145,20 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_numbers()
         self._check_sizes()
         self._check_tokens()
+        self._check_texts()
+
+    def _check_types(self) -> None:
+        while (wrong := wrong_field(self)) is not None:
+            value = getattr(self, wrong.name)
+            if not isinstance(value, np.generic):
+                _refuse_type(wrong.name, wrong.type, value)
+            object.__setattr__(self, wrong.name, value.item())
+        if not isinstance(self.grammar, Grammar | None):
+            _refuse_type("grammar", "Grammar | None", self.grammar)
 
     def _check_numbers(self) -> None:
         _require(
@@ -226,6 +257,21 @@ class SamplingParams:
                 f"logit_bias of {token}", bias, abs(bias) <= 100, "in [-100, 100]", "logit_bias"
             )
 
+    def _check_texts(self) -> None:
+        """All of them go to other processes as UTF-8, which has no half of a surrogate pair."""
+        texts = [("stop", text) for text in self.stop]
+        if self.grammar is not None:
+            texts.append(("grammar", self.grammar.text))
+        if self.cache_salt is not None:
+            texts.append(("cache_salt", self.cache_salt))
+        for name, text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(
+                    f"{name} has half a surrogate pair at {error.start}", param=name
+                ) from None
+
     def ends_at(self, token: int, eos_ids: Collection[int]) -> bool:
         """Whether a token ends the answer, of which it is no part."""
         return token in self.stop_token_ids or (token in eos_ids and not self.ignore_eos)
@@ -255,6 +301,10 @@ def pack_sampling(params: SamplingParams, seed: int) -> bytes:
         params.min_p,
     )
     return np.array(numbers, dtype=SAMPLING_DTYPE).tobytes()
+
+
+def _refuse_type(name: str, kind: object, value: object) -> NoReturn:
+    raise InvalidRequest(f"{name} must be of the type {kind}, got {value!r}", param=name)
 
 
 def _require(

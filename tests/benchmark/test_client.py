@@ -163,6 +163,7 @@ def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
         (answer(event("a")), "without [DONE]"),
         (GOOD[:-20] + b"cut off", "closed before the end"),
         (b"nonsense\r\n\r\n", "HttpParser"),
+        (b"HTTP/1.1 101 -\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "HTTP 101"),
         (answer(b"data: {oh\n\n"), "JSON is malformed"),
         (answer(event(error={"message": "engine failed"})), "engine failed"),
     ],

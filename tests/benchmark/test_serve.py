@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +50,12 @@ def test_several_levels_are_several_workloads() -> None:
     [
         (["trace", "--trace", "none.csv"], "error: --trace none.csv"),
         (["closed", "--url", "nowhere", "--model", "m"], "error: --url is nowhere"),
+        (["closed", "--url", "nowhere"], "error: --url is nowhere"),
+        (["closed", "--url", "http://[::1"], r"error: --url is http://\[::1"),
+        (["closed", "--url", "http://a:99999", "--model", "m"], "error: --url is http://a:99999"),
+        (["closed", "--url", "http://a/b c"], "error: --url is http://a/b c"),
         (["closed", "--url", "http://127.0.0.1:1/v1"], "lists no models"),
+        (["closed", "--plot", "plot.docx"], "error: --plot is plot.docx; it must end in one of"),
     ],
 )
 def test_what_cannot_be_measured_is_said(flags: list[str], complaint: str) -> None:
@@ -55,12 +65,119 @@ def test_what_cannot_be_measured_is_said(flags: list[str], complaint: str) -> No
 
 @pytest.mark.parametrize(
     "flags",
-    [["--requests", "0"], ["--input", "9-5"], ["--concurrency", "0"], ["--token-ids", "many"]],
+    [
+        ["closed", "--requests", "0"],
+        ["closed", "--input", "9-5"],
+        ["closed", "--input", "99999999999"],
+        ["closed", "--concurrency", "0"],
+        ["closed", "--token-ids", "many"],
+        ["closed", "--shared", "-5"],
+        ["closed", "--hang-up", "1.5"],
+        ["closed", "--hang-up", "nan"],
+        ["closed", "--warm-up", "-1"],
+        ["closed", "--seed", "-1"],
+        ["closed", "--timeout", "0"],
+        ["closed", "--timeout", "inf"],
+        ["closed", "--timeout", "nan"],
+        ["closed", "--extra-body", "[1]"],
+        ["closed", "--server-pid", "-1"],
+        ["closed", "--slo-ttft-ms", "nan"],
+        ["closed", "--out", "/nowhere/figures.jsonl"],
+        ["closed", "--out", "/"],
+        ["closed", "--plot", "/nowhere/plot.svg"],
+        ["poisson", "--rate", "0"],
+        ["poisson", "--rate", "-1"],
+        ["poisson", "--rate", "nan"],
+        ["trace", "--speed", "0"],
+        ["trace", "--duration", "-1"],
+        ["mixed", "--long-start", "nan"],
+        ["mixed", "--long-every", "-1"],
+    ],
+    ids=" ".join,
 )
-def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["closed", *flags])
-    assert flags[0] in capsys.readouterr().err
+def test_bad_flags_are_refused_before_anything_is_measured(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(flags)
+    assert end.value.code == 2
+    assert f"argument {flags[1]}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@contextmanager
+def server(models: bytes, answer: bytes) -> Iterator[str]:
+    """A server that has these bytes for GET and POST, and closes each connection; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}/v1"
+        finally:
+            listening.shutdown()
+
+
+def answer_of(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        answer_of(b"[1]"),
+        answer_of(b"null"),
+        answer_of(b'{"data": null}'),
+        answer_of(b'{"data": [1]}'),
+        answer_of(b'{"data": []}'),
+        answer_of(b'{"data": [{"id": {}}]}'),
+        answer_of(b"[" * 100_000),
+        answer_of(b"{}")[:-1],
+        answer_of(b"", "302 Found\r\nLocation: /v1/models"),
+        b"HELLO\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: a\r\n" * 200 + b"\r\n",
+    ],
+    ids=lambda models: models[-20:],
+)
+def test_a_server_that_lists_no_models_is_said_in_a_line(models: bytes) -> None:
+    with server(models, b"") as url, pytest.raises(SystemExit) as end:
+        main(["closed", "--url", url])
+    assert isinstance(end.value.code, str)
+    assert end.value.code.startswith(f"error: --url {url} lists no models: ")
+    assert "\n" not in end.value.code
+
+
+def test_a_run_of_which_every_request_fails_is_an_error(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    with server(b"", answer_of(b"no", "500 Error")) as url, pytest.raises(SystemExit) as end:
+        main(["closed", "--url", url, "--model", "m", "--requests", "2", "--out", str(out)])
+    assert end.value.code == "error: warm-up: all 8 requests failed: HTTP 500: no"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 0, "input_length": -4, "output_length": 3, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 4, "output_length": -3, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 4, "output_length": 3, "hash_ids": [-1]}',
+        '{"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1, 2]}',
+    ],
+)
+def test_a_trace_of_what_cannot_be_is_refused(line: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(line)
+    with pytest.raises(SystemExit, match="after 0 requests"):
+        main(["trace", "--trace", str(trace)])
 
 
 def test_a_trace_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:

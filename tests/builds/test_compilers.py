@@ -74,6 +74,12 @@ def test_what_the_failing_one_wrote_is_told_and_the_others_end(tmp_path: Path) -
     assert not (tmp_path / "linked").exists()
 
 
+def test_what_killed_compilers_leave_goes_with_the_folder(tmp_path: Path) -> None:
+    """They cannot remove their temporary files."""
+    run_compilers([[shell('echo "$TMPDIR" > where')]], tmp_path)
+    assert (tmp_path / "where").read_text() == f"{tmp_path}\n"
+
+
 def test_a_compiler_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="'no-compiler'"):
         run_compilers([[shell("sleep 300"), ["no-compiler", "-c"]]], tmp_path)

@@ -162,6 +162,18 @@ def test_what_is_no_recommendation_is_not_taken_for_one(
     assert read(tmp_path, NEEDED, generation).sampling_defaults == {}
 
 
+@pytest.mark.parametrize("ids", ["2", [1, 2.5], [[1]], True])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ends_of_sequence_that_are_no_token_ids_are_refused(
+    file: str, ids: Any, tmp_path: Path
+) -> None:
+    fields: dict[str, dict[str, Any]] = {"config.json": NEEDED, "generation_config.json": {}}
+    fields[file] = {**fields[file], "eos_token_id": ids}
+    with pytest.raises(CheckpointError, match=f"{file}: eos_token_id must be .*, got") as refusal:
+        read(tmp_path, fields["config.json"], fields["generation_config.json"])
+    assert f"/{file}: " in str(refusal.value)
+
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 USED = {"use_sliding_window": True, "sliding_window": 128}

@@ -72,6 +72,29 @@ def test_what_is_neither_a_folder_nor_a_file_nor_an_id_is_named(name: str) -> No
         fetch_model(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "--model is empty"),
+        ("x" * 300, "x' cannot be a model's path: .*too long"),
+        ("/tmp/" + "x" * 300 + ".gguf", "gguf' cannot be a model's path: .*too long"),
+        ("~nobody-of-this-name/x", "x' cannot be a model's path: .*home"),
+    ],
+)
+def test_what_can_be_no_path_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        fetch_model(name)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    gguf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match=r"file/cache/gguf cannot be written: .*MINISGL_CACHE"):
+        fetch_model(str(gguf_path))
+
+
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(CheckpointError, match=r"model\.bin is neither a folder"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import pytest
 import torch
 
+from minisgl.errors import ConfigError
 from minisgl.kernel import store_kv
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 
@@ -71,3 +73,9 @@ def test_the_first_write_to_a_part_of_a_large_pool_takes_little_memory() -> None
 def resident_bytes() -> int:
     """Memory of this process that is in RAM."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("num_pages", [2**45, 2**80])
+def test_a_pool_that_no_machine_has_room_for_is_refused(num_pages: int) -> None:
+    with pytest.raises(ConfigError, match=r"the KV cache would take .* bytes: .*--num-pages"):
+        create_kvcache_pool(1, 1, 4, num_pages, 4, torch.float32, torch.device("cpu"))

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,7 +23,7 @@ from minisgl.core import SamplingParams, TokenLogprobs
 from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
 from minisgl.llm import LLM
-from minisgl.llm.answers import TextReader
+from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.message import DetokenizeMsg
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.mask_threads import MaskThreads
@@ -31,6 +32,7 @@ from tests.system.harness import TIMEOUT_S, wait_until
 
 ARCH = "qwen2"
 PROMPTS = ["the dog", "The quick brown fox jumps", "語 👍", " and then", "x" * 50]
+HELLO = {"role": "user", "content": "hello"}
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
 
@@ -245,6 +247,132 @@ def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
     assert [output.token_ids for output in after] == [output.token_ids for output in before]
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None,
+        5,
+        b"ab",
+        {"prompt": "a"},
+        (text for text in "ab"),
+        [None],
+        [1.5],
+        [5, 6.5],
+        [5, "a"],
+        ["a", 5],
+        [["a"]],
+        [[[5]]],
+        [[5], 6],
+        [[5, [6]]],
+        [b"ab"],
+        [{"prompt": "a"}],
+        [np.array([5.0])],
+        np.array([5.0, 6.0]),
+        "half of a pair: \ud83d",
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    for ask in (llm.generate, llm.embed):
+        with pytest.raises(InvalidRequest, match=r"prompts must be|token ids|surrogate"):
+            ask(prompts)
+    assert llm._scheduler.is_idle
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([7, 8, 9]), [np.int64(7), np.int64(8), np.int64(9)], range(7, 10)], ids=repr
+)
+def test_ids_may_be_numpys(llm: LLM, prompt: Any) -> None:
+    expected = llm.generate([7, 8, 9], greedy(4), use_tqdm=False)
+    for prompts in (prompt, [prompt]):
+        assert llm.generate(prompts, greedy(4), use_tqdm=False) == expected
+
+
+@pytest.mark.parametrize(
+    "params", [[None], {"temperature": 0}, [{"temperature": 0}], "greedy", 5, 0, SamplingParams]
+)
+def test_what_are_no_parameters_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="sampling_params must be SamplingParams"):
+        llm.generate(["the dog"], params)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, "hi", ["hi"], [["hi"]], [None], [5], HELLO, [HELLO, "hi"], [[HELLO], 5]],
+    ids=repr,
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages must be a list of dicts"):
+        llm.chat(messages)
+
+
+def test_half_a_surrogate_pair_in_a_conversation_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        llm.chat([{"role": "user", "content": "\ud83d"}])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_dropped_stream_may_be_collected_in_a_step(
+    folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step of another call: no step runs within a step."""
+
+    def drop_a_stream(llm: LLM) -> None:
+        stream = llm.stream(PROMPTS[:3], LONG)
+        next(stream)
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+
+    with make(folder, overlap=overlap) as llm:
+        assert isinstance(llm._scheduler, Scheduler)
+        expected = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+        sample = llm._scheduler._sample
+        monkeypatch.setattr(llm._scheduler, "_sample", lambda step: (gc.collect(), sample(step)))
+        gc.disable()
+        try:
+            drop_a_stream(llm)
+            answers = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+        finally:
+            gc.enable()
+        assert [out.token_ids for out in answers] == [out.token_ids for out in expected]
+        llm.generate("the dog", greedy(1), use_tqdm=False)
+        assert not llm._unread
+        llm._scheduler.check_integrity()
+
+
+def test_an_interrupt_between_two_steps_aborts_although_its_trace_is_kept(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(PartialAnswer, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) as kept:
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert not llm._unread
+    assert kept.tb
+
+
+def test_a_fork_is_told_that_it_has_no_engine(llm: LLM) -> None:
+    """The engine's threads are not in a fork, which would wait for them without end."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            llm.close()
+            llm.generate("the dog", greedy(1), use_tqdm=False)
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    said = os.read(reader, 1000).decode()
+    assert (
+        said == f"EngineFailed: this LLM belongs to the process {os.getpid()}, this is a fork of it"
+    )
+    os.close(reader)
+    os.close(writer)
+    assert llm.generate("the dog", greedy(1), use_tqdm=False)
+
+
 def test_a_refused_conversation_says_why(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="template"):
         llm.chat([{"role": "user"}])
@@ -363,6 +491,13 @@ def test_two_of_them_live_side_by_side(
         ({"cache": "lru"}, "lru"),
         ({"dtype": "int4"}, "--dtype"),
         ({"max_seq_len": CONTEXT + 1}, "--max-seq-len"),
+        ({"num_pages": 2**29}, "--num-pages must be <= 536854528 with pages of 4 tokens"),
+        ({"tp": "2"}, "--tp must be of the type int, got '2'"),
+        ({"page_size": 4.5}, "--page-size"),
+        ({"cache": None}, "--cache"),
+        ({"attn": ["torch"]}, "--attn"),
+        ({"overlap": "no"}, "--overlap"),
+        ({"seed": "x"}, "--seed"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_by_name(

@@ -129,6 +129,14 @@ def test_a_flag_that_is_on_or_off_has_both_forms(name: str) -> None:
         ("keep_alive_timeout_s", "0"),
         ("max_body_mb", "0"),
         ("start_timeout_s", "0"),
+        ("start_timeout_s", "2000001"),
+        ("request_timeout_s", "100000000000000000000"),
+        ("drain_timeout_s", "-1"),
+        ("max_body_mb", "1048577"),
+        ("max_open_requests", "2147483648"),
+        ("page_size", "65537"),
+        ("num_pages", "2147483648"),
+        ("max_prefill_length", "2147483648"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_the_flag_and_the_value(

@@ -30,11 +30,12 @@ def test_auto_is_bounded_where_descriptors_are_not() -> None:
 
 def test_a_given_number_is_taken() -> None:
     assert fit_connections(7, 3, 1024) == 7
+    assert fit_connections(1 << 20, 3, resource.RLIM_INFINITY) == 1 << 20
 
 
 @pytest.mark.parametrize(("wanted", "limit"), [(1000, 1024), (None, 64)])
 def test_what_does_not_fit_is_refused_with_both_numbers(wanted: int | None, limit: int) -> None:
-    with pytest.raises(ConfigError, match=rf"--max-connections.* {limit}.*ulimit"):
+    with pytest.raises(ConfigError, match=rf"3 processes and --max-connections.* {limit}.*ulimit"):
         fit_connections(wanted, 3, limit)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def test_a_prompt_may_be_as_long_as_its_ranks_can_hold(model: ModelConfig) -> No
         "m", model, [StartupReport(tokenizer=TokenizerInfo(None, {})), *RANKS], ServerConfig()
     )
     assert (served.name, served.max_seq_len, served.width) == ("m", 8, model.width)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 500), ("temperature", "hot"), ("top_k", 20.5), ("top_p", 0), ("min_p", [0.1])],
+)
+def test_a_recommendation_that_no_request_could_follow_is_refused(
+    model: ModelConfig, field: str, value: Any
+) -> None:
+    """The server would refuse each request that leaves the field out."""
+    bad = replace(model, sampling_defaults={field: value})
+    with pytest.raises(ConfigError, match=f"generation_config.json of m: {field} must be .*, got"):
+        dialect_of(bad, TokenizerInfo(None, {}))
 
 
 def dialect_of(model: ModelConfig, tokenizer: TokenizerInfo, **options: Any) -> Dialect:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.errors import EngineFailed
 from minisgl.message import AbortMsg, ReplyError, TokenizeMsg, UserReply
 from minisgl.server.frontend import Frontend
 from minisgl.server.shell import Shell
@@ -164,6 +163,21 @@ def test_every_turn_is_sent_with_all_turns_before_it() -> None:
     run_with_chat(scenario)
 
 
+def test_bytes_that_are_no_character_are_not_sent() -> None:
+    """A terminal's come as halves of surrogate pairs."""
+    prompts = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        prompts.append(msg.prompt.messages[-1]["content"])
+        return [UserReply(msg.uid, "ok", finish="stop")]
+
+    async def scenario(chat: Chat) -> None:
+        assert (await chat.send("a\udcff\udcfeb é")).endswith("ok\n")
+        assert prompts == ["a??b é"]
+
+    run_with_chat(scenario, script)
+
+
 def test_reset_forgets_the_conversation() -> None:
     prompts: list[Any] = []
 
@@ -300,13 +314,19 @@ def test_ctrl_c_before_the_first_token_stops_too() -> None:
     run_with_chat(scenario)
 
 
-def test_an_engine_that_dies_ends_it() -> None:
+def test_an_answer_that_is_lost_with_a_worker_is_said_and_the_chat_goes_on() -> None:
+    """The server starts its workers again; it must not end with the chat."""
+
     async def scenario(chat: Chat) -> None:
         chat.type("hi")
-        await chat.worker.receive()
-        chat.frontend.fail("the engine is gone")
-        with pytest.raises(EngineFailed, match="the engine is gone"):
-            await chat.running
+        msg = await chat.worker.receive()
+        chat.worker.send(UserReply(msg.uid, "Hel"))
+        await wait_until(lambda: chat.shown.endswith("Hel"))
+        chat.frontend.suspend("a scheduler died", outage_s=1)
+        await wait_until(lambda: chat.is_waiting)
+        assert chat.shown.endswith("Hel\nthe engine failed: a scheduler died\n")
+        assert (await chat.send("hello?")).endswith("\n")
+        await chat.leave()
 
     run_with_chat(scenario)
 

@@ -109,7 +109,8 @@ def piped(*argv: str) -> Program:
 
 def test_lines_of_a_pipe_are_answered_and_its_end_ends_it(folder: Path) -> None:
     with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
-        out, _ = program.process.communicate(b"hi\n/help\n/what\nthere\n", timeout=TIMEOUT_S)
+        typed = b"hi \xff\n/help\n/what\nthere\n"
+        out, _ = program.process.communicate(typed, timeout=TIMEOUT_S)
         assert program.process.returncode == 0
         shown = out.decode()
         assert shown.startswith(f"Chat with {MODEL}.")
@@ -133,3 +134,27 @@ def test_between_answers_an_interrupt_ends_a_shell_on_a_pipe(folder: Path) -> No
         program.process.send_signal(signal.SIGINT)
         assert program.wait() in (0, 130)
         program.assert_nothing_is_left()
+
+
+def test_when_nobody_reads_its_output_any_more_it_ends(folder: Path) -> None:
+    with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
+        program.wait_ready()
+        assert program.process.stdin
+        assert program.process.stdout
+        program.process.stdout.close()
+        program.process.stdin.write(b"hi\n")
+        program.process.stdin.flush()
+        assert program.wait() == 0
+        program.assert_nothing_is_left()
+        assert "Traceback" not in program.stderr
+
+
+def test_characters_that_the_output_does_not_have_are_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with piped(*small_server(folder, "--max-seq-len", "60", "--seed", "1")) as program:
+        out, _ = program.process.communicate(b"hi\nthere\n", timeout=TIMEOUT_S)
+        assert program.process.returncode == 0
+        assert out.isascii()
+        assert "Traceback" not in program.stderr

@@ -65,6 +65,39 @@ def assert_all_end() -> None:
     assert multiprocessing.active_children() == []
 
 
+def test_children_outlive_the_thread_that_asks_for_them() -> None:
+    """The kernel kills a child at the end of the thread that has started it."""
+    with Supervisor("CRITICAL") as supervisor:
+
+        def start_one() -> None:
+            supervisor.start("one", f"{__name__}:waits")
+            supervisor.wait_ready(60)
+
+        thread = threading.Thread(target=start_one)
+        thread.start()
+        thread.join()
+        (child,) = multiprocessing.active_children()
+        child.join(0.5)
+        assert child.is_alive()
+        end("one", signal.SIGTERM)
+    assert_all_end()
+
+
+def test_a_child_is_born_deaf_to_ctrl_c() -> None:
+    """Else it would write a trace, if Ctrl-C were pressed while it starts."""
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start("one", f"{__name__}:waits")
+        (child,) = multiprocessing.active_children()
+        assert child.pid
+        os.kill(child.pid, signal.SIGINT)
+        supervisor.wait_ready(60)
+        os.kill(child.pid, signal.SIGINT)
+        end("one", signal.SIGTERM)
+        child.join(60)
+        assert child.exitcode == -signal.SIGTERM
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_when_a_child_dies_the_others_are_killed_without_a_call() -> None:
     with two_children() as supervisor:
         supervisor.end_together()

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from minisgl.benchmark.arguments import (
+    delay,
+    duration,
+    factor,
+    json_object,
+    lengths,
+    limit,
+    natural,
+    output_file,
+    positive,
+    share,
+)
 from minisgl.benchmark.online.traces import read_trace
 from minisgl.benchmark.online.workloads import (
     MixedShape,
@@ -18,22 +29,6 @@ from minisgl.benchmark.online.workloads import (
     replay,
 )
 from minisgl.errors import ConfigError
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def lengths(text: str) -> tuple[int, int]:
-    """Parse a number of tokens, or LEAST-MOST."""
-    least, _, most = text.partition("-")
-    bounds = (positive(least), positive(most or least))
-    if bounds[0] > bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text}: the first bound is above the second")
-    return bounds
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
@@ -64,9 +59,9 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True, help="Mooncake's .jsonl, Azure's .csv")
-    parser.add_argument("--speed", type=float, default=1.0, help="of the trace's clock")
+    parser.add_argument("--speed", type=factor, default=1.0, help="of the trace's clock")
     parser.add_argument("--requests", type=positive, default=1000, help="the trace's first ones")
-    parser.add_argument("--duration", type=float, default=float("inf"), help="seconds of arrivals")
+    parser.add_argument("--duration", type=limit, default=float("inf"), help="seconds of arrivals")
     parser.add_argument(
         "--max-input", type=positive, default=40_960, help="longer prompts are left out"
     )
@@ -80,7 +75,7 @@ def _add_closed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_poisson_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", type=float, nargs="+", required=True, help="requests a second")
+    parser.add_argument("--rate", type=factor, nargs="+", required=True, help="requests a second")
     _add_shape_flags(parser)
     parser.set_defaults(make_workloads=_poisson_workloads)
 
@@ -89,11 +84,13 @@ def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, default=1024)
     parser.add_argument("--input", type=lengths, default="128", help="tokens, or LEAST-MOST")
     parser.add_argument("--output", type=lengths, default="256", help="tokens, or LEAST-MOST")
-    parser.add_argument("--shared", type=int, default=0, help="further tokens, which prompts share")
+    parser.add_argument(
+        "--shared", type=natural, default=0, help="further tokens, which prompts share"
+    )
     parser.add_argument("--prefix-sets", type=positive, default=1, help="sets that share them")
     parser.add_argument(
         "--hang-up",
-        type=float,
+        type=share,
         default=0.0,
         help="part of the clients that hang up, anywhere in the answer",
     )
@@ -107,8 +104,8 @@ def _add_mixed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long", type=positive, default=shape.num_long, help="long prompts")
     parser.add_argument("--long-input", type=positive, default=shape.long_input)
     parser.add_argument("--long-output", type=positive, default=shape.long_output)
-    parser.add_argument("--long-start", type=float, default=shape.long_start_s, help="seconds")
-    parser.add_argument("--long-every", type=float, default=shape.long_every_s, help="seconds")
+    parser.add_argument("--long-start", type=delay, default=shape.long_start_s, help="seconds")
+    parser.add_argument("--long-every", type=delay, default=shape.long_every_s, help="seconds")
     parser.set_defaults(make_workloads=_mixed_workloads)
 
 
@@ -117,37 +114,39 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--url", default="http://127.0.0.1:1919/v1", help="up to and with /v1")
     group.add_argument("--model", help="the first one that the server lists if absent")
     group.add_argument(
-        "--server-pid", type=int, help="whose processes to measure; else the local port's listener"
+        "--server-pid",
+        type=positive,
+        help="whose processes to measure; else the local port's listener",
     )
     group.add_argument(
         "--continuous-usage", action="store_true", help="ask for the tokens of each chunk"
     )
     group.add_argument(
         "--extra-body",
-        type=json.loads,
+        type=json_object,
         default='{"temperature": 0, "ignore_eos": true}',
         help="fields of each request, as JSON",
     )
-    group.add_argument("--timeout", type=float, default=600.0, help="seconds for a whole answer")
+    group.add_argument("--timeout", type=duration, default=600.0, help="seconds for a whole answer")
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the clients and their prompts")
     group.add_argument("--processes", type=positive, default=4)
-    group.add_argument("--warm-up", type=int, default=8, help="requests before the first run")
+    group.add_argument("--warm-up", type=natural, default=8, help="requests before the first run")
     group.add_argument("--repeat", type=positive, default=1)
-    group.add_argument("--seed", type=int, help="of the first run's prompts; drawn if absent")
+    group.add_argument("--seed", type=natural, help="of the first run's prompts; drawn if absent")
     group.add_argument("--text", action="store_true", help="send words instead of token ids")
     group.add_argument("--token-ids", type=lengths, default="100-9999", help="LEAST-MOST")
 
 
 def _add_report_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the report")
-    group.add_argument("--slo-ttft-ms", type=float, default=float("inf"), help="for goodput")
-    group.add_argument("--slo-tpot-ms", type=float, default=float("inf"), help="for goodput")
+    group.add_argument("--slo-ttft-ms", type=limit, default=float("inf"), help="for goodput")
+    group.add_argument("--slo-tpot-ms", type=limit, default=float("inf"), help="for goodput")
     group.add_argument("--no-progress", action="store_true")
-    group.add_argument("--plot", type=Path, help="draw latency by load, or a time line")
-    group.add_argument("--out", type=Path, help="append a JSON line for each figure")
+    group.add_argument("--plot", type=output_file, help="draw latency by load, or a time line")
+    group.add_argument("--out", type=output_file, help="append a JSON line for each figure")
     group.add_argument("--name", help="of the workload in --out and --plot")
     group.add_argument("--engine", default="minisgl", help="in --out")
     group.add_argument("--device", default="unknown", help="in --out")

@@ -12,22 +12,23 @@ Each run has prompts of its own, so that no prefix cache of an earlier run helps
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from minisgl.benchmark.flags import make_parser
 from minisgl.benchmark.online.client import Target
 from minisgl.benchmark.online.load import ClientReport, run_load, shares
-from minisgl.benchmark.online.plots import draw_sweep, draw_time_line
+from minisgl.benchmark.online.plots import check_plot, draw_sweep, draw_time_line
 from minisgl.benchmark.online.processes import CpuMeter, find_server
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
@@ -63,7 +64,7 @@ class Bench:
     def run(self, workload: Workload) -> Run:
         """
         Raises:
-            RuntimeError: a client process has died.
+            RuntimeError: a client process has died, or every request has failed.
         """
         prompts = replace(self.prompts, seed=next(self.seeds))
         parts = shares(workload, self.target, prompts, self.num_processes)
@@ -77,7 +78,11 @@ class Bench:
             reports = run_load(
                 parts, lambda: meters.append(CpuMeter(self._server_processes())), bar.update
             )
-        return self._summary(reports, meters[0])
+        run = self._summary(reports, meters[0])
+        errors = [record.error for record in run.records if record.error is not None]
+        if len(errors) == len(run.records):
+            raise RuntimeError(f"{workload.name}: all {len(errors)} requests failed: {errors[0]}")
+        return run
 
     def _server_processes(self) -> list[Any]:
         return find_server(self.target, self.server_pid)
@@ -95,32 +100,44 @@ def api_key() -> str | None:
     return os.environ.get("OPENAI_API_KEY")
 
 
-def first_model(args: argparse.Namespace) -> str:
-    """Ask the server which model it serves.
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def first_model(target: Target) -> str:
+    """Ask a server which model it serves.
 
     Raises:
-        ConfigError: it does not answer.
+        ConfigError: it does not answer, or lists none.
     """
-    headers = {"Authorization": f"Bearer {api_key()}"} if api_key() else {}
-    request = urllib.request.Request(f"{args.url.rstrip('/')}/models", headers=headers)
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    request = urllib.request.Request(f"{target.url.rstrip('/')}/models", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=args.timeout) as response:
-            return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, LookupError) as error:
-        raise ConfigError(f"--url {args.url} lists no models: {error}") from error
+        with urllib.request.urlopen(request, timeout=target.timeout_s) as response:
+            models = msgspec.json.decode(response.read(), type=_Models).data
+    except (OSError, HTTPException, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"--url {target.url} lists no models: {reason}") from error
+    if not models:
+        raise ConfigError(f"--url {target.url} lists no models: its list is empty")
+    return models[0].id
 
 
 def make_bench(args: argparse.Namespace, seed: int) -> Bench:
     target = Target(
         args.url,
-        args.model or first_model(args),
+        args.model or "",
         api_key(),
         args.extra_body,
         args.continuous_usage,
         args.timeout,
     )
     return Bench(
-        target,
+        target if args.model else replace(target, model=first_model(target)),
         PromptMaker(seed, args.token_ids, args.text),
         Objective(args.slo_ttft_ms, args.slo_tpot_ms),
         args.processes,
@@ -199,21 +216,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         _measure(args)
     except (ConfigError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def _measure(args: argparse.Namespace) -> None:
     workloads = args.make_workloads(args)
-    seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4))
+    if args.plot:
+        check_plot(args.plot)
+    seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4)) // 2
     bench = make_bench(args, seed)
+    command = f"python -m minisgl.benchmark.serve {' '.join(sys.argv[1:])}"
+    if args.seed is None:
+        command += f" --seed {seed}"
     if args.warm_up:
         short = Shape((32, 32), (16, 16))
         bench.run(closed_loop("warm-up", short, args.warm_up, args.warm_up))
-    all_runs = [(workload, _repeat(bench, workload, args.repeat)) for workload in workloads]
-    if args.out:
-        command = f"python -m minisgl.benchmark.serve {' '.join(sys.argv[1:])}"
-        if args.seed is None:
-            command += f" --seed {seed}"
-        for workload, runs in all_runs:
+    all_runs = []
+    for workload in workloads:
+        runs = _repeat(bench, workload, args.repeat)
+        all_runs.append((workload, runs))
+        if args.out:  # now: a later workload may fail
             figures = figures_of(args, bench.target.model, workload, runs, command)
             append_figures(args.out, list(figures))
     if args.plot:

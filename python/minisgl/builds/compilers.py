@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from minisgl.utils.env import env_with_scratch
+
 _PROGRAM = Path(__file__).with_name("compiler_process.py")
 
 
@@ -16,6 +18,7 @@ def run_compilers(stages: Sequence[Sequence[Sequence[str]]], folder: Path) -> No
     """Run commands in a folder: those of a stage side by side, one stage after the other.
 
     They end with this thread and this process, however these end, and with the first that fails.
+    Their temporary files are in the folder, too.
 
     Raises:
         RuntimeError: one fails; the message is what it wrote.
@@ -25,6 +28,7 @@ def run_compilers(stages: Sequence[Sequence[Sequence[str]]], folder: Path) -> No
     with subprocess.Popen(
         program,
         cwd=folder,
+        env=env_with_scratch(folder.absolute()),  # compilers that are killed leave files
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -88,6 +88,10 @@ class ModelConfig:
         hf = read_json(folder / "config.json", MAX_CONFIG_BYTES)
         path = folder / "generation_config.json"
         generation = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
+        try:
+            _ids(generation.get("eos_token_id"))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         refuse_modelopt(folder)
         try:
             return cls._from_json(hf, generation)
@@ -199,10 +203,13 @@ def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:
     return frozenset(layer for layer in layers if (layer + 1) % step) | frozenset(named)
 
 
-def _ids(value: int | list[int] | None) -> frozenset[int]:
+def _ids(value: Any) -> frozenset[int]:
     if value is None:
         return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    return frozenset(ids)
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

@@ -29,17 +29,23 @@ def fetch_model(model: str | None, source: str = "huggingface") -> Path:
 
     Raises:
         CheckpointError: the model cannot be found, or is damaged.
-        ConfigError: the hub's library is not installed.
+        ConfigError: the hub's library is not installed, or the cache folder takes no files.
     """
     if model is None:
         folder = cache_folder() / "models" / f"{DEFAULT_MODEL}-{_CONVERSION}"
         return _create_once(folder, download_default_model)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
+    if not model:
+        raise CheckpointError("--model is empty: name a folder, a .gguf file, or a hub id")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+        is_there = path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, no such user
+        raise CheckpointError(f"{model!r} cannot be a model's path: {error}") from None
     if path.suffix == ".gguf":
         return _folder_of_gguf(path)
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_there or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{model} is neither a folder, nor a .gguf file, nor a hub id")
     return _from_hub(model, source)
 
@@ -73,8 +79,13 @@ def _create_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     if folder.exists():
         return folder
     logger.info("preparing %s", folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(mkdtemp(dir=folder.parent, prefix=".making-"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(mkdtemp(dir=folder.parent, prefix=".making-"))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.parent} cannot be written: {error.strerror}; see MINISGL_CACHE"
+        ) from None
     try:
         fill(scratch)
         os.rename(scratch, folder)

@@ -108,18 +108,23 @@ def num_pages(
         step_bytes: memory that steps will take besides.
 
     Raises:
-        ConfigError: not even one page fits.
+        ConfigError: not even one page fits, or the option says more than can be addressed.
     """
-    if config.num_pages is not None:
-        return config.num_pages
     assert config.page_size is not None
+    addressable = _MAX_SLOTS // config.page_size
+    if config.num_pages is not None:
+        if config.num_pages > addressable:
+            raise ConfigError(
+                f"--num-pages must be <= {addressable} with pages of {config.page_size} tokens, "
+                f"got {config.num_pages}"
+            )
+        return config.num_pages
     affordable = _affordable_pages(config, page_bytes, free_bytes(device, config.tp) - step_bytes)
     if affordable < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: a page takes {page_bytes:,} bytes, "
             f"steps {step_bytes:,}; lower {ADVICE}"
         )
-    addressable = _MAX_SLOTS // config.page_size
     return _agree_on(min(affordable, addressable), device, comm)
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
+from minisgl.utils.child import interrupts_blocked
 from minisgl.utils.env import env_with_sys_path
 
 _EXIT_TIMEOUT_S = 5.0
@@ -194,12 +195,13 @@ def _start(setup: TrialSetup) -> _Process:
     cancels, its_cancels = _connections()
     ends = (its_link.fileno(), its_cancels.fileno())
     arguments = [str(os.getpid()), *map(str, ends)]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "minisgl.grammar.trial_process", *arguments],
-        env=env_with_sys_path(),
-        stdin=subprocess.DEVNULL,
-        pass_fds=ends,
-    )
+    with interrupts_blocked():
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "minisgl.grammar.trial_process", *arguments],
+            env=env_with_sys_path(),
+            stdin=subprocess.DEVNULL,
+            pass_fds=ends,
+        )
     own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, process.pid, min(_MAX_NICENESS, own_niceness + _NICENESS))
     its_link.close()

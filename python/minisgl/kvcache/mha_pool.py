@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from minisgl.errors import ConfigError
 from minisgl.kvcache.base import BaseKVCachePool
 
 
@@ -72,7 +73,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     With huge pages of 2 MiB, the first token beyond each of them would wait until the system has
     cleared hundreds of those. That is a quarter of a second for a model of 30 layers.
     """
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the KV cache would take {num_bytes:,} bytes: {error}; lower --num-pages"
+        ) from None
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -8,9 +8,10 @@ run in processes of their own, as they do under the server (`rank_group.py`). Ne
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -74,6 +75,8 @@ class LLM:
         self._uids = itertools.count()
         self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
         self._failure: str | None = None
+        self._is_stepping = False
+        self._pid = os.getpid()
         self._queues: LocalQueues | RankGroup
         self._scheduler: Scheduler | RankGroup
         with ExitStack() as stack:
@@ -122,10 +125,14 @@ class LLM:
         # Only stop texts need the text at each step; otherwise a whole answer is decoded once.
         wants_text = any(params.stop for params in params_list)
         num_tokens = 0
-        with tqdm(
-            total=len(answers), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
-        ) as bar:
-            for index, msg, text in self._run(prompt_list, params_list, wants_text=wants_text):
+        with (
+            # Closed by name: the trace of an interrupt would keep it open as long as it is kept.
+            closing(self._run(prompt_list, params_list, wants_text=wants_text)) as outputs,
+            tqdm(
+                total=len(answers), disable=not use_tqdm, unit="prompt", dynamic_ncols=True
+            ) as bar,
+        ):
+            for index, msg, text in outputs:
                 answers[index].append(msg, text)
                 num_tokens += len(msg.tokens)
                 if msg.finish:
@@ -147,8 +154,9 @@ class LLM:
         prompt_list = _as_list(prompts)
         params_list = [SamplingParams(max_tokens=0, embeds=True)] * len(prompt_list)
         embeddings = {}
-        for index, msg, _ in self._run(prompt_list, params_list, wants_text=False):
-            embeddings[index] = np.frombuffer(msg.embedding or b"", "<f4")
+        with closing(self._run(prompt_list, params_list, wants_text=False)) as outputs:
+            for index, msg, _ in outputs:
+                embeddings[index] = np.frombuffer(msg.embedding or b"", "<f4")
         return [embeddings[index] for index in range(len(prompt_list))]
 
     def stream(
@@ -178,18 +186,18 @@ class LLM:
             tools: functions for the template, in OpenAI's format. Calls are part of the answer's
                 text.
         """
-        conversations: Any = messages
-        if messages and isinstance(messages[0], dict):
-            conversations = [messages]
         prompts = []
-        for conversation in conversations:
+        for conversation in _as_conversations(messages):
             chat = Conversation(list(conversation), tools=list(tools))
             prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """End the other ranks and free the engine. May be called more than once."""
-        if self._scheduler.is_running:
+        """End the other ranks and free the engine. May be called more than once.
+
+        In a forked process it does nothing: all of it belongs to the process that made it.
+        """
+        if self._scheduler.is_running and os.getpid() == self._pid:
             self._queues.post(ExitMsg())
             with suppress(EngineFailed):
                 self._step()
@@ -216,7 +224,7 @@ class LLM:
 
     def _run(
         self, prompts: list[Prompt], params_list: Sequence[SamplingParams], *, wants_text: bool
-    ) -> Iterator[tuple[int, DetokenizeMsg, str]]:
+    ) -> Generator[tuple[int, DetokenizeMsg, str]]:
         """Step until all prompts have finished. Closing the iterator aborts the others.
 
         Yields:
@@ -270,6 +278,8 @@ class LLM:
         return prompt
 
     def _check_usable(self) -> None:
+        if os.getpid() != self._pid:  # its threads and ranks are not there
+            raise EngineFailed(f"this LLM belongs to the process {self._pid}, this is a fork of it")
         if self._failure is not None:
             raise EngineFailed(self._failure)
         if not self._scheduler.is_running:
@@ -277,6 +287,7 @@ class LLM:
 
     def _step(self) -> None:
         """Make one step; file its outputs."""
+        self._is_stepping = True
         try:
             self._scheduler.step()
         except EngineFailed as error:
@@ -287,34 +298,85 @@ class LLM:
             if not isinstance(error, RuntimeError):  # what torch raises if the device fails
                 raise
             raise EngineFailed(f"the engine failed: {error}") from error
+        finally:
+            self._is_stepping = False
         for msg in self._queues.drain_outputs():
             self._unread[msg.uid].append(msg)
             if msg.finish is not None or msg.error is not None:
                 del self._unread[msg.uid]
 
     def _abort(self, uids: set[int]) -> None:
-        """Abort requests, and step until the scheduler has ended them."""
-        if self._failure is not None or not self._scheduler.is_running:
+        """Abort requests, and step until the scheduler has ended them.
+
+        The garbage collector closes a dropped stream at any time. In a step, that one goes on and
+        those that follow end the requests.
+        """
+        if self._failure is not None or not self._scheduler.is_running or os.getpid() != self._pid:
             return
         for uid in sorted(uids):
             self._queues.post(AbortBackendMsg(uid))
-        while uids & self._unread.keys():
+        while uids & self._unread.keys() and not self._is_stepping:
             self._step()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt becomes a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """One prompt becomes a list of one.
+
+    Raises:
+        InvalidRequest: it is neither a prompt nor a sequence of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise InvalidRequest(
+            f"prompts must be a text, token ids, or a sequence of such, got {prompts!r}"
+        )
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_conversations(
+    messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+) -> Sequence[Sequence[ChatMessage]]:
+    """One conversation becomes a list of one.
+
+    Raises:
+        InvalidRequest: they are no lists of messages.
+    """
+    listed: Any = messages if isinstance(messages, list | tuple) else [None]
+    conversations: Sequence[Any] = listed
+    if listed and isinstance(listed[0], dict):
+        conversations = [listed]
+    for conversation in conversations:
+        is_list = isinstance(conversation, list | tuple)
+        if not is_list or not all(isinstance(message, dict) for message in conversation):
+            raise InvalidRequest(
+                "messages must be a list of dicts with role and content, or a list of such lists, "
+                f"got {messages!r}",
+                param="messages",
+            )
+    return conversations
 
 
 def _params_list(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> Sequence[SamplingParams]:
-    """The parameters of each prompt."""
-    if not isinstance(params, Sequence):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequest(f"{num_prompts} prompts came with {len(params)} sampling_params")
-    return params
+    """The parameters of each prompt.
+
+    Raises:
+        InvalidRequest: they are no parameters, or there are more or fewer than prompts.
+    """
+    if params is None:
+        params = SamplingParams()
+    params_list: Sequence[Any] = params if isinstance(params, list | tuple) else [params]
+    for each in params_list:
+        if not isinstance(each, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, one or a list of them, got {each!r}"
+            )
+    if params_list is not params:
+        return [*params_list] * num_prompts
+    if len(params_list) != num_prompts:
+        raise InvalidRequest(f"{num_prompts} prompts came with {len(params_list)} sampling_params")
+    return params_list

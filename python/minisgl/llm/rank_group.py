@@ -71,10 +71,11 @@ class RankGroup:
         Raises:
             EngineFailed: a rank died; the message names it.
         """
-        if self._posted:
-            self._inbox.put(BatchBackendMsg(self._posted))
-        self.is_running = not any(isinstance(msg, ExitMsg) for msg in self._posted)
-        self._posted = []
+        posted = self._posted
+        self._posted = []  # first: a stream that is closed meanwhile posts, too
+        if posted:
+            self._inbox.put(BatchBackendMsg(posted))
+        self.is_running = not any(isinstance(msg, ExitMsg) for msg in posted)
         if self.is_running:
             self._receive()
 

@@ -39,9 +39,14 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
     """Write ids as little-endian int32.
 
     Raises:
-        InvalidRequest: an id does not fit 32 bits.
+        InvalidRequest: they are no list of integers, or one does not fit 32 bits.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, RuntimeError):  # lists of several lengths, a tensor elsewhere
+        array = np.empty(())
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest("token ids must be a list of integers", param="prompt")
     limits = np.iinfo(_WIRE_DTYPE)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequest(f"token ids must be in [{limits.min}, {limits.max}]", param="prompt")

@@ -14,6 +14,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.core import SamplingParams
+from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import FrontendMsg, ServeMsg, decoder
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
@@ -65,8 +67,13 @@ def served_model(
     Those of all tokenizers are equal.
 
     Raises:
-        ConfigError: the options name a format of tool calls that the prompts cannot have.
+        ConfigError: the options name a format of tool calls that the prompts cannot have, or the
+            model recommends what no request could follow.
     """
+    try:
+        SamplingParams(**model.sampling_defaults)  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        raise ConfigError(f"the generation_config.json of {name}: {error}") from None
     limit = min(report.max_seq_len for report in reports if report.max_seq_len is not None)
     tokenizer = next(report.tokenizer for report in reports if report.tokenizer)
     dialect = Dialect.of(

@@ -26,19 +26,23 @@ _OTLP_PACKAGES = (
     "opentelemetry.exporter.otlp",
     "opentelemetry.exporter.otlp.proto.http",
 )
-_AT_LEAST_1 = (
-    "api_workers",
-    "max_open_requests",
-    "max_connections",
-    "header_timeout_s",
-    "body_timeout_s",
-    "keep_alive_timeout_s",
-    "max_body_mb",
-    "request_timeout_s",
-    "start_timeout_s",
-    "step_timeout_s",
-)
-_AT_LEAST_0 = ("num_tokenizer", "drain_timeout_s")
+_MAX_COUNT = 2**31 - 1
+_MAX_S = 2_000_000  # what waits for descriptors counts milliseconds in 31 bits
+_BOUNDS = {
+    "api_workers": (1, _MAX_COUNT),
+    "num_tokenizer": (0, _MAX_COUNT),
+    "max_open_requests": (1, _MAX_COUNT),
+    "max_connections": (1, _MAX_COUNT),
+    "header_timeout_s": (1, _MAX_S),
+    "body_timeout_s": (1, _MAX_S),
+    "keep_alive_timeout_s": (1, _MAX_S),
+    "max_body_mb": (1, 2**20),
+    "request_timeout_s": (1, _MAX_S),
+    "start_timeout_s": (1, _MAX_S),
+    "step_timeout_s": (1, _MAX_S),
+    "drain_timeout_s": (0, _MAX_S),
+    "port": (0, 65535),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +120,10 @@ class ServerConfig(SchedulerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _AT_LEAST_1:
+        for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag(name)} must be >= 1, got {value}")
-        for name in _AT_LEAST_0:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{flag(name)} must be >= 0, got {getattr(self, name)}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{flag(name)} must be in [{least}, {most}], got {value}")
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
         if self.otlp_endpoint is not None:

@@ -41,13 +41,14 @@ def fit_connections(wanted: int | None, num_workers: int, max_descriptors: int) 
     Raises:
         ConfigError: the limit of descriptors is too low.
     """
+    if max_descriptors == resource.RLIM_INFINITY:
+        return wanted or _MOST_CONNECTIONS
     others = NUM_RESERVED + _OTHER_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * num_workers
-    most = _MOST_CONNECTIONS
-    if max_descriptors != resource.RLIM_INFINITY:
-        most = max_descriptors - others
+    most = max_descriptors - others
     if most < (wanted or 1):
         raise ConfigError(
-            f"--max-connections {wanted or 1} needs {others + (wanted or 1)} descriptors, "
-            f"the limit is {max_descriptors}; see ulimit -n"
+            f"{num_workers} processes and --max-connections {wanted or 1} need "
+            f"{others + (wanted or 1)} descriptors, the limit is {max_descriptors}; see ulimit -n, "
+            "--tp, --num-tokenizer and --api-workers"
         )
     return wanted or min(most, _MOST_CONNECTIONS)

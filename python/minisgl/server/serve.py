@@ -56,7 +56,8 @@ def serve(
         key_limits: the text of the file of limits.
 
     Raises:
-        ConfigError: the options name a format of tool calls that the prompts cannot have.
+        ConfigError: the options name a format of tool calls that the prompts cannot have, or the
+            model recommends what no request could follow.
         EngineFailed: workers failed too often; every open request has ended with this error.
         KeyboardInterrupt: a second signal came; so has every open request.
     """

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import os
 import signal
 import sys
 import threading
@@ -19,7 +21,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.patch_stdout import patch_stdout
 
 from minisgl.core import SamplingParams
-from minisgl.errors import RequestError
+from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import ChatMessage, Conversation, UserReply
 from minisgl.server.frontend import Frontend
 
@@ -38,7 +40,7 @@ class Shell:
 
     Args:
         read: waits for a line; raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
-        write: prints a piece of text at once.
+        write: prints a piece of text at once; raises EOFError if nobody reads it any more.
         on_interrupt: what SIGINT does after an answer; during one it stops the answer.
     """
 
@@ -60,12 +62,12 @@ class Shell:
         self._turns: list[ChatMessage] = []
 
     async def run(self) -> None:
-        """Talk until /exit or the end of the input."""
-        self._write(f"Chat with {self._model_name}. /help lists the commands.\n")
+        """Talk until /exit or the end of the input or the output."""
         with contextlib.suppress(EOFError):
+            self._write(f"Chat with {self._model_name}. /help lists the commands.\n")
             while True:
                 try:
-                    line = (await self._read()).strip()
+                    line = _visible_text(await self._read()).strip()
                 except KeyboardInterrupt:
                     continue
                 if line == "/exit":
@@ -87,7 +89,8 @@ class Shell:
     async def _answer(self, line: str) -> None:
         """Stream an answer.
 
-        The conversation keeps it as far as it came, and drops a refused message.
+        The conversation keeps it as far as it came, and drops a message that is refused or whose
+        answer is lost with a worker. The server starts workers again, or ends.
         """
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
@@ -101,9 +104,9 @@ class Shell:
             if is_cancelled():
                 raise
             self._write(" [stopped]")
-        except RequestError as error:
+        except (RequestError, EngineFailed) as error:
             self._turns.pop()
-            self._write(f"{error}\n")
+            self._write(f"\n{error}\n" if pieces else f"{error}\n")
             return
         finally:
             answering.cancel()
@@ -136,18 +139,27 @@ class Shell:
 async def run_shell(
     frontend: Frontend, model_name: str, sampling: SamplingParams, on_interrupt: Callable[[], None]
 ) -> None:
-    """Chat on this process's terminal or standard input; see `Shell`.
+    """Chat on this process's terminal or standard input; see `Shell`."""
 
-    Raises:
-        EngineFailed: the engine died.
-    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may show few characters
 
     def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # who read it has gone
+            with open(os.devnull, "w") as nowhere:  # else Python would flush it once more
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            raise EOFError from None
 
     read = _read_terminal() if sys.stdin.isatty() else _read_pipe()
     await Shell(frontend, model_name, sampling, read, write, on_interrupt).run()
+
+
+def _visible_text(line: str) -> str:
+    """What was typed, with ? in place of bytes that are no character: no message can carry them."""
+    return line.encode(errors="replace").decode()
 
 
 def _current_task() -> asyncio.Task[Any]:
@@ -170,6 +182,9 @@ def _read_pipe() -> Callable[[], Awaitable[str]]:
     """Lines of standard input. The thread that reads them does not keep the program alive."""
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[str] = asyncio.Queue()
+
+    assert isinstance(sys.stdin, io.TextIOWrapper)
+    sys.stdin.reconfigure(errors="replace")
 
     def read_lines() -> None:
         line = "start"

@@ -88,7 +88,8 @@ class Tokenizer:
                 while a piece of it is. Other prompts may have more.
 
         Raises:
-            InvalidRequest: the template refuses the conversation, or there is no template.
+            InvalidRequest: the template refuses the conversation, or there is no template; or the
+                text has half a surrogate pair.
             PromptTooLong: the text must have more than `max_tokens` tokens.
         """
         if isinstance(prompt, TokenIds):
@@ -100,9 +101,11 @@ class Tokenizer:
             marked = self._control_tokens.mark(prompt, marks)
             if marked != prompt:
                 text = self._render_marked(marked, marks)
+                _check_unicode(text)
                 self.length_check.check(marks.remove(text), max_tokens)
                 return self._encode_marked(text, marks, add_special_tokens)
         text = prompt if isinstance(prompt, str) else self.template.render(prompt)
+        _check_unicode(text)
         self.length_check.check(text, max_tokens)
         encoding = self._tokenizer(text, add_special_tokens=add_special_tokens)
         return np.array(encoding["input_ids"], dtype=np.int32)
@@ -169,3 +172,14 @@ class Tokenizer:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self._tokenizer)
+
+
+def _check_unicode(text: str) -> None:
+    """
+    Raises:
+        InvalidRequest: no tokenizer takes the text, which has no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text has half a surrogate pair at {error.start}") from None

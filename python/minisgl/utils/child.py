@@ -11,6 +11,8 @@ import os
 import pkgutil
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -91,7 +93,7 @@ def run_child(
     """
     die_with_parent(parent_pid)
     name_process(name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     set_up_logging(name, log_level, as_json=log_json)
     logger.debug("the process runs")
     start_process()
@@ -119,8 +121,31 @@ def run_child(
         os._exit(1)
 
 
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread, and in each process that it starts meanwhile.
+
+    Ctrl-C reaches all processes of a terminal. One that has not come to `ignore_interrupts` would
+    end by it, and write a trace.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def ignore_interrupts() -> None:
+    """Ignore SIGINT, which may be blocked since the start of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends in any way (Linux)."""
+    """Make the kernel kill this process when its parent ends in any way (Linux).
+
+    The kernel takes the thread that has started this process for its parent.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the call above
         os._exit(1)

@@ -68,3 +68,8 @@ def env_with_sys_path() -> dict[str, str]:
     """The environment for a Python process that finds modules where this one does."""
     folders = os.pathsep.join(folder for folder in sys.path if folder)
     return {**os.environ, "PYTHONPATH": folders}
+
+
+def env_with_scratch(folder: Path) -> dict[str, str]:
+    """The environment for programs whose temporary files shall go with a folder."""
+    return {**os.environ, "TMPDIR": str(folder)}

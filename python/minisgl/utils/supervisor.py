@@ -21,16 +21,19 @@ import signal
 import threading
 import time
 from collections.abc import Collection
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.child import StartupReport, run_child
+from minisgl.utils.child import StartupReport, interrupts_blocked, run_child
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +86,44 @@ class Failure:
     is_at_start: bool = False
 
 
+class _Starter:
+    """A thread that starts processes: they die with the thread that has started them.
+
+    The caller's may end long before.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[SpawnProcess, Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
+        self._thread.start()
+
+    def start(self, process: SpawnProcess) -> None:
+        """Start a process. An interrupt is raised when it has been started."""
+        started: Future[None] = Future()
+        self._work.put((process, started))
+        try:
+            started.result()
+        except BaseException:
+            futures.wait([started])
+            raise
+
+    def end(self) -> None:
+        """End the thread, and what it has started and is still alive."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while work := self._work.get():
+            process, started = work
+            try:
+                with interrupts_blocked():
+                    process.start()
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(None)
+
+
 class Supervisor:
     """A set of named children.
 
@@ -96,6 +137,7 @@ class Supervisor:
         self._log_json = log_json
         self._context = multiprocessing.get_context("spawn")
         self._children: dict[str, _Child] = {}
+        self._starter = _Starter()
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
@@ -132,7 +174,7 @@ class Supervisor:
             daemon=not has_children,
         )
         self._children[name] = _Child(process, reader, beats)  # first: a signal may end `start`
-        process.start()
+        self._starter.start(process)
         writer.close()
 
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
@@ -330,6 +372,7 @@ class Supervisor:
         if self._guard:
             self._guard.join()
         self.remove()
+        self._starter.end()
 
     def _forget_unstarted(self) -> None:
         """Drop a child whose start a signal or an error has ended before it had a process."""

@@ -155,6 +155,22 @@ def test_a_worker_that_is_started_has_its_process_before_the_first_body(
     assert process_of(worker).is_alive()
 
 
+def test_a_process_that_is_starting_is_deaf_to_ctrl_c(worker: BodyWorker) -> None:
+    """It takes a second to import what it needs, and Ctrl-C reaches all of a terminal."""
+    worker.start([CompletionRequest])
+    worker._thread.submit(lambda: None).result()
+    process = worker._process._process
+    assert process is not None
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+
+    async def scenario() -> None:
+        await worker.pack([bytes_of({"model": "m", "prompt": "a"})], CompletionRequest)
+
+    run(scenario())
+    assert worker._process._process is process
+
+
 def test_a_body_that_takes_too_long_ends_with_its_process_and_the_next_is_parsed(
     worker: BodyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,17 @@ class Target:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_whole = is_whole and parts.port != 0  # a ValueError beyond 65535
+        except ValueError:
+            is_whole = False
+        is_writable = self.url.isascii() and self.url.isprintable() and " " not in self.url
+        if not is_whole or not is_writable:
             raise ConfigError(f"--url is {self.url}; it must be http://HOST or https://HOST")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("OPENAI_API_KEY has a character that no header can carry")
 
     @property
     def host(self) -> str:
@@ -220,8 +228,8 @@ class _Answer:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             self.fail(ConnectionError(f"the answer is malformed: {error.__context__}"))
-        except httptools.HttpParserError as error:
-            self.fail(error)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.fail(ConnectionError(f"the answer is no HTTP/1.1: {error!r}"))
 
     def fail(self, error: Exception) -> None:
         if not self.completed.done():

@@ -22,6 +22,7 @@ from minisgl.benchmark.online.client import Client, Target
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.workloads import PlannedRequest, Workload
+from minisgl.utils.child import ignore_interrupts, interrupts_blocked
 
 _LEAD_S = 0.2  # from the word to start until the load's start
 _TICK_S = 0.01
@@ -124,7 +125,8 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_share, args=(theirs, part), daemon=True)
-    process.start()
+    with interrupts_blocked():
+        process.start()
     theirs.close()
     try:
         yield _ClientProcess(process, ours)
@@ -138,6 +140,7 @@ def _client_process(part: Share) -> Iterator[_ClientProcess]:
 
 
 def _serve_share(pipe: Connection, part: Share) -> None:
+    ignore_interrupts()
     requests = [
         part.target.request(part.prompts.prompt(each.prompt), each.num_output)
         for each in part.requests

@@ -17,6 +17,16 @@ from minisgl.errors import ConfigError
 _BIN_S = 0.1
 
 
+def check_plot(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: matplotlib is missing, or draws no such file.
+    """
+    formats = _pyplot().figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ConfigError(f"--plot is {path}; it must end in one of {', '.join(sorted(formats))}")
+
+
 def draw_time_line(path: Path, title: str, records: Sequence[RequestRecord]) -> None:
     """Draw gaps between chunks over time, and the wait for each long prompt's first token."""
     pyplot = _pyplot()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -32,11 +33,20 @@ class Arrival:
     blocks: tuple[int, ...] = ()
 
 
+TRACE_BLOCK = 512  # tokens that a hash of Mooncake's trace stands for
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _MooncakeLine(msgspec.Struct):
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: tuple[_Count, ...]
+
+    def __post_init__(self) -> None:
+        most = -(-self.input_length // TRACE_BLOCK)
+        if len(self.hash_ids) > most:
+            raise ValueError(f"{self.input_length} tokens have {len(self.hash_ids)} blocks")
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -75,4 +85,8 @@ def _azure(path: Path) -> Iterator[Arrival]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             at_s = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
-            yield Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            num_input = int(row["ContextTokens"])
+            num_output = int(row["GeneratedTokens"])
+            if min(num_input, num_output) < 0:
+                raise ValueError(f"{num_input} and {num_output} tokens")
+            yield Arrival(at_s, num_input, num_output)

@@ -11,9 +11,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from minisgl.benchmark.online.traces import Arrival
+from minisgl.benchmark.online.traces import TRACE_BLOCK, Arrival
 
-TRACE_BLOCK = 512  # tokens that a hash of Mooncake's trace stands for
 STREAMS = "streams"
 LONG_PROMPTS = "long prompts"
 

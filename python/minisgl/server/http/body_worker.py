@@ -32,7 +32,12 @@ from minisgl.message import ReplyError
 from minisgl.server.http.body_parser import pack_body
 from minisgl.server.openai.prompts import PackedRequest, PromptRequest
 from minisgl.server.openai.validation import IgnoredField, RequestBounds
-from minisgl.utils.child import die_with_parent, name_process
+from minisgl.utils.child import (
+    die_with_parent,
+    ignore_interrupts,
+    interrupts_blocked,
+    name_process,
+)
 from minisgl.utils.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)
@@ -220,7 +225,8 @@ class _Process:
             name="body-worker",
             daemon=True,
         )
-        process.start()
+        with interrupts_blocked():
+            process.start()
         other_end.close()
         self._pipe = pipe
         self._process = process
@@ -258,7 +264,7 @@ def _run(
     """Body of the process."""
     die_with_parent(parent_pid)
     name_process("body-worker")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     gc.disable()  # what JSON becomes has no cycles
     for name in model_names:
