@@ -270,7 +270,7 @@ def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
         np.array([5.0, 6.0]),
         "half of a pair: \ud83d",
     ],
-    ids=repr,
+    ids=lambda prompts: "generator" if isinstance(prompts, Iterator) else repr(prompts),
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
     for ask in (llm.generate, llm.embed):
