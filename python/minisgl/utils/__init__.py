@@ -27,6 +27,7 @@ For all:
     logger.py            logging
     progress.py          a progress bar
     registry.py          tables of named backends and models
+    field_types.py       whether values have the types of their fields
 """
 
 from minisgl.utils.child import die_with_parent
