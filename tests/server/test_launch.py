@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,20 @@ def test_an_address_that_is_not_ours_is_refused_in_one_line(host: str) -> None:
         assert host == "", "the empty name means every address"
 
 
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """What a test sets up ends with it: other tests of this process look at records, too."""
+    logger = logging.getLogger("minisgl")
+    handlers = list(logger.handlers)
+    level = logger.level
+    propagate = logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
+
+
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
