@@ -108,7 +108,7 @@ TEXTS = [
 ]
 
 
-NUM_TOKENS = 32  # of each answer; two models of real size compute them
+NUM_TOKENS = 16  # of each answer; two models of real size compute them
 
 
 @torch.inference_mode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,23 @@ def cuda_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if torch.cuda.is_available():
         built = cuda_kernels_for(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
         return built or pytest.skip("there is no nvcc")
-    folder = tmp_path_factory.mktemp("kernels")
+    folder = shared_folder(tmp_path_factory) / "cuda_on_cpu"
+    folder.mkdir(exist_ok=True)
+    library = folder / "cuda_on_cpu.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            compile_for_a_cpu(folder, library)
+    return tvm_ffi.load_module(str(library))
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run, for all processes that run its tests."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+def compile_for_a_cpu(folder: Path, library: Path) -> None:
     sources = [*Path(native.__file__).with_name("csrc").glob("*.cu"), STAND_IN / "control.cpp"]
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     commands = [
@@ -49,8 +67,6 @@ def cuda_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ]
     compilers = [subprocess.Popen(command) for command in commands]
     assert [compiler.wait() for compiler in compilers] == [0] * len(sources)
-    library = str(folder / "cuda_on_cpu.so")
     ffi_folder = Path(libinfo.find_libtvm_ffi()).parent
-    link = ["c++", "-shared", *objects, "-o", library, f"-L{ffi_folder}", "-ltvm_ffi"]
+    link = ["c++", "-shared", *objects, "-o", str(library), f"-L{ffi_folder}", "-ltvm_ffi"]
     subprocess.run(link, check=True)
-    return tvm_ffi.load_module(library)

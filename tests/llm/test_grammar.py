@@ -325,7 +325,7 @@ def test_a_grammar_that_has_grown_too_large_is_compiled_again(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers share an automaton. Where one may have no more states, the next begin anew."""
-    limits = LLParserLimits(max_lexer_states=2000)
+    limits = LLParserLimits(max_lexer_states=500)
     monkeypatch.setitem(compiler._LIMITS, "regex", limits)
     regex = "(a|b)*a(a|b){16}c"
 

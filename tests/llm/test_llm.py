@@ -327,7 +327,7 @@ def test_a_dropped_stream_may_be_collected_in_a_step(
         assert isinstance(llm._scheduler, Scheduler)
         expected = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
         sample = llm._scheduler._sample
-        monkeypatch.setattr(llm._scheduler, "_sample", lambda step: (gc.collect(), sample(step)))
+        monkeypatch.setattr(llm._scheduler, "_sample", lambda step: (gc.collect(0), sample(step)))
         gc.disable()
         try:
             drop_a_stream(llm)

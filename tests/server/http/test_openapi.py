@@ -117,6 +117,18 @@ async def document_of(app: App) -> dict[str, Any]:
     return document
 
 
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """That of all servers, since it depends on no model."""
+    documents: list[dict[str, Any]] = []
+
+    async def scenario(app: App) -> None:
+        documents.append(await document_of(app))
+
+    run_with_app(scenario)
+    return documents[0]
+
+
 def check(document: dict[str, Any], schema: dict[str, Any], answer: Any) -> None:
     jsonschema_rs.validate({**schema, "components": closed(document["components"])}, answer)
 
@@ -144,9 +156,10 @@ def output_schemas(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize(("path", "fields"), ASKED)
-def test_whole_answers_are_as_declared(path: str, fields: dict[str, Any], finish: Any) -> None:
+def test_whole_answers_are_as_declared(
+    document: dict[str, Any], path: str, fields: dict[str, Any], finish: Any
+) -> None:
     async def scenario(app: App) -> None:
-        document = await document_of(app)
         app.worker.answer_with(
             answer_script(finish, logprobs="logprobs" in fields or "include" in fields)
         )
@@ -165,9 +178,10 @@ def test_whole_answers_are_as_declared(path: str, fields: dict[str, Any], finish
 
 
 @pytest.mark.parametrize("error", [None, ReplyError(500, "internal_error", "oh")])
-def test_responses_in_events_are_as_declared_too(error: ReplyError | None) -> None:
+def test_responses_in_events_are_as_declared_too(
+    document: dict[str, Any], error: ReplyError | None
+) -> None:
     async def scenario(app: App) -> None:
-        document = await document_of(app)
         last = {"finish": "stop"} if error is None else {"error": error}
         call = app.post(RESPONSES, stream=True)
         uid = (await app.worker.receive()).uid
@@ -188,9 +202,8 @@ def test_responses_in_events_are_as_declared_too(error: ReplyError | None) -> No
     run_with_app(scenario)
 
 
-def test_the_other_routes_and_errors_are_as_declared() -> None:
+def test_the_other_routes_and_errors_are_as_declared(document: dict[str, Any]) -> None:
     async def scenario(app: App) -> None:
-        document = await document_of(app)
         for path, body, reply in (
             ("/tokenize", {"prompt": "a"}, {"ids": pack_ids([1, 2])}),
             ("/detokenize", {"tokens": [1]}, {"text": "a"}),
