@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -113,12 +113,7 @@ class EngineConfig:
         if wrong is not None:
             value = repr(getattr(self, wrong.name)) if wrong.repr else "another one"
             raise ConfigError(f"{flag(wrong.name)} must be of the type {wrong.type}, got {value}")
-        for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{flag(name)} must be >= {least}, got {value}")
-            if value is not None and value > most:
-                raise ConfigError(f"{flag(name)} must be <= {most}, got {value}")
+        check_bounds(self, _BOUNDS)
         if self.memory_ratio is not None and not 0 < self.memory_ratio <= 1:
             raise ConfigError(f"--memory-ratio must be in (0, 1], got {self.memory_ratio}")
         for entry in fields(self):
@@ -230,6 +225,20 @@ def backend_names(attn: str) -> list[str]:
                 f"--attn must be of {', '.join(ATTENTION_BACKEND_NAMES)}, got {name!r}"
             )
     return names
+
+
+def check_bounds(options: object, bounds: Mapping[str, tuple[int, int]]) -> None:
+    """Check options against their least and greatest values; None, which is "auto", is allowed.
+
+    Raises:
+        ConfigError: a value is outside its bounds; names the flag.
+    """
+    for name, (least, most) in bounds.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{flag(name)} must be >= {least}, got {value}")
+        if value is not None and value > most:
+            raise ConfigError(f"{flag(name)} must be <= {most}, got {value}")
 
 
 def flag(name: str) -> str:

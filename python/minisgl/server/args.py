@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from minisgl.config import SchedulerConfig, flag, option
+from minisgl.config import SchedulerConfig, check_bounds, flag, option
 from minisgl.errors import ConfigError
 from minisgl.utils import env
 from minisgl.version import __version__
@@ -120,10 +120,7 @@ class ServerConfig(SchedulerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(f"{flag(name)} must be in [{least}, {most}], got {value}")
+        check_bounds(self, _BOUNDS)
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
         if self.otlp_endpoint is not None:
