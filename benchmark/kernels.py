@@ -13,6 +13,7 @@ be read and written once. A dash means: no kernel of this package here, or nothi
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -162,14 +163,15 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     row = torch.arange(len(q), device=q.device)
     o = torch.empty_like(q)
     k, v = pool
+    scale = 1 / math.sqrt(H)
     num_bytes = 4 * K * H * int((last + 1).sum())
-    attend = lambda: kernel.attend_decode(q, k, v, pages, PAGE_SIZE, row, row, last, o)
+    attend = lambda: kernel.attend_decode(q, k, v, pages, PAGE_SIZE, row, row, last, o, scale=scale)
     yield Case("attend_decode", shape, attend, num_bytes, reference_waits=True)
     balanced = kernel.BalancedDecode.create_if_supported(pages, PAGE_SIZE, (N, K, H), q.dtype)
     if balanced is None:
         return
     balanced.plan(row.int(), last.int())
-    attend_ranges = lambda: balanced.attend(q, k, v, o)
+    attend_ranges = lambda: balanced.attend(q, k, v, o, scale, starts_early=True)
     yield Case("BalancedDecode", shape, attend_ranges, num_bytes, attend, reference_waits=True)
 
 

@@ -89,7 +89,8 @@ class Step:
         o_BNH = torch.full(
             (len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE
         ).bfloat16()
-        balanced.attend(self.q_BNH, self.k_SKH, self.v_SKH, o_BNH[:-1, :-1], self.scale)
+        o = o_BNH[:-1, :-1]
+        balanced.attend(self.q_BNH, self.k_SKH, self.v_SKH, o, self.scale, starts_early=True)
         assert (o_BNH[-1] == UNTOUCHED).all()
         assert (o_BNH[:, -1] == UNTOUCHED).all()
         assert not balanced._num_done.any()

@@ -90,15 +90,32 @@ class OwnDecodeKernels:
         self._balanced.plan(batch.row_T[tokens], batch.position_T[tokens].int())
 
     def run(
-        self, q_TNH: Tensor, layer: int, batch: Batch, decodes: OwnDecodes, o_TNH: Tensor
+        self,
+        q_TNH: Tensor,
+        layer: int,
+        batch: Batch,
+        decodes: OwnDecodes,
+        o_TNH: Tensor,
+        beside_prompts: bool,
     ) -> None:
+        """
+        Args:
+            beside_prompts: whether prompts of the step start on another stream. They come first:
+                they take longer, and decodes go where their last wave leaves processors idle.
+        """
         pool = self._pool
         k_SKH, v_SKH = pool.caches[layer]
         tokens = slice(decodes.num_decodes)
         if not decodes.uses_splits:
             assert self._balanced
-            scale = self._spec.scale
-            self._balanced.attend(q_TNH[tokens], k_SKH, v_SKH, o_TNH[tokens], scale)
+            self._balanced.attend(
+                q_TNH[tokens],
+                k_SKH,
+                v_SKH,
+                o_TNH[tokens],
+                self._spec.scale,
+                starts_early=not beside_prompts,
+            )
             return
         attend_decode(
             q_TNH,

@@ -213,11 +213,11 @@ class StepAttention:
             try:
                 with _fork(self._pool.prompt_stream):
                     self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
-                self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH)
+                self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH, beside_prompts=True)
             finally:  # also if memory is full: the next step's plan goes where prompts read theirs
                 _join(self._pool.prompt_stream)
         elif own_decodes:
-            self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH)
+            self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH, beside_prompts=False)
         else:
             self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
         return o_TNH

@@ -92,7 +92,13 @@ class BalancedDecode:
         self._kernels.plan_decode(position_B, row_B, self._num_ranges, _LEAST_TILES, self._plan)
 
     def attend(
-        self, q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, o_BNH: Tensor, scale: float
+        self,
+        q_BNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        o_BNH: Tensor,
+        scale: float,
+        starts_early: bool,
     ) -> None:
         """Write each query's attention to its context, as it was planned.
 
@@ -101,8 +107,10 @@ class BalancedDecode:
             k_SKH, v_SKH: the kernel just before this one may write the last token of a context;
                 all other tokens must come from earlier kernels.
             scale: what scores are multiplied by.
+            starts_early: whether the kernel may start while the one before it still runs. Its
+                warps take all registers of the device at once, so nothing else starts after it.
         """
         self._kernels.attend_ranges(
             q_BNH, k_SKH, v_SKH, self._page_table_RP, self._page_size, self._plan, self._num_ranges,
-            self._split_outputs, self._split_stats, self._num_done, o_BNH, scale,
+            self._split_outputs, self._split_stats, self._num_done, o_BNH, scale, starts_early,
         )  # fmt: skip

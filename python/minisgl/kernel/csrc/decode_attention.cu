@@ -5,7 +5,7 @@
 // ("Stream-K", Osama et al. 2023, arXiv:2301.03598). A cut inside a request makes splits of its
 // context, called `part` in the code. Each split is softmaxed by itself, and the warp that finishes
 // last joins them ("Flash-Decoding", Dao et al. 2023). `plan_decode` makes the cuts, on the device,
-// once a step; `attend_ranges` runs once a layer. The contract stands in decode.py.
+// once a step; `attend_ranges` runs once a layer. The contract stands in decode_attention.py.
 //
 // A warp keeps everything in registers. It multiplies 8 query rows by 16 keys, and 16 values by the
 // weights. Only as many rows are used as query heads share the kv head. Any order of the dimensions
@@ -349,7 +349,7 @@ void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, in
 void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                       TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
                       int64_t num_ranges, TensorView part_Z, TensorView top_Z,
-                      TensorView num_done_Z, TensorView o_BNH, double scale) {
+                      TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early) {
   int num_kv_heads = static_cast<int>(k_SKH.size(1)), width = static_cast<int>(k_SKH.size(2));
   auto pool = [](const TensorView& x) {
     return Pool{data_of<const uint16_t>(x), x.stride(0), x.stride(1)};
@@ -371,7 +371,8 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
             static_cast<int>(page_table_RP.stride(0)),
             1.44269504f * static_cast<float>(scale)};
   auto kernel = width == 128 ? attend_ranges<128> : attend_ranges<64>;
-  launch(q_BNH.device(), static_cast<int>(num_ranges) * num_kv_heads, 32, kernel, in);
+  int num_blocks = static_cast<int>(num_ranges) * num_kv_heads;
+  launch(starts_early, q_BNH.device(), num_blocks, 32, kernel, in);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_decode, plan_decode);

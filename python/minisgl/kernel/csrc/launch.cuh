@@ -15,11 +15,11 @@ T* data_of(const tvm::ffi::TensorView& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// Launches on the current stream of the device. The kernel may start early, so it has to wait for
-// its inputs.
+// Launches on the current stream of the device. A kernel that may start early has to wait for its
+// inputs.
 template <class... Parameters, class... Arguments>
-void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Parameters...),
-            Arguments... arguments) {
+void launch(bool starts_early, DLDevice device, int num_blocks, int num_threads,
+            void (*kernel)(Parameters...), Arguments... arguments) {
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
   cudaLaunchAttribute early = may_start_early();
   cudaLaunchConfig_t config{};
@@ -28,6 +28,12 @@ void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Par
   auto stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
-  config.numAttrs = can_start_early(device.device_id);
+  config.numAttrs = starts_early && can_start_early(device.device_id);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+template <class... Parameters, class... Arguments>
+void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Parameters...),
+            Arguments... arguments) {
+  launch(true, device, num_blocks, num_threads, kernel, arguments...);
 }
