@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -77,116 +78,120 @@ def wait_for_successor(program: Program, name: str, dead: psutil.Process) -> Non
     program.remember_processes()
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["--tp", "2", "--api-workers", "2", "--num-tokenizer", "2"]], ids=str
-)
-def test_a_dead_tokenizer_is_replaced_and_no_client_sees_it(
-    options: list[str], folder: Path
-) -> None:
-    with Program(*small_server(folder, *options)) as program:
-        program.wait_ready()
-        before = schedulers(program)
-        with ExitStack() as resources:
-            streams = [
-                resources.enter_context(open_stream(program, max_tokens=LENGTH))
-                for _ in range(MAX_RUNNING)
-            ]
-            waiting = [
-                resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
-                for _ in range(4)
-            ]
-            tokenizer = program.workers()["tokenizer-0"]
-            tokenizer.kill()
-            late = [
-                resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
-                for _ in range(4)
-            ]
-            assert [text_of(one) for one in (*waiting, *late)] == [text_after("the fox", 8)] * 8
-            for stream in streams:
-                assert_is_whole(stream, LENGTH)
-        wait_for_successor(program, "tokenizer-0", tokenizer)
-        assert "tokenizer-0 died with exit code -9" in program.stderr
-        assert schedulers(program) == before
-        wait_for_metrics(program, *IDLE, 'worker_failures_total{worker="tokenizer-0"} 1.0')
-        assert program.is_idle()
-
-
-def test_who_hangs_up_while_a_tokenizer_is_dead_leaves_no_page(folder: Path) -> None:
-    with Program(*small_server(folder)) as program:
-        program.wait_ready()
-        with open_stream(program), open_stream(program):
-            tokenizer = program.workers()["tokenizer-0"]
-            tokenizer.suspend()
+def kill_a_tokenizer(program: Program) -> None:
+    """No client sees it: not who is being answered, who waits, or who comes later."""
+    before = schedulers(program)
+    with ExitStack() as resources:
+        streams = [
+            resources.enter_context(open_stream(program, max_tokens=LENGTH))
+            for _ in range(MAX_RUNNING)
+        ]
+        waiting = [
+            resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
+            for _ in range(4)
+        ]
+        tokenizer = program.workers()["tokenizer-0"]
         tokenizer.kill()
-        wait_for_metrics(program, *IDLE)
-        assert program.is_idle()
+        late = [
+            resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
+            for _ in range(4)
+        ]
+        assert [text_of(one) for one in (*waiting, *late)] == [text_after("the fox", 8)] * 8
+        for stream in streams:
+            assert_is_whole(stream, LENGTH)
+    wait_for_successor(program, "tokenizer-0", tokenizer)
+    assert "tokenizer-0 died with exit code -9" in program.stderr
+    assert schedulers(program) == before
+    wait_for_metrics(program, *IDLE, 'worker_failures_total{worker="tokenizer-0"} 1.0')
+    assert program.is_idle()
+
+
+def kill_the_detokenizer(program: Program) -> None:
+    """Only answers that had begun are lost."""
+    before = schedulers(program)
+    with ExitStack() as resources:
+        begun = [resources.enter_context(open_stream(program)) for _ in range(MAX_RUNNING)]
+        waiting = [
+            resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
+            for _ in range(4)
+        ]
+        detokenizer = program.workers()["detokenizer"]
+        detokenizer.kill()
+        for stream in begun:
+            *_, last = stream
+            assert "detokenizer died" in last["error"]["message"]
+        assert [text_of(one) for one in waiting] == [text_after("the fox", 8)] * 4
+        with closing(send(program, max_tokens=24)) as new:
+            assert text_of(new) == text_after("the dog", 24)
+    wait_for_successor(program, "detokenizer", detokenizer)
+    assert schedulers(program) == before
+    wait_for_metrics(program, *IDLE, 'worker_failures_total{worker="detokenizer"} 1.0')
+    assert program.is_idle()
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "faults"),
     [
-        [],
-        ["--num-tokenizer", "0"],
-        ["--tp", "2", "--api-workers", "2", "--num-tokenizer", "2"],
+        ([], [kill_a_tokenizer, kill_the_detokenizer]),
+        (["--num-tokenizer", "0"], [kill_the_detokenizer]),
+        (
+            ["--tp", "2", "--api-workers", "2", "--num-tokenizer", "2"],
+            [kill_a_tokenizer, kill_the_detokenizer],
+        ),
     ],
-    ids=str,
+    ids=["one tokenizer", "none", "two of each"],
 )
-def test_a_dead_detokenizer_is_replaced_and_only_answers_that_had_begun_are_lost(
-    options: list[str], folder: Path
+def test_dead_tokenizers_and_detokenizers_are_replaced(
+    options: list[str], faults: list[Callable[[Program], None]], folder: Path
 ) -> None:
     with Program(*small_server(folder, *options)) as program:
         program.wait_ready()
-        before = schedulers(program)
-        with ExitStack() as resources:
-            begun = [resources.enter_context(open_stream(program)) for _ in range(MAX_RUNNING)]
-            waiting = [
-                resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
-                for _ in range(4)
-            ]
-            detokenizer = program.workers()["detokenizer"]
-            detokenizer.kill()
-            for stream in begun:
-                *_, last = stream
-                assert "detokenizer died" in last["error"]["message"]
-            assert [text_of(one) for one in waiting] == [text_after("the fox", 8)] * 4
-            with closing(send(program, max_tokens=24)) as new:
-                assert text_of(new) == text_after("the dog", 24)
-        wait_for_successor(program, "detokenizer", detokenizer)
-        assert schedulers(program) == before
-        wait_for_metrics(program, *IDLE, 'worker_failures_total{worker="detokenizer"} 1.0')
-        assert program.is_idle()
+        for fault in faults:
+            fault(program)
         program.process.terminate()
         assert program.wait() == 0
         program.assert_nothing_is_left()
 
 
-def test_a_stopped_tokenizer_is_killed_and_replaced(folder: Path) -> None:
-    with Program(*small_server(folder, "--step-timeout-s", "5")) as program:
-        program.wait_ready()
-        before = schedulers(program)
-        with open_stream(program, max_tokens=LENGTH) as stream:
-            program.workers()["tokenizer-0"].suspend()
-            with closing(send(program, prompt="the fox", max_tokens=8)) as waiting:
-                assert text_of(waiting) == text_after("the fox", 8)
-            assert_is_whole(stream, LENGTH)
-        assert "tokenizer-0 did nothing for 5 s" in program.stderr
-        assert schedulers(program) == before
+def hang_up_while_a_tokenizer_is_dead(program: Program) -> None:
+    """No page is left."""
+    with open_stream(program), open_stream(program):
+        tokenizer = program.workers()["tokenizer-0"]
+        tokenizer.suspend()
+    tokenizer.kill()
+    wait_for_successor(program, "tokenizer-0", tokenizer)
+    wait_for_metrics(program, *IDLE)
+    assert program.is_idle()
 
 
 def test_a_signal_while_a_successor_starts_ends_the_server(folder: Path) -> None:
     with Program(*small_server(folder)) as program:
         program.wait_ready()
-        first = program.workers()["tokenizer-0"]
-        first.kill()
-        wait_for_successor(program, "tokenizer-0", first)
+        hang_up_while_a_tokenizer_is_dead(program)
+        tokenizer = program.workers()["tokenizer-0"]
+        tokenizer.kill()
+        wait_for_successor(program, "tokenizer-0", tokenizer)
         program.process.terminate()
         assert program.wait() == 0
         program.assert_nothing_is_left()
 
 
+def stop_a_tokenizer(program: Program) -> None:
+    """It is killed and replaced."""
+    before = schedulers(program)
+    with open_stream(program, max_tokens=LENGTH) as stream:
+        program.workers()["tokenizer-0"].suspend()
+        with closing(send(program, prompt="the fox", max_tokens=8)) as waiting:
+            assert text_of(waiting) == text_after("the fox", 8)
+        assert_is_whole(stream, LENGTH)
+    assert "tokenizer-0 did nothing for 5 s" in program.stderr
+    assert schedulers(program) == before
+
+
 def test_one_that_dies_while_it_starts_ends_the_server(folder: Path) -> None:
-    with Program(*small_server(folder)) as program:
+    with Program(*small_server(folder, "--step-timeout-s", "5")) as program:
         program.wait_ready()
+        stop_a_tokenizer(program)
         first = program.workers()["tokenizer-0"]
         first.kill()
         wait_for_successor(program, "tokenizer-0", first)
