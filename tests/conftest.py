@@ -11,6 +11,8 @@ import pytest
 
 # Before torch is imported: waiting threads that spin make tiny models slow on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# To share the products of a tiny model between threads takes longer than to compute them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():  # no GPU: its kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

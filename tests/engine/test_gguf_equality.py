@@ -95,15 +95,7 @@ TEXTS = [
     "1, 1, 2, 3, 5, 8,",
     "Water boils at",
     "Dear Sir or Madam,\n\nI am writing to",
-    "Photosynthesis is the process by which",
-    "SELECT name FROM users WHERE",
-    "Roses are red,",
-    "The three laws of thermodynamics are:",
-    "Q: Why is the sky blue?\nA:",
-    "In 1969,",
-    "import numpy as np\n\nx =",
     "Le petit prince",
-    "To make an omelette, first",
     "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ OPTIONS = [
     f"-I{libinfo.find_include_path()}",
     f"-I{libinfo.find_dlpack_include_path()}",
 ]
+
+
+@pytest.fixture(autouse=True)
+def two_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels of a CPU divide their work over threads; the other tests have one thread each."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -81,7 +81,8 @@ def test_who_hangs_up_on_a_response_leaves_nothing_behind(server: Program) -> No
 
 def test_the_default_model_answers_as_in_chat() -> None:
     turns: list[Any] = [{"role": "user", "content": "What is the capital of France? One word."}]
-    with Program(*FEW_PAGES).wait_ready() as program, program.client() as client:
+    program = Program(*FEW_PAGES, env={"OMP_NUM_THREADS": "2"})
+    with program.wait_ready(), program.client() as client:
         model = client.models.list().data[0].id
         chat = client.chat.completions.create(
             model=model, messages=turns, temperature=0, max_tokens=48

@@ -11,7 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minisgl.utils.hardware import Hardware, available_memory, detect_hardware, guess_hardware
+from minisgl.utils.hardware import (
+    Hardware,
+    available_memory,
+    detect_hardware,
+    guess_hardware,
+    share_processors,
+)
 
 
 def test_the_hardware_is_one_that_can_be_used() -> None:
@@ -53,6 +59,26 @@ assert dict(os.environ) == before
         env={**others, "OMP_DISPLAY_ENV": "verbose", **of_the_user},
     )
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("of_the_user", "num_processes", "num_threads"),
+    [(None, 1, 6), (None, 4, 1), (None, 7, 1), ("3", 1, None), ("3", 4, None)],
+)
+def test_processes_share_the_processors_unless_the_user_wants_otherwise(
+    of_the_user: str | None,
+    num_processes: int,
+    num_threads: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if of_the_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", of_the_user)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    share_processors(num_processes)
+    assert chosen == ([num_threads] if num_threads else [])
 
 
 def test_freed_memory_is_kept_for_the_next_allocation() -> None:

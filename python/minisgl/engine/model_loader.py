@@ -7,7 +7,6 @@ weights. Kernels are compiled while the weights are loaded. Next to read: `engin
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, get_model_class, load_weight
-from minisgl.utils.hardware import keep_freed_memory, use_huge_pages
+from minisgl.utils.hardware import keep_freed_memory, share_processors, use_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ def _set_up_device(config: EngineConfig, info: DistributedInfo) -> torch.device:
         torch.cuda.set_device(device)
         return device
     keep_freed_memory()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.size))
+    share_processors(info.size)
     return torch.device("cpu")
 
 

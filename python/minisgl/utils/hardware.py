@@ -95,6 +95,20 @@ def short_waits() -> Iterator[None]:
         del os.environ[_SPIN_COUNT]
 
 
+def share_processors(num_processes: int) -> None:
+    """Let torch compute on as many threads as this process has of the processors.
+
+    A number that the user chose by OMP_NUM_THREADS holds.
+
+    Args:
+        num_processes: that compute on the same processors.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+
+
 def keep_freed_memory() -> None:
     """Make the C library keep freed memory for the next allocation.
 
