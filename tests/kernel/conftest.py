@@ -19,7 +19,7 @@ from minisgl.kernel import cuda_kernels_for, native
 STAND_IN = Path(__file__).with_name("cuda_on_cpu")
 OPTIONS = [
     "-std=c++20",
-    "-O2",
+    "-O1",
     "-fPIC",
     "-U_FORTIFY_SOURCE",  # it would take threads that are contexts for broken stacks
     "-fno-strict-aliasing",

@@ -66,6 +66,15 @@ def test_garbage_does_not_pile_up_in_a_process_that_is_never_idle(generations: l
     assert len(gc.get_objects()) - start < 150_000
 
 
+def test_little_garbage_waits_where_connections_leave_some(generations: list[int]) -> None:
+    """What waits is memory that grows for minutes where few requests come."""
+    start_serving(has_connections=True)
+    start = len(gc.get_objects())
+    for _ in range(500):
+        make_garbage(100)
+        assert len(gc.get_objects()) - start < 5_000
+
+
 def test_old_cycles_are_collected_when_nothing_is_to_do(generations: list[int]) -> None:
     cycle = Cycle()
     seen = weakref.ref(cycle)

@@ -78,7 +78,7 @@ async def _serve(
         asyncio.create_task(frontend.run()),
         asyncio.create_task(peers.run(frontend.metrics.samples, follower.obey)),
     }
-    start_serving()
+    start_serving(has_connections=True)
     finished, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()

@@ -91,7 +91,7 @@ async def _serve(
         leave=asyncio.create_task(_wait_to_leave(config, model, frontend, signals)),
         hurry=asyncio.create_task(signals.second.wait()),
     )
-    start_serving()
+    start_serving(has_connections=True)
     logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
     try:
         await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)

@@ -11,6 +11,9 @@ which no stream gets a token. Therefore, in a process that is ready to serve:
   they become many only while requests come.
 * A full collection waits until there is nothing to do. It frees cycles that had lived too long to
   be young: of requests that failed or were cancelled, mostly.
+* Each connection that a client closes leaves a cycle, because asyncio's transports refer to
+  themselves. A process that has connections collects young objects five times as often. What
+  waits would else be megabytes, and look like a leak for many minutes.
 * A process that always has something to do must not grow for ever. After very many young
   collections it makes a full one. That walks what was made since the start, which is little.
 """
@@ -19,12 +22,11 @@ from __future__ import annotations
 
 import gc
 
-# Containers that may be made, and not freed, before the youngest are walked.
-_YOUNG = 10_000
-# Such collections before their survivors are walked: 50,000 containers, some milliseconds.
-_YOUNG_COLLECTIONS = 5
-# Collections of survivors before a full one: five million containers.
-_SURVIVOR_COLLECTIONS = 100
+# The first number: containers that may be made, and not freed, before the youngest are walked. The
+# second: such collections before their survivors are walked, which takes some milliseconds at most.
+# The third: collections of survivors before a full one, after five million containers.
+_THRESHOLDS = (10_000, 5, 100)
+_THRESHOLDS_WITH_CONNECTIONS = (2_000, 5, 500)
 
 
 def start_process() -> None:
@@ -32,11 +34,15 @@ def start_process() -> None:
     gc.disable()
 
 
-def start_serving() -> None:
-    """Exempt all that lives now from collections; make full collections rare."""
+def start_serving(*, has_connections: bool = False) -> None:
+    """Exempt all that lives now from collections; make full collections rare.
+
+    Args:
+        has_connections: whether clients open and close connections of this process.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG, _YOUNG_COLLECTIONS, _SURVIVOR_COLLECTIONS)
+    gc.set_threshold(*(_THRESHOLDS_WITH_CONNECTIONS if has_connections else _THRESHOLDS))
     gc.enable()
 
 

@@ -59,8 +59,15 @@ class Client:
         return int(head[0].split()[1]), headers, body
 
     async def rest(self) -> bytes:
-        """What comes until the server closes the connection."""
-        return await self.reader.read()
+        """What comes until the server closes the connection.
+
+        It is reset if the server has not read all that had come.
+        """
+        received = b""
+        with suppress(ConnectionResetError):
+            while piece := await self.reader.read(65536):
+                received += piece
+        return received
 
     @asynccontextmanager
     async def dripping(self, data: bytes) -> AsyncIterator[None]:
