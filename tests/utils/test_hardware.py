@@ -81,31 +81,6 @@ def test_processes_share_the_processors_unless_the_user_wants_otherwise(
     assert chosen == ([num_threads] if num_threads else [])
 
 
-def test_freed_memory_is_kept_for_the_next_allocation() -> None:
-    """In a process of its own: what is set holds for all of it."""
-    script = """
-import ctypes, resource
-from minisgl.utils.hardware import keep_freed_memory
-keep_freed_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-
-def touch():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = libc.malloc(ctypes.c_size_t(2**24))
-    ctypes.memset(block, 1, 2**24)
-    libc.free(ctypes.c_void_p(block))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-first, second = touch(), touch()
-assert first > 2000 and second < 100, (first, second)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_memory_moves_to_huge_pages_unchanged_and_untouched_memory_stays_unallocated() -> None:
     """In a process of its own: all of its memory moves."""
     script = """

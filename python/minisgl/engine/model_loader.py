@@ -24,7 +24,8 @@ from minisgl.engine.memory import free_bytes, out_of_memory_is_explained
 from minisgl.layers import VocabShard, set_rope_device
 from minisgl.layers.linear import LinearBase
 from minisgl.models import BaseLLMModel, get_model_class, load_weight
-from minisgl.utils.hardware import keep_freed_memory, share_processors, use_huge_pages
+from minisgl.utils.hardware import share_processors, use_huge_pages
+from minisgl.utils.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from minisgl.server.peers import Peers
 from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
+from minisgl.utils.heap import use_one_heap
 
 _BEAT_INTERVAL_S = 0.5
 
@@ -40,6 +41,7 @@ def api_worker(
         api: which of the API processes it is.
         listener: the socket that all of them accept connections from.
     """
+    use_one_heap()
     asyncio.run(_run(ready, config, addresses, api, listener))
 
 

@@ -41,6 +41,7 @@ from minisgl.server.capacity import (
 from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
+from minisgl.utils.heap import use_one_heap
 from minisgl.utils.private_folder import private_folder
 from minisgl.utils.standard_streams import open_closed_streams
 from minisgl.utils.supervisor import Supervisor
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 def launch_server(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code. A failure is one line on stderr."""
     open_closed_streams()
+    use_one_heap()
     try:
         config = parse_args(argv)
         set_up_logging("server", config.log_level, as_json=config.log_json)

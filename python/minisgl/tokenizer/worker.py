@@ -49,6 +49,7 @@ from minisgl.utils.child import Ready, StartupReport, TokenizerInfo
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
+from minisgl.utils.heap import use_one_heap
 from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
@@ -239,6 +240,7 @@ def tokenize_worker(
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
+    use_one_heap()
     _hide_torch()
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg), ready.beat)
     backend = PushQueue[BackendMsg](addresses.backend, encode)

@@ -6,7 +6,7 @@ The machine:
     driver.py            the driver of its GPUs
     cuda_toolkit.py      CUDA's compiler
     env.py               environment variables
-    heap.py              what a thread takes from the heap
+    heap.py              the C library's heap: its options, and what a thread takes
     garbage.py           when a process collects garbage
     staging.py           copies from pinned host memory to the device
 

@@ -12,9 +12,6 @@ from pathlib import Path
 from minisgl.utils.driver import GpuDriver
 
 _SPIN_COUNT = "GOMP_SPINCOUNT"
-_M_TRIM_THRESHOLD = -1  # mallopt(3)
-_M_TOP_PAD = -2
-_M_MMAP_THRESHOLD = -3
 _MADV_HUGEPAGE = 14  # madvise(2)
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 1 << 21
@@ -107,19 +104,6 @@ def share_processors(num_processes: int) -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep freed memory for the next allocation.
-
-    Every step frees and allocates megabytes of activations. If the memory went back to the system,
-    each step would get zeroed pages, at one page fault a page.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, 2**30)
-        mallopt(_M_TOP_PAD, 2**26)
-        mallopt(_M_MMAP_THRESHOLD, 2**25)
 
 
 def use_huge_pages() -> None:

@@ -1,0 +1,62 @@
+"""The C library's heap. Each test has a process of its own: what is set holds for all of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_freed_memory_is_kept_for_the_next_allocation() -> None:
+    script = """
+import ctypes, resource
+from minisgl.utils.heap import keep_freed_memory
+keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(ctypes.c_size_t(2**24))
+    ctypes.memset(block, 1, 2**24)
+    libc.free(ctypes.c_void_p(block))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first, second = touch(), touch()
+assert first > 2000 and second < 100, (first, second)
+"""
+    run(script)
+
+
+@pytest.mark.parametrize("uses_one", [True, False])
+def test_threads_share_one_heap(uses_one: bool) -> None:
+    script = f"""
+import ctypes, threading
+from minisgl.utils.heap import use_one_heap
+if {uses_one}:
+    use_one_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+kept = []
+threads = [
+    threading.Thread(target=lambda: kept.append(libc.malloc(ctypes.c_size_t(10_000))))
+    for _ in range(4)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+"""
+    num_heaps = run(script).count("<heap ")
+    assert (num_heaps == 1) == uses_one
