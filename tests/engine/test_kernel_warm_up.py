@@ -9,6 +9,7 @@ import ast
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -124,6 +125,22 @@ def test_the_steps_of_a_model_meet_no_other_variant(
         called = launches.take()
     for name, variants in of_steps.items():
         assert variants <= called[name], name
+
+
+def test_no_variant_depends_on_how_long_a_sequence_may_be(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short the pool shortens it, and is only made when kernels are compiled."""
+    take_for_a_gpu(monkeypatch)
+    launches = Launches(monkeypatch)
+    for attn in ("fi", "torch"):
+        variants = []
+        for num_pages in (16, 10, 1):
+            sizes = sizes_of(checkpoint("qwen3"), attn)
+            limits = replace(sizes.limits, max_seq_len=num_pages * PAGE_SIZE)
+            call_all(replace(sizes, limits=limits))
+            variants.append(launches.take())
+        assert variants == variants[:1] * 3
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])

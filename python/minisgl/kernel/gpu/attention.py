@@ -65,7 +65,7 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "num_prefix_splits"],
+    do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits"],
     do_not_specialize_on_alignment=[
         "token", "row", "position", "num_shared_tokens", "split_top", "split_sum",
     ],
@@ -113,7 +113,7 @@ def _attend_suffix(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "num_prefix_splits", "batch_size"],
+    do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits", "batch_size"],
     do_not_specialize_on_alignment=["row", "num_shared_tokens", "split_top", "split_sum"],
 )
 def _attend_shared_prefix(

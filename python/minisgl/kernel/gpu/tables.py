@@ -33,7 +33,7 @@ def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
 
 
 @triton.jit(
-    do_not_specialize=["count"],
+    do_not_specialize=["stride_tokens", "stride_pages", "count"],
     do_not_specialize_on_alignment=["row", "position", "input_ids", "slot"],
 )
 def _look_up(
@@ -64,7 +64,10 @@ def look_up(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["row", "indptr", "pages"])
+@triton.jit(
+    do_not_specialize=["stride_pages"],
+    do_not_specialize_on_alignment=["row", "indptr", "pages"],
+)
 def _list_pages(
     row, indptr, page_table, pages, stride_pages, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
