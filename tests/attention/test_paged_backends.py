@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import CapturedSlices
+from minisgl.attention import CapturedSlices, trtllm_backend
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BatchPlan
 from minisgl.errors import ConfigError
@@ -194,6 +194,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     prefill = SimpleNamespace(trtllm_batch_context_with_kv_cache=trtllm_context)
     monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(trtllm_backend, "_WORKSPACE_BYTES", 1)  # the stand-ins need none
     return "trtllm" if request.param == "trtllm" else "fa"
 
 

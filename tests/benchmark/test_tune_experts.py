@@ -14,6 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.kernel import ExpertTiles, ProductTile, gpu
 from minisgl.moe import ExpertShape
 from minisgl.moe import fused as fused_module

@@ -1,18 +1,20 @@
 """Ranks as processes: each has an engine and a scheduler, connected as those of a server are.
 
-All jobs of a group run in one launch, because a process takes seconds to start.
+All jobs of a group run in one launch, because ranks take seconds to meet. They are forked from a
+process that has imported what they need and has no thread.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,12 +82,13 @@ def in_processes(size: int, work: Callable[[DistributedInfo], T]) -> list[T]:
         RuntimeError: a rank failed; the message is its traceback. The other ranks are killed, since
             they would wait for it.
     """
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     readers: list[Connection] = []
-    processes: list[SpawnProcess] = []
+    processes: list[ForkServerProcess] = []
     for rank in range(size):
-        reader, writer = spawn.Pipe(duplex=False)
-        process = spawn.Process(
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(
             target=_rank, args=(DistributedInfo(rank, size), work, writer), daemon=True
         )
         process.start()
@@ -108,27 +111,27 @@ def _results(readers: list[Connection]) -> list[Any]:
         ready = wait(list(waiting), timeout=TIMEOUT_S)
         if not ready:
             raise RuntimeError(f"ranks {list(waiting.values())} are stuck")
+        failures: list[tuple[float, str]] = []
         for reader in ready:
             assert isinstance(reader, Connection)
             rank = waiting[reader]
-            result, trace = pickle.loads(reader.recv_bytes())  # EOFError if the process died
+            at_s, result, trace = pickle.loads(reader.recv_bytes())  # EOFError if the process died
             if trace is not None:
-                raise RuntimeError(f"rank {rank} failed:\n{trace}")
+                failures.append((at_s, f"rank {rank} failed:\n{trace}"))
             results[rank] = result
+        if failures:  # the first one is the cause of the others
+            raise RuntimeError(min(failures)[1])
     return [results[rank] for rank in range(len(readers))]
 
 
 def _rank(
     info: DistributedInfo, work: Callable[[DistributedInfo], Any], writer: Connection
 ) -> None:
-    result = None
-    trace = None
-    try:
-        result = work(info)
-    except Exception:
-        trace = traceback.format_exc()
     # `send` would share the memory of tensors, which ends with this process.
-    writer.send_bytes(pickle.dumps((result, trace)))
+    try:
+        writer.send_bytes(pickle.dumps((time.monotonic(), work(info), None)))
+    except Exception:  # told before the engine is freed, which would let the other ranks fail
+        writer.send_bytes(pickle.dumps((time.monotonic(), None, traceback.format_exc())))
 
 
 def _run_all(jobs: list[Job], folder: Path, info: DistributedInfo) -> list[list[Answer]]:

@@ -20,7 +20,7 @@ from tests.distributed.harness import Job, run_ranks
 from tests.engine.harness import Answer, random_prompts
 from tests.engine.oracle import Oracle, assert_equals_oracle
 
-NUM_TOKENS = 10
+NUM_TOKENS = 6
 PROMPTS = random_prompts([1, 5, 17, 16, 40], VOCAB_SIZE)
 RELATED = [[*prompt[: len(prompt) // 2], 7, 8, 9] for prompt in PROMPTS[-2:]]
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SamplingParams
-from minisgl.engine.graph_key import GraphKind
+from minisgl.engine.graph_key import GraphKey, GraphKind
+from minisgl.engine.graph_runner import CapturedStep, GraphRunner
 from minisgl.engine.sampler import SamplingInputs
 from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CpuGraph
@@ -52,14 +53,26 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraph]:
     return replays
 
 
+@pytest.fixture(scope="module")
+def engines(checkpoint: Checkpoints) -> tuple[WatchedEngine, WatchedEngine]:
+    """One that computes each step eagerly, and one that replays, for any number of hosts."""
+    eager = host_of(checkpoint("qwen3"), cuda_graph_max_bs=0)
+    return eager._engine, host_of(checkpoint("qwen3"))._engine
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_without_graphs(
-    kind: str, overlap: bool, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    overlap: bool,
+    engines: tuple[WatchedEngine, WatchedEngine],
+    checkpoint: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Batches of one to eight shrink as their answers end, so that all sizes are replayed."""
     replays = count_replays(monkeypatch)
-    folder = checkpoint("qwen3")
+    config = config_of(checkpoint("qwen3"), cache="naive", overlap=overlap)
+    eager, replaying = engines
     fields = KINDS[kind]
     for num_requests in (1, 8):
         prompts = random_prompts([3, 30, 1, 17, 2, 5, 40, 9][:num_requests], VOCAB_SIZE)
@@ -74,9 +87,9 @@ def test_tokens_are_those_without_graphs(
             )
             for i in range(num_requests)
         ]
-        expected = host_of(folder, overlap=overlap, cuda_graph_max_bs=0).ask(prompts, each)
+        expected = Host(eager, config).ask(prompts, each)
         assert not replays
-        answers = host_of(folder, overlap=overlap).ask(prompts, each)
+        answers = Host(replaying, config).ask(prompts, each)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
         assert len(replays) > 5
         replays.clear()
@@ -156,8 +169,17 @@ def test_what_torch_computes_runs_eagerly(
     arch: str, dtype: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays = count_replays(monkeypatch)
+    tried: list[GraphKey] = []
+    capture = GraphRunner._capture
+
+    def recorded(self: GraphRunner, key: GraphKey) -> CapturedStep:
+        tried.append(key)
+        return capture(self, key)
+
+    monkeypatch.setattr(GraphRunner, "_capture", recorded)
     host = host_of(checkpoint(arch), dtype=dtype)
     assert captured_sizes(host) == []
+    assert len(tried) == 4, "of both kinds the largest and the smallest"
     [answer] = host.ask([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(answer.tokens) == 5
     assert not replays

@@ -46,15 +46,20 @@ overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "ov
 
 
 def ways_to_cut() -> Iterator[tuple[str, int, bool, int]]:
-    """Each page size with each prefill length, in turn and with overlap by turns.
+    """Each page size with each prefill length, in turn and with overlap: llama.
 
-    The scheduler cuts every architecture's work alike: one of them takes all combinations.
+    The scheduler cuts every architecture's work alike. A window depends on the cuts: olmo3 takes
+    each pair of sizes, and the others take each size, with overlap by turns.
     """
     sizes = list(itertools.product(PAGE_SIZES, PREFILL_LENGTHS))
-    for arch, (number, (page_size, length)) in itertools.product(ARCHITECTURES, enumerate(sizes)):
-        is_odd = (number + number // len(PREFILL_LENGTHS)) % 2 == 1
-        for overlap in [False, True] if arch == "llama" else [is_odd]:
-            yield arch, page_size, overlap, length
+    for page_size, length in sizes:
+        yield "llama", page_size, False, length
+        yield "llama", page_size, True, length
+    for number, (page_size, length) in enumerate(sizes):
+        yield "olmo3", page_size, (number + number // len(PREFILL_LENGTHS)) % 2 == 1, length
+    for turn, arch in enumerate(arch for arch in ARCHITECTURES if arch not in ("llama", "olmo3")):
+        for number, length in enumerate(PREFILL_LENGTHS, turn):
+            yield arch, PAGE_SIZES[number % len(PAGE_SIZES)], number % 2 == 1, length
 
 
 CUTS = list(ways_to_cut())

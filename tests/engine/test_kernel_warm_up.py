@@ -25,7 +25,7 @@ from minisgl.engine.warm_up import run_warm_up
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
 from minisgl.layers import VocabShard
-from minisgl.moe import FusedMoeBackend
+from minisgl.moe import FusedMoeBackend, fused
 from tests.checkpoints import ARCHITECTURES, CONTEXT
 from tests.engine.harness import WatchedEngine, config_of
 from tests.engine.test_warm_up import in_the_interpreter
@@ -150,4 +150,7 @@ def test_calls_read_and_write_what_they_made(
     """They run in Triton's interpreter."""
     take_for_a_gpu(monkeypatch)
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 20)
+    monkeypatch.setattr(kernel_warm_up, "_MANY_HEADS", 12)  # contexts of a request have one split
+    for module in (fused, gpu.experts):
+        monkeypatch.setattr(module, "MOST_PAIRS_AT_ONCE", 512)  # more than the tiles need
     call_all(sizes_of(checkpoint(arch)))

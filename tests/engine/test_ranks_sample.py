@@ -26,8 +26,16 @@ from tests.distributed.groups import in_group
 CPU = torch.device("cpu")
 NUM_POSITIONS = 40
 EOS_ID = 2
-SIZES = [2, 4]
-VOCAB_SIZES = [20, 301, 2048]  # one rank has all tokens; the last rank has few; all have as many
+# The first rank has all tokens of 20; the last has few of 301; of 2048 all have as many. Each
+# number of ranks meets each vocabulary, and each dtype meets both.
+SHAPES = [
+    (2, 20, torch.float32),
+    (4, 20, torch.bfloat16),
+    (2, 301, torch.bfloat16),
+    (4, 301, torch.float32),
+    (2, 2048, torch.float32),
+    (4, 2048, torch.bfloat16),
+]
 
 
 class CountingCommunicator(DistributedCommunicator):
@@ -170,9 +178,7 @@ def sample_on(comm: DistributedCommunicator, step: Step) -> Sampled:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "vocab_size", "dtype"), SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_choose_what_one_rank_chooses(
     kind: str, size: int, vocab_size: int, dtype: torch.dtype, tmp_path: Path

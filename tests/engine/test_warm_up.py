@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
+import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module

@@ -46,6 +46,13 @@ def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> It
         assert not llm._scheduler.grammars._matches, "a finished request left its matcher"
 
 
+@pytest.fixture(scope="module")
+def ranks(checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    """Two ranks, which take seconds to start. The last test of this file ends them."""
+    with make(checkpoint(ARCH), tp=2, overlap=True) as llm:
+        yield llm
+
+
 def params(kind: str, text: str, **fields: Any) -> SamplingParams:
     return SamplingParams(
         **{"max_tokens": 60, "temperature": 0.0, "grammar": Grammar(kind, text), **fields}
@@ -290,35 +297,34 @@ def test_requests_that_lose_their_pages_keep_their_place_in_the_match(
     assert answers[0] == answers[1]
 
 
-def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path]) -> None:
+def test_all_ranks_follow_the_grammar(checkpoint: Callable[[str], Path], ranks: LLM) -> None:
     each = [json_params(PERSON, seed=seed) for seed in range(3)] + [
         SamplingParams(max_tokens=9, temperature=0.0)
     ]
     answers = []
-    for tp in (1, 2):
-        with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
+    with make(checkpoint(ARCH), overlap=True) as alone:
+        for llm in (alone, ranks):
             answers.append([out.text for out in llm.generate([PROMPT] * 4, each, use_tqdm=False)])
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("fields", [{}, {"min_tokens": 40}], ids=["plain", "long"])
 def test_a_grammar_that_grows_too_large_ends_the_answer_on_all_ranks(
-    checkpoint: Callable[[str], Path], tp: int, fields: dict[str, Any]
+    checkpoint: Callable[[str], Path], ranks: LLM, fields: dict[str, Any]
 ) -> None:
     """A mask finds it. The next answers meet it earlier, since they share the automaton."""
-    many = json.dumps(
-        {"anyOf": [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]}
-    )
-    with make(checkpoint(ARCH), tp=tp, overlap=True) as llm:
-        for _ in range(3):
-            with pytest.raises(RequestError, match="too many expressions"):
-                llm.generate(
-                    PROMPT,
-                    params("json_schema", many, logit_bias={EOS_ID: -100}, **fields),
-                    use_tqdm=False,
-                )
-            assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
+    patterns = [{"type": "string", "pattern": f"^.{{0,{k}}}a$"} for k in range(400)]
+    many = json.dumps({"title": str(fields), "anyOf": patterns})  # an automaton for each case
+    with make(checkpoint(ARCH), overlap=True) as alone:
+        for llm in (alone, ranks):
+            for _ in range(3):
+                with pytest.raises(RequestError, match="too many expressions"):
+                    llm.generate(
+                        PROMPT,
+                        params("json_schema", many, logit_bias={EOS_ID: -100}, **fields),
+                        use_tqdm=False,
+                    )
+                assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
 
 
 def test_a_grammar_that_has_grown_too_large_is_compiled_again(
@@ -356,8 +362,8 @@ def exceed_the_budget(folder: Path) -> None:
     with make(folder) as llm:
         assert isinstance(llm._scheduler, Scheduler)
         grammars = llm._scheduler.grammars
-        grammars._budget = GrammarBudget(grammars.known, 3 * 2**20, check_bytes=2**18)
-        with pytest.raises(RequestError, match="may take 3 MiB together"):
+        grammars._budget = GrammarBudget(grammars.known, 2 * 2**20, check_bytes=2**18)
+        with pytest.raises(RequestError, match="may take 2 MiB together"):
             for seed in range(100):
                 answer(seed)
         assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
@@ -404,33 +410,45 @@ def num_steps(llm: LLM) -> int:
     return scheduler.statistics.counts.num_steps if isinstance(scheduler, Scheduler) else 0
 
 
+@pytest.fixture(scope="module")
+def forced(checkpoint: Callable[[str], Path]) -> list[Any]:
+    """The answers of one rank, in turn."""
+    with make(checkpoint(ARCH), overlap=False) as llm:
+        answers, _ = answers_of(llm, FORCED_KINDS)
+    return answers
+
+
+def test_forced_tokens_are_in_the_answers_of_their_grammars(forced: list[Any]) -> None:
+    for _, text, finish in forced[:3]:
+        assert re.fullmatch(FORCING, text)
+        assert finish == "stop"
+    assert (len(forced[3][0]), forced[3][2]) == (11, "length")
+    assert re.fullmatch("The answer is [0-9]{2}, and the quick", forced[4][1])
+    assert json.loads(forced[5][1]) in ("a rather long text of many tokens", "b")
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"overlap": True},
         {"overlap": True, "max_prefill_length": 4},
         {"overlap": True, "cache": "naive", "num_pages": 40},
-        {"overlap": True, "tp": 2},
         {"overlap": False, "tp": 2},
     ],
     ids=str,
 )
 def test_forced_tokens_are_equal_however_they_are_scheduled(
-    checkpoint: Callable[[str], Path], options: dict[str, Any]
+    checkpoint: Callable[[str], Path], options: dict[str, Any], forced: list[Any]
 ) -> None:
-    with make(checkpoint(ARCH), overlap=False) as llm:
-        expected, _ = answers_of(llm, FORCED_KINDS)
     with make(checkpoint(ARCH), **options) as llm:
-        assert answers_of(llm, FORCED_KINDS)[0] == expected
+        assert answers_of(llm, FORCED_KINDS)[0] == forced
         if isinstance(llm._scheduler, Scheduler):
             assert not llm._scheduler.grammars._matches
             llm._scheduler.check_integrity()
-    for _, text, finish in expected[:3]:
-        assert re.fullmatch(FORCING, text)
-        assert finish == "stop"
-    assert (len(expected[3][0]), expected[3][2]) == (11, "length")
-    assert re.fullmatch("The answer is [0-9]{2}, and the quick", expected[4][1])
-    assert json.loads(expected[5][1]) in ("a rather long text of many tokens", "b")
+
+
+def test_forced_tokens_are_equal_on_ranks_that_overlap(ranks: LLM, forced: list[Any]) -> None:
+    assert answers_of(ranks, FORCED_KINDS)[0] == forced
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -507,15 +525,10 @@ def test_masks_are_made_while_the_device_computes(
         assert events[:19] == ["plan", "prepare", "launch", "start_masks", "send", *step, *step]
 
 
-@pytest.mark.parametrize(
-    "options", [{"overlap": True}, {"overlap": False}, {"overlap": True, "tp": 2}], ids=str
-)
-def test_an_aborted_match_does_not_disturb_the_next(
-    checkpoint: Callable[[str], Path], options: dict[str, Any]
-) -> None:
-    """Its masks may still be computed when its matcher is used again, and when the engine ends."""
+def abort_matches_and_close(llm: LLM) -> None:
+    """Masks may still be computed when their matcher is used again, and when the engine ends."""
     wanted = params("regex", "[a-c]{40}", ignore_eos=True)
-    with make(checkpoint(ARCH), **options) as llm:
+    with llm:
         for _ in range(3):
             stream = llm.stream(PROMPT, wanted)
             next(stream)
@@ -527,3 +540,15 @@ def test_an_aborted_match_does_not_disturb_the_next(
         next(stream)
     with pytest.raises(EngineFailed):
         list(stream)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_aborted_match_does_not_disturb_the_next(
+    checkpoint: Callable[[str], Path], overlap: bool
+) -> None:
+    abort_matches_and_close(make(checkpoint(ARCH), overlap=overlap))
+
+
+def test_an_aborted_match_does_not_disturb_the_next_on_ranks(ranks: LLM) -> None:
+    """The last test of this file: it ends the ranks."""
+    abort_matches_and_close(ranks)

@@ -194,12 +194,24 @@ class GraphRunner:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
         largest_first = [key for some in keys.values() for key in some[::-1]]
         for key in ProgressBar(largest_first, desc="Capturing graphs", unit="graph", leave=False):
+            if key not in self._keys[key.kind]:
+                continue
             try:
                 self._captured[key] = self._capture(key)
             except CannotBeCaptured as error:
-                self._keys[key.kind].remove(key)
                 num_tokens = key.num_tokens
                 logger.debug("%s of %d tokens run eagerly: %s", key.kind.value, num_tokens, error)
+                self._leave_out(key)
+
+    def _leave_out(self, key: GraphKey) -> None:
+        """Leave out a key, or all of its kind if the smallest cannot be captured either."""
+        keys = self._keys[key.kind]
+        try:
+            self._capture(keys[0])
+        except CannotBeCaptured:
+            keys.clear()
+        else:
+            keys.remove(key)
 
     def _capture_some(self) -> None:
         """Estimate the memory of all graphs by the largest and a few others."""

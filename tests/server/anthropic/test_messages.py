@@ -1,4 +1,7 @@
-"""POST /v1/messages: whole, as events, and as Anthropic's client reads both."""
+"""POST /v1/messages: whole, as events, and as Anthropic's client reads both.
+
+The client takes seconds to import, so only the tests that need it do, and not who collects tests.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 
 from minisgl.core import Grammar
 from minisgl.message import (
@@ -28,6 +29,9 @@ from minisgl.server.anthropic import MessagesRequest
 from tests.server.harness import App, Script, run_with_app, wait_until
 from tests.server.openai.test_chat_tools import CALLS, SPEAKER, THOUGHT
 
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+
 ROUTE = "/v1/messages"
 ASKED: dict[str, Any] = {
     "model": "m",
@@ -40,6 +44,8 @@ TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("get", "put")]
 
 @asynccontextmanager
 async def client_of(app: App, **options: Any) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     transport = httpx2.ASGITransport(app=app.app)
     async with (
         httpx2.AsyncClient(transport=transport) as http,
@@ -144,6 +150,8 @@ def test_a_stream_tells_of_its_blocks_in_order() -> None:
 
 
 def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
+    import anthropic
+
     async def scenario(app: App) -> None:
         async with client_of(app) as client:
             with pytest.raises(anthropic.BadRequestError) as bad:
