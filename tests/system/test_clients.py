@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import pytest
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -58,6 +57,8 @@ def langchain(server: Program, **options: Any) -> ChatOpenAI:
 
 
 def test_anthropics_client_chats_streams_and_calls_tools(server: Program) -> None:
+    import anthropic  # it takes a second
+
     asked: Any = {
         "model": MODEL,
         "max_tokens": 20,

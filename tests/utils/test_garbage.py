@@ -31,7 +31,6 @@ def generations() -> Iterator[list[int]]:
     gc.callbacks.append(note)
     yield collected
     gc.callbacks.remove(note)
-    gc.unfreeze()
     gc.set_threshold(*thresholds)
 
 
