@@ -220,6 +220,12 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert parse_args([]).api_key == ("b", "c")
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "a\x00"])
+def test_a_name_of_the_model_can_be_shown(name: str) -> None:
+    with pytest.raises(ConfigError, match="--served-model-name must be printable and not empty"):
+        parse_args([f"--served-model-name={name}"])
+
+
 @pytest.mark.parametrize("keys", ["", "K1,,K2", "K1,", "K1 K2", "K1\tK2", "K1\nK2"])
 @pytest.mark.parametrize("where", ["--api-key", "MINISGL_API_KEY"])
 def test_a_server_that_was_to_be_closed_does_not_start_open(

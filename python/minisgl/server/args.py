@@ -121,6 +121,9 @@ class ServerConfig(SchedulerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, _BOUNDS)
+        name = self.served_model_name
+        if name is not None and not (name and name.isprintable()):
+            raise ConfigError(f"--served-model-name must be printable and not empty, got {name!r}")
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
         if self.otlp_endpoint is not None:
