@@ -204,12 +204,12 @@ class GraphRunner:
                 self._leave_out(key)
 
     def _leave_out(self, key: GraphKey) -> None:
-        """Leave out a key, or all of its kind if the smallest cannot be captured either."""
+        """Leave out a key, and all that are left if the smallest cannot be captured either."""
         keys = self._keys[key.kind]
         try:
             self._capture(keys[0])
         except CannotBeCaptured:
-            keys.clear()
+            keys[:] = [other for other in keys if other in self._captured]
         else:
             keys.remove(key)
 
