@@ -122,6 +122,16 @@ def test_parts_equal_slices_of_the_whole(
             assert torch.equal(both, whole[rows.start : rows.stop, cols.start : cols.stop]), name
 
 
+def test_a_memory_map_is_made_of_the_file_and_not_of_each_token(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary is 100,000 slices, and of a memory map each takes far longer."""
+    maps = []
+    monkeypatch.setattr(np.memmap, "__array_finalize__", lambda self, _: maps.append(self))
+    source_of(written("llama"))
+    assert 1 <= len(maps) < 10
+
+
 def test_what_is_read_has_the_dtype_asked_for_and_memory_of_its_own(
     written: Callable[..., Path],
 ) -> None:
