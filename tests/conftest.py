@@ -28,9 +28,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return cache(lambda arch: tiny_checkpoint(arch, root / arch))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Collect no garbage while modules are imported: nearly all that they make stays."""
-    gc.disable()
+    only_distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not only_distributes:
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -228,6 +229,20 @@ def test_no_step_goes_on_before_the_prompts_of_the_one_before_it(
     with pytest.raises(torch.OutOfMemoryError) if is_memory_full else nullcontext():
         world.attend(0, "fi")
     assert waits == [("prompts", "main"), ("decodes", "run"), ("main", "prompts")]
+
+
+@pytest.mark.parametrize(
+    ("spans", "starts_early"), [("decodes", True), ("decodes and chunks", False)]
+)
+def test_decodes_that_take_all_processors_do_not_start_before_prompts(
+    spans: str, starts_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balanced = MagicMock()
+    monkeypatch.setattr(
+        flashinfer_decodes.BalancedDecode, "create_if_supported", lambda *_: balanced
+    )
+    World(SPANS[spans], num_heads=4, num_kv_heads=2, page_size=4).attend(0, "fi")
+    assert balanced.attend.call_args.kwargs == {"starts_early": starts_early}
 
 
 def test_prompts_take_whole_waves_of_flash_attention_3() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -88,6 +88,15 @@ def smollm2(default_model: Path) -> LlamaForCausalLM:
     return model
 
 
+@pytest.fixture
+def all_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine computes with several threads, as it does for a user."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
 TEXTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",
@@ -112,7 +121,7 @@ def best_next(model: LlamaForCausalLM, ids: list[int]) -> list[int]:
 
 @pytest.mark.slow
 def test_the_default_model_gives_the_tokens_of_transformers(
-    default_model: Path, smollm2: LlamaForCausalLM
+    default_model: Path, smollm2: LlamaForCausalLM, all_processors: None
 ) -> None:
     """Each is its choice after those before it, so all are what it would generate."""
     from transformers import AutoTokenizer

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 NUM_POSITIONS = 40
 EOS_ID = 2
 # The first rank has all tokens of 20; the last has few of 301; of 2048 all have as many. Each
-# number of ranks meets each vocabulary, and each dtype meets both.
+# number of ranks meets each vocabulary, and each dtype both numbers.
 SHAPES = [
     (2, 20, torch.float32),
     (4, 20, torch.bfloat16),

@@ -147,11 +147,9 @@ def test_a_signal_lets_open_requests_end_and_a_second_ends_them_at_once(folder: 
     options = ["--api-workers", "3", "--num-tokenizer", "0", "--drain-timeout-s", "100000"]
     with Program(*small_server(folder, *options)) as program:
         program.wait_ready()
-        with (
-            open_stream(program) as endless,
-            closing(send(program)) as whole,
-            open_stream(program, max_tokens=400) as short,
-        ):
+        with open_stream(program) as endless, closing(send(program)) as whole, ExitStack() as later:
+            wait_for_metric(program, "requests_running", 2)
+            short = later.enter_context(open_stream(program, max_tokens=400))
             program.process.send_signal(signal.SIGTERM)
             assert_drains(program)
             *_, last = short

@@ -63,7 +63,7 @@ assert dict(os.environ) == before
 
 @pytest.mark.parametrize(
     ("of_the_user", "num_processes", "num_threads"),
-    [(None, 1, 6), (None, 4, 1), (None, 7, 1), ("3", 1, None), ("3", 4, None)],
+    [(None, 1, 6), ("", 1, 6), (None, 4, 1), (None, 7, 1), ("3", 1, None), ("3", 4, None)],
 )
 def test_processes_share_the_processors_unless_the_user_wants_otherwise(
     of_the_user: str | None,
@@ -72,7 +72,7 @@ def test_processes_share_the_processors_unless_the_user_wants_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if of_the_user:
+    if of_the_user is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", of_the_user)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     chosen: list[int] = []

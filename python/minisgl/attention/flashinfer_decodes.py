@@ -100,8 +100,9 @@ class OwnDecodeKernels:
     ) -> None:
         """
         Args:
-            beside_prompts: whether prompts of the step start on another stream. They come first:
-                they take longer, and decodes go where their last wave leaves processors idle.
+            beside_prompts: whether prompts of the step start on another stream. `BalancedDecode`
+                would take all processors before them, so it waits for the stream's turn, and the
+                prompts' stream goes first by its priority.
         """
         pool = self._pool
         k_SKH, v_SKH = pool.caches[layer]

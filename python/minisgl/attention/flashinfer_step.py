@@ -209,7 +209,7 @@ class StepAttention:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         own_decodes = metadata.own_decodes
         if own_decodes and metadata.groups:
-            # Prompts before decodes, by priority: decodes go where prompts leave processors idle.
+            # Prompts before decodes: decodes go where prompts leave processors idle.
             try:
                 with _fork(self._pool.prompt_stream):
                     self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)

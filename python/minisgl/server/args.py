@@ -123,7 +123,10 @@ class ServerConfig(SchedulerConfig):
         check_bounds(self, _BOUNDS)
         name = self.served_model_name
         if name is not None and not (name and name.isprintable()):
-            raise ConfigError(f"--served-model-name must be printable and not empty, got {name!r}")
+            raise ConfigError(
+                "the model's name in the API must be printable and not empty, "
+                f"got {name!r}; see --served-model-name"
+            )
         if any(not key.isprintable() or not key or " " in key for key in self.api_key):
             raise ConfigError("a key in --api-key or MINISGL_API_KEY is empty or has a blank in it")
         if self.otlp_endpoint is not None:

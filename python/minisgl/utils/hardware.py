@@ -102,7 +102,7 @@ def share_processors(num_processes: int) -> None:
     """
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
 
 

@@ -385,7 +385,7 @@ def batches(text: str, size: int) -> list[str]:
 
 
 NUM_HELD = 3_000  # characters
-MOST_LOOKS = 1_000  # at a character; to look at all that is held each time would be 1,500
+MOST_LOOKS = 700  # at a character; to look at all that is held each time would be 1,500
 BEGUN = {
     "text": "a",
     "hermes marker": "<tool_call>",
