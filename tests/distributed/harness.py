@@ -1,7 +1,8 @@
 """Ranks as processes: each has an engine and a scheduler, connected as those of a server are.
 
 All jobs of a group run in one launch, because ranks take seconds to meet. They are forked from a
-process that has imported what they need and has no thread.
+process that has imported what they need and has no thread. With GPUs they are spawned: tvm-ffi asks
+for CUDA when it is imported, and after that a fork cannot use it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from minisgl.distributed import DistributedInfo
 from minisgl.message import (
@@ -82,10 +86,12 @@ def in_processes(size: int, work: Callable[[DistributedInfo], T]) -> list[T]:
         RuntimeError: a rank failed; the message is its traceback. The other ranks are killed, since
             they would wait for it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
+    if not torch.cuda.is_available():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
     readers: list[Connection] = []
-    processes: list[ForkServerProcess] = []
+    processes: list[BaseProcess] = []
     for rank in range(size):
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(

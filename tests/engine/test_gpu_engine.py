@@ -197,9 +197,10 @@ def test_tokens_are_the_references(
         pytest.skip("needs more GPUs")
     folder, model = models(kind, heads, kv_heads)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    # A pool of a given size, so that several of these tests can share a GPU.
     sizes = {"dtype": "bfloat16", "max_seq_len": 1024, "max_running_requests": 32}
-    sizes["memory_ratio"] = 0.1  # so that several of these tests can run at a time
-    with LLM(folder, skip_tokenizer_init=True, **sizes, **options) as llm:
+    sizes["num_pages"] = 65536 // options.get("page_size", 16)
+    with LLM(folder, skip_tokenizer_init=True, **{**sizes, **options}) as llm:
         for batch in batches():
             answers = [out.token_ids for out in llm.generate(batch, params, use_tqdm=False)]
             assert all(len(answer) == 40 for answer in answers)
