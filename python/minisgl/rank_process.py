@@ -18,12 +18,14 @@ from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready
 from minisgl.utils.driver import GpuDriver
 from minisgl.utils.hardware import guess_hardware, short_waits
+from minisgl.utils.heap import use_one_heap
 
 logger = logging.getLogger(__name__)
 
 
 def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
     """Body of a process: see `scheduler_worker`."""
+    use_one_heap()
     with short_waits():  # before the thread: libcuda reads the environment that this changes
         threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
         from minisgl.scheduler import scheduler_worker  # here, while the thread runs
