@@ -417,6 +417,9 @@ class CountingTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
     def decode(self, ids: Sequence[int], **options: Any) -> str:
         self.num_ids += len(ids)
         text: str = self._tokenizer.decode(ids, **options)
@@ -426,6 +429,23 @@ class CountingTokenizer:
         self.num_ids += 1
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
         return piece
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_detokenizer_that_is_ready_knows_all_tokens(
+    name: str, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    counted = copy.copy(tokenizer(name))
+    counted._tokenizer = CountingTokenizer(counted._tokenizer)
+    counted.__dict__.pop("_vocabulary", None)
+    ids = tokenizer(name).encode("ab 语 é 👍", add_special_tokens=False).tolist()
+    detokenizer = new(counted)
+    detokenizer.get_ready()
+    num_ids = counted._tokenizer.num_ids
+    reply = detokenizer.step(DetokenizeMsg(1, ids, finish="length"))
+    assert reply is not None
+    assert reply.text == "ab 语 é 👍"
+    assert counted._tokenizer.num_ids == num_ids > 200
 
 
 @pytest.mark.parametrize("name", [*TINY, *WHOLE_PIECES])

@@ -60,3 +60,29 @@ libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
 """
     num_heaps = run(script).count("<heap ")
     assert (num_heaps == 1) == uses_one
+
+
+def test_gaps_between_blocks_go_back_to_the_kernel() -> None:
+    script = """
+import ctypes, resource, time
+from minisgl.utils.heap import return_free_memory_regularly
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+blocks = [libc.malloc(ctypes.c_size_t(10_000)) for _ in range(6_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 10_000)
+before = resident()
+for block in blocks[1::2]:
+    libc.free(ctypes.c_void_p(block))
+assert resident() > before - 1_000_000, "the blocks between them keep the gaps"
+return_free_memory_regularly(every_s=0.01)
+deadline = time.monotonic() + 30
+while resident() > before - 10_000_000:
+    assert time.monotonic() < deadline, (before, resident())
+"""
+    run(script)

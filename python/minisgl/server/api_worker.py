@@ -27,7 +27,7 @@ from minisgl.server.peers import Peers
 from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.heap import use_one_heap
+from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
 
 _BEAT_INTERVAL_S = 0.5
 
@@ -81,6 +81,7 @@ async def _serve(
         asyncio.create_task(peers.run(frontend.metrics.samples, follower.obey)),
     }
     start_serving(has_connections=True)
+    return_free_memory_regularly()
     finished, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()

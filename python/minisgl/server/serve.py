@@ -32,6 +32,7 @@ from minisgl.server.shell import run_shell
 from minisgl.server.workers import Workers
 from minisgl.utils.child import StartupReport
 from minisgl.utils.garbage import start_serving
+from minisgl.utils.heap import return_free_memory_regularly
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ async def _serve(
         hurry=asyncio.create_task(signals.second.wait()),
     )
     start_serving(has_connections=True)
+    return_free_memory_regularly()
     logger.info("%s is served at http://%s/v1", model.name, _host_and_port(listener))
     try:
         await _serve_until_the_end(tasks, process, peers, config.drain_timeout_s)

@@ -134,6 +134,10 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._answers: dict[int, _Answer] = {}
 
+    def get_ready(self) -> None:
+        """Do what would be done when a token comes for the first time."""
+        self._vocabulary.spell_all()
+
     @property
     def num_open(self) -> int:
         return len(self._answers)

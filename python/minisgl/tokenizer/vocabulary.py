@@ -53,6 +53,16 @@ class Vocabulary:
         self.bytes_of = cache(self._bytes_of)
         self.visible_bytes_of = cache(self._visible_bytes_of)
 
+    def spell_all(self) -> None:
+        """Ask for the bytes of all tokens now, so that memory does not grow as tokens come.
+
+        Of 150,000 tokens that takes half a second. Where only `decode` knows, it would take ten.
+        """
+        if self.spelling is None:
+            return
+        for token in range(len(self._tokenizer)):
+            self.visible_bytes_of(token)
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens as the tokenizer says it, as a whole."""
         text: str = self._tokenizer.decode(

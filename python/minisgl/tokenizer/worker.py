@@ -49,7 +49,7 @@ from minisgl.utils.child import Ready, StartupReport, TokenizerInfo
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
-from minisgl.utils.heap import use_one_heap
+from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
 from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,13 @@ class TokenizeWorker:
         self._jobs: dict[int, Job] = {}  # those that wait, by uid
         self._turns: FairQueue[int] = FairQueue()  # their uids, and those of dropped ones
 
-    def get_ready(self) -> None:
+    def get_ready_for_prompts(self) -> None:
         """Do what the first prompts would wait for."""
         self._tokenizer.get_ready()
+
+    def get_ready_for_answers(self) -> None:
+        """Do what the first answers would wait for."""
+        self._detokenizer.get_ready()
 
     @property
     def info(self) -> TokenizerInfo:
@@ -254,8 +258,11 @@ def tokenize_worker(
         needs_known_calls=needs_known_calls,
     )
     if inbox in addresses.tokenizers:  # those of the detokenizer too, where no other has prompts
-        worker.get_ready()
+        worker.get_ready_for_prompts()
+    if inbox == addresses.detokenizer:
+        worker.get_ready_for_answers()
     start_serving()
+    return_free_memory_regularly()
     ready(StartupReport(tokenizer=worker.info))
     worker.run(queue)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 
 _libc = ctypes.CDLL(None)
@@ -77,3 +79,19 @@ def return_free_memory() -> None:
     malloc_trim = getattr(_libc, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def return_free_memory_regularly(every_s: float = 60.0) -> None:
+    """Give free memory of the heap back to the kernel in a thread, again and again.
+
+    Blocks of all sizes are freed in any order. The gaps between those that live are too small for
+    the next large one, so the heap grows for hours though as much is in use as before. To return
+    the gaps takes about a millisecond.
+    """
+    threading.Thread(target=_return_regularly, args=(every_s,), name="heap", daemon=True).start()
+
+
+def _return_regularly(every_s: float) -> None:
+    while True:
+        time.sleep(every_s)
+        return_free_memory()
