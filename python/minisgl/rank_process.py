@@ -3,6 +3,8 @@
 torch takes seconds to import. Meanwhile a thread makes the context of the rank's GPU, and compilers
 make what the cache folder lacks. The engine finds what they have made in that folder, as on a later
 start. If the thread fails, the engine does the same work, and reports the failure.
+
+A process that stands by for a rank has imported torch before (`import_scheduler`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,13 @@ def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addres
 
     logger.debug("torch and the scheduler are imported")
     scheduler_worker(ready, config, rank, addresses)
+
+
+def import_scheduler() -> None:
+    """Import all that `run_rank` does, before it is known which rank this process will be."""
+    use_one_heap()
+    with short_waits():
+        import minisgl.scheduler  # noqa: F401 - it stays imported
 
 
 def prepare(config: SchedulerConfig, rank: int) -> None:

@@ -64,6 +64,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "max_body_mb": (["--max-body-mb", "1"], 1),
     "start_timeout_s": (["--start-timeout-s", "5"], 5),
     "step_timeout_s": (["--step-timeout-s", "9"], 9),
+    "keep_standbys": (["--no-keep-standbys"], False),
     "drain_timeout_s": (["--drain-timeout-s", "0"], 0),
     "otlp_endpoint": (["--otlp-endpoint", "http://localhost:4318"], "http://localhost:4318"),
     "log_level": (["--log-level", "DEBUG"], "DEBUG"),

@@ -200,3 +200,36 @@ def test_one_that_dies_while_it_starts_ends_the_server(folder: Path) -> None:
         assert "tokenizer-0 died" in program.stderr.splitlines()[-1]
         assert "does not start again" in program.stderr.splitlines()[-1]
         program.assert_nothing_is_left()
+
+
+def nth_standby(program: Program, number: int) -> psutil.Process:
+    """The process that stands by when so many were prepared, this one included."""
+    wait_until(lambda: program.stderr.count("standby-0 is ready") == number, "a process stands by")
+    program.remember_processes()
+    return program.workers()["standby-0"]
+
+
+def kill_the_scheduler(program: Program) -> psutil.Process:
+    """Returns its successor, when requests are answered again."""
+    dead = program.workers()["scheduler-0"]
+    dead.kill()
+    wait_for_successor(program, "scheduler-0", dead)
+    wait_until(program.is_healthy, "it accepts requests")
+    with closing(send(program, prompt="the fox", max_tokens=8)) as waiting:
+        assert text_of(waiting) == text_after("the fox", 8)
+    return program.workers()["scheduler-0"]
+
+
+def test_a_process_that_stands_by_is_the_next_scheduler(folder: Path) -> None:
+    """If it has died, the next scheduler is a new process."""
+    with Program(*small_server(folder, "--keep-standbys")) as program:
+        program.wait_ready()
+        dead = nth_standby(program, 1)
+        dead.kill()
+        assert kill_the_scheduler(program) != dead
+        standby = nth_standby(program, 2)
+        assert kill_the_scheduler(program) == standby
+        assert "standby-0" not in program.workers()
+        program.process.terminate()
+        assert program.wait() == 0
+        program.assert_nothing_is_left()

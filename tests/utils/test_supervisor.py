@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import pytest
 
@@ -197,6 +198,86 @@ def test_a_child_may_start_while_others_are_watched_and_is_watched_when_it_is_re
         end("new", signal.SIGSTOP)
         assert next_failure(supervisor, 2) == Failure("new", "new did nothing for 2 s")
         supervisor.kill()
+
+
+def prepare() -> None:
+    os.environ["PREPARED"] = "7"
+
+
+def cannot_prepare() -> None:
+    raise RuntimeError("no memory")
+
+
+def counts(ready: Ready, number: int) -> None:
+    """Reports a sum, and takes its name as the program's."""
+    name = Path("/proc/self/comm").read_text().strip()
+    assert name == multiprocessing.current_process().name == "worker"
+    ready(StartupReport(max_seq_len=int(os.environ["PREPARED"]) + number))
+    signal.pause()
+
+
+def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start_standby("standby", f"{__name__}:prepare")
+        assert not supervisor.has_standby("standby")
+        supervisor.wait_ready(60)
+        assert supervisor.has_standby("standby")
+        (standby,) = multiprocessing.active_children()
+        supervisor.employ("standby", "worker", f"{__name__}:counts", 4)
+        [report] = supervisor.wait_ready(60)
+        assert report.max_seq_len == 11
+        (worker,) = multiprocessing.active_children()
+        assert (worker.name, worker.pid) == ("worker", standby.pid)
+        assert not supervisor.has_child("standby")
+        end("worker", signal.SIGKILL)
+        assert next_failure(supervisor, 3600).name == "worker"
+        supervisor.kill()
+
+
+def test_the_failure_of_one_that_stood_by_has_its_new_name() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start_standby("standby", f"{__name__}:prepare")
+        supervisor.wait_ready(60)
+        supervisor.employ("standby", "worker", f"{__name__}:fails")
+        with pytest.raises(EngineFailed, match=r"^worker: RuntimeError: the consequence$"):
+            supervisor.wait_ready(60)
+
+
+def test_one_that_dies_as_it_gets_its_order_is_reported() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start_standby("standby", f"{__name__}:prepare")
+        supervisor.wait_ready(60)
+        end("standby", signal.SIGKILL)
+        multiprocessing.active_children()
+        supervisor.employ("standby", "worker", f"{__name__}:counts", 4)
+        with pytest.raises(EngineFailed, match="worker died with exit code -9"):
+            supervisor.wait_ready(60)
+
+
+def test_a_child_that_stands_by_is_watched() -> None:
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start_standby("dies", f"{__name__}:prepare")
+        supervisor.start_standby("stops", f"{__name__}:prepare")
+        supervisor.wait_ready(60)
+        end("dies", signal.SIGKILL)
+        assert next_failure(supervisor, 3600).name == "dies"
+        assert not supervisor.has_standby("dies")
+        supervisor.remove_one("dies")
+        end("stops", signal.SIGSTOP)
+        assert next_failure(supervisor, 2) == Failure("stops", "stops did nothing for 2 s")
+        supervisor.remove_one("stops")
+        supervisor.start_standby("fails", f"{__name__}:cannot_prepare")
+        failure = next_failure(supervisor, 3600)
+        assert failure.is_at_start
+        assert failure.reason.endswith("fails: RuntimeError: no memory")
+
+
+def test_the_end_does_not_wait_for_a_child_that_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.utils.supervisor._EXIT_TIMEOUT_S", 3600.0)
+    with Supervisor("CRITICAL") as supervisor:
+        supervisor.start_standby("standby", f"{__name__}:prepare")
+        supervisor.wait_ready(60)
+    assert_all_end()
 
 
 def test_children_that_end_with_their_supervisor_have_not_died() -> None:

@@ -68,7 +68,7 @@ def scheduler_worker(
     start_serving()
     if config.device == "cuda":  # on a CPU steps use free memory again, see `keep_freed_memory`
         return_free_memory_regularly()
-    ready(StartupReport(max_seq_len=engine.limits.max_seq_len))
+    ready(StartupReport(max_seq_len=engine.limits.max_seq_len, device=config.device))
     scheduler.run()
     engine.close()
     outbox.close()

@@ -7,6 +7,8 @@ API processes send at once what may be lost; service goes on meanwhile.
                                                                               │
        requests without a token are sent again, new ones are accepted ◀─ ready ◀─┘
 
+A process that stands by for a scheduler is no part of the service: its failure counts for nothing.
+
 A request that has begun to answer ends with an error if its state is lost: its answer cannot go on,
 since its client has the beginning. One that has not is sent again, once. Three failures within a
 minute of service, or one before the workers are ready, end the server. So does the failure of an
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
 _WITHIN_S = 60.0
+_STANDBYS_EVERY_S = 5.0
 
 
 class Recovery:
@@ -54,9 +57,21 @@ class Recovery:
             EngineFailed: three workers failed within a minute, or one before it was ready again, or
                 an API process has failed.
         """
+        adding_standbys = asyncio.create_task(self._add_standbys())
+        try:
+            await self._recover()
+        finally:
+            adding_standbys.cancel()
+
+    async def _add_standbys(self) -> None:
+        while True:
+            await asyncio.sleep(_STANDBYS_EVERY_S)
+            self._workers.add_standbys()
+
+    async def _recover(self) -> None:
         while True:
             began_at = time.monotonic()
-            failure = await self._workers.next_failure()
+            failure = await self._next_failure_of_service()
             self._served_s.append(time.monotonic() - began_at)
             self._frontend.metrics.count_failure(failure.name)
             if self._workers.is_api_worker(failure.name):  # its clients are gone with it
@@ -68,6 +83,13 @@ class Recovery:
                 self._replace(failure)
             else:
                 await self._restart(failure)
+
+    async def _next_failure_of_service(self) -> Failure:
+        while True:
+            failure = await self._workers.next_failure()
+            if not self._workers.is_standby(failure.name):
+                return failure
+            self._workers.drop_standby(failure)
 
     def _check_rate(self, failure: Failure) -> None:
         later = list(self._served_s)[1:]

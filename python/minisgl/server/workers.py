@@ -3,10 +3,14 @@
 Each start of all of them but the API processes is an *epoch*, with sockets of its own. Within an
 epoch a tokenizer or the detokenizer may be replaced. Imports little: the first epoch starts before
 the parent has imported its HTTP server.
+
+The next epoch's schedulers may stand by meanwhile, as processes that have imported torch. They are
+started when this epoch has served for a while, so that its start has the processors for itself.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import time
@@ -16,6 +20,11 @@ from minisgl.server.args import ServerConfig
 from minisgl.utils.addresses import DETOKENIZER, Addresses
 from minisgl.utils.child import StartupReport
 from minisgl.utils.supervisor import Failure, Supervisor
+
+logger = logging.getLogger(__name__)
+
+_RANK = "minisgl.rank_process:run_rank"
+_RANK_IMPORTS = "minisgl.rank_process:import_scheduler"
 
 
 class Workers:
@@ -39,6 +48,9 @@ class Workers:
         assert config.api_workers is not None  # `launch.py` resolves it
         self.addresses = Addresses(folder, config.num_tokenizer, num_api=config.api_workers)
         self._api_workers = {f"api-{api}": api for api in range(1, config.api_workers)}
+        self._standbys = [f"standby-{rank}" for rank in range(config.tp)]
+        self._keeps_standbys = config.keep_standbys
+        self._are_ready = False
 
     @property
     def start_s(self) -> int:
@@ -49,15 +61,41 @@ class Workers:
         """Start all workers, those that take longest first. They must not run already."""
         self._started_at = time.monotonic()
         for rank in range(self._config.tp):
-            self._supervisor.start(
-                f"scheduler-{rank}",
-                "minisgl.rank_process:run_rank",
-                self._config,
-                rank,
-                self.addresses,
-            )
+            self._start_scheduler(rank)
         for name in self._tokenizer_addresses:
             self._start_tokenizer(name)
+
+    def _start_scheduler(self, rank: int) -> None:
+        what = (f"scheduler-{rank}", _RANK, self._config, rank, self.addresses)
+        standby = self._standbys[rank]
+        if self._supervisor.has_standby(standby):
+            self._supervisor.employ(standby, *what)
+        else:
+            self._supervisor.start(*what)
+
+    def add_standbys(self) -> None:
+        """Let a process stand by for each scheduler, if that is wanted and the workers serve."""
+        if not (self._keeps_standbys and self._are_ready):
+            return
+        missing = [name for name in self._standbys if not self._supervisor.has_child(name)]
+        try:
+            for name in missing:
+                self._supervisor.start_standby(name, _RANK_IMPORTS)
+        except OSError as error:
+            self._give_up_standbys(str(error))
+
+    def is_standby(self, name: str) -> bool:
+        return name in self._standbys
+
+    def drop_standby(self, failure: Failure) -> None:
+        """Forget one that has ended. None is started any more if one could not start."""
+        self._supervisor.remove_one(failure.name)
+        if failure.is_at_start:
+            self._give_up_standbys(failure.reason)
+
+    def _give_up_standbys(self, reason: str) -> None:
+        self._keeps_standbys = False
+        logger.warning("no process stands by from now on: %s", reason)
 
     def start_api_workers(self, listener: socket.socket) -> None:
         """Start the API processes beside this one, which accept connections from one socket."""
@@ -116,7 +154,10 @@ class Workers:
             EngineFailed: a worker died or was not ready in time; the message names it.
         """
         reports = self._supervisor.wait_ready(self._config.start_timeout_s)
+        if self._keeps_standbys is None:
+            self._keeps_standbys = any(report.device == "cuda" for report in reports)
         self._start_s = time.monotonic() - self._started_at
+        self._are_ready = True
         return reports
 
     async def next_failure(self) -> Failure:
@@ -125,10 +166,16 @@ class Workers:
         return await self._supervisor.next_failure(config.step_timeout_s, config.start_timeout_s)
 
     def kill(self) -> None:
-        """Kill all workers but API processes. Returns at once."""
-        self._supervisor.kill(keep=self._api_workers)
+        """Kill all workers but API processes and those that stand by. Returns at once."""
+        self._are_ready = False
+        self._supervisor.kill(keep=self._kept)
+
+    @property
+    def _kept(self) -> set[str]:
+        """The children that are not of one epoch."""
+        return {*self._api_workers, *filter(self._supervisor.has_standby, self._standbys)}
 
     def end_epoch(self) -> None:
         """Wait until killed workers have ended. The next start is a new epoch."""
-        self._supervisor.remove(keep=self._api_workers)
+        self._supervisor.remove(keep=self._kept)
         self.addresses = self.addresses.in_epoch(self.addresses.epoch + 1)

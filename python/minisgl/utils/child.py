@@ -1,18 +1,21 @@
 """What a child process does: it reports that it is ready, or why it is not, and beats.
 
-`supervisor.py` is the parent's side.
+A child may stand by: it imports what takes long, and waits for the order that says what it is to
+be. `supervisor.py` is the parent's side.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import pkgutil
 import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,12 +23,13 @@ import msgspec
 
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.utils.garbage import start_process
-from minisgl.utils.logger import set_up_logging
+from minisgl.utils.logger import rename_in_log, set_up_logging
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PR_SET_NAME = 15
+_BEAT_INTERVAL_S = 0.5
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
@@ -51,7 +55,7 @@ class StartupReport(msgspec.Struct, frozen=True):
         is_config_error: whether options or model are the reason, which the user can change.
         is_explained: whether the package itself found the reason. Any other failure may be the
             consequence of another child's.
-        max_seq_len: of a scheduler.
+        max_seq_len, device: of a scheduler.
         tokenizer: of a tokenizer.
     """
 
@@ -59,6 +63,7 @@ class StartupReport(msgspec.Struct, frozen=True):
     is_config_error: bool = False
     is_explained: bool = False
     max_seq_len: int | None = None
+    device: str | None = None
     tokenizer: TokenizerInfo | None = None
 
 
@@ -75,6 +80,15 @@ class Ready:
     def beat(self) -> None:
         """Say that this process goes on: one more in shared memory, without a lock."""
         self._beats.value += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a child that stands by is to be: the arguments of `Supervisor.start`."""
+
+    name: str
+    body: str
+    args: tuple[Any, ...]
 
 
 def run_child(
@@ -104,6 +118,7 @@ def run_child(
         logger.debug("%s is imported", body)
         run(ready, *args)
     except Exception as error:  # the border of the process; the supervisor acts on the report
+        name = multiprocessing.current_process().name  # a child that stood by has another one
         if isinstance(error, MiniSGLError):
             logger.debug("%s", traceback.format_exc())
             reason = str(error)
@@ -119,6 +134,25 @@ def run_child(
         )
         writer.close()
         os._exit(1)
+
+
+def stand_by(ready: Ready, preparation: str, orders: Connection) -> None:
+    """Body of a child: prepare, then wait for an `Order`, and carry it out.
+
+    Args:
+        preparation: "module:function", without arguments.
+    """
+    pkgutil.resolve_name(preparation)()
+    ready(StartupReport())
+    while not orders.poll(_BEAT_INTERVAL_S):
+        ready.beat()
+    order: Order = orders.recv()
+    orders.close()
+    multiprocessing.current_process().name = order.name
+    name_process(order.name)
+    rename_in_log(order.name)
+    logger.debug("the process stood by")
+    pkgutil.resolve_name(order.body)(ready, *order.args)
 
 
 @contextmanager

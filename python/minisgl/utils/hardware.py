@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def short_waits() -> Iterator[None]:
     process, then has the processor of the one that works, that one cannot go on where they wait.
     A choice of the user's own holds, and so does that of a torch that is imported already.
     """
-    if {"OMP_WAIT_POLICY", _SPIN_COUNT} & os.environ.keys():
+    if {"OMP_WAIT_POLICY", _SPIN_COUNT} & os.environ.keys() or "torch" in sys.modules:
         yield
         return
     os.environ[_SPIN_COUNT] = "5000"  # looks at what they wait for

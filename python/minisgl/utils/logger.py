@@ -29,6 +29,13 @@ def set_up_logging(process: str, level: str = "INFO", *, as_json: bool = False) 
     root.setLevel(level)
 
 
+def rename_in_log(process: str) -> None:
+    """Write this process's records under another name from now on, after `set_up_logging`."""
+    root = logging.getLogger("minisgl")
+    as_json = isinstance(root.handlers[0].formatter, JsonFormatter)
+    set_up_logging(process, logging.getLevelName(root.level), as_json=as_json)
+
+
 class JsonFormatter(logging.Formatter):
     """Writes a record as one line of JSON.
 

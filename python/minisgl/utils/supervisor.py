@@ -8,6 +8,9 @@ children it kills and starts again.
 
 A child that lives may still hang. Each has a counter in shared memory, its *beat*, which it raises
 whenever it looks for messages. If it stands still for too long, the child is killed.
+
+Where an import takes seconds, a child may stand by that has done it, and take the place of one that
+has failed.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections.abc import Collection
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -33,7 +37,7 @@ from typing import Any, Self
 import msgspec
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.child import StartupReport, interrupts_blocked, run_child
+from minisgl.utils.child import Order, StartupReport, interrupts_blocked, run_child
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class _Child:
     """A process, the reading end of the pipe for its reports, and its beat.
 
     Attributes:
+        orders: the writing end of the pipe for its order, while it stands by.
         is_starting: it has not reported that it is ready.
         failure: its report of its failure.
         num_still_ticks: since its beat was seen to move.
@@ -54,6 +59,7 @@ class _Child:
     process: SpawnProcess
     reader: Connection
     beats: ctypes.c_ulong
+    orders: Connection | None = None
     is_starting: bool = True
     failure: StartupReport | None = None
     num_still_ticks: int = 0
@@ -177,6 +183,46 @@ class Supervisor:
         self._starter.start(process)
         writer.close()
 
+    def start_standby(self, name: str, preparation: str) -> None:
+        """Start a process that prepares, and then waits to take the place of another.
+
+        Args:
+            preparation: "module:function", without arguments. What it imports stays imported.
+
+        Raises:
+            OSError: the system starts no process now.
+        """
+        receiver, sender = self._context.Pipe(duplex=False)
+        with receiver:
+            try:
+                self.start(name, "minisgl.utils.child:stand_by", preparation, receiver)
+            except OSError:
+                self._children.pop(name).reader.close()
+                sender.close()
+                raise
+        self._children[name].orders = sender
+
+    def has_child(self, name: str) -> bool:
+        return name in self._children
+
+    def has_standby(self, name: str) -> bool:
+        """Whether a child stands by, alive and prepared."""
+        child = self._children.get(name)
+        return child is not None and not child.is_starting and child.process.is_alive()
+
+    def employ(self, standby: str, name: str, body: str, *args: Any) -> None:
+        """Let a child that stands by be what `start` would start."""
+        child = self._children.pop(standby)
+        assert child.orders
+        self._children[name] = child
+        child.process.name = name
+        child.is_starting = True
+        child.num_still_ticks = 0
+        orders = child.orders
+        child.orders = None
+        with orders, suppress(BrokenPipeError):  # it has died since: `wait_ready` says so
+            orders.send(Order(name, body, args))
+
     def wait_ready(self, timeout_s: float) -> list[StartupReport]:
         """Wait for the report of every child that was started since the last call.
 
@@ -271,6 +317,8 @@ class Supervisor:
         child = self._children.pop(name)
         child.process.join()
         child.reader.close()
+        if child.orders:
+            child.orders.close()
 
     def end_together(self) -> None:
         """From now on, when a child dies, kill the others at once.
@@ -360,6 +408,9 @@ class Supervisor:
         """Wait until all have ended; kill those that still run after the timeout."""
         self._is_stopping = True
         self._forget_unstarted()
+        for child in self._children.values():
+            if child.orders:  # it would wait for ever
+                child.process.kill()
         processes = [child.process for child in self._children.values()]
         deadline = time.monotonic() + timeout_s
         for process in processes:
