@@ -20,14 +20,12 @@ from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready
 from minisgl.utils.driver import GpuDriver
 from minisgl.utils.hardware import guess_hardware, short_waits
-from minisgl.utils.heap import use_one_heap
 
 logger = logging.getLogger(__name__)
 
 
 def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addresses) -> None:
     """Body of a process: see `scheduler_worker`."""
-    use_one_heap()
     with short_waits():  # before the thread: libcuda reads the environment that this changes
         threading.Thread(target=prepare, args=(config, rank), name="prepare", daemon=True).start()
         from minisgl.scheduler import scheduler_worker  # here, while the thread runs
@@ -38,7 +36,6 @@ def run_rank(ready: Ready, config: SchedulerConfig, rank: int, addresses: Addres
 
 def import_scheduler() -> None:
     """Import all that `run_rank` does, before it is known which rank this process will be."""
-    use_one_heap()
     with short_waits():
         import minisgl.scheduler  # noqa: F401 - it stays imported
 

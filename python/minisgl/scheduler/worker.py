@@ -25,7 +25,6 @@ from minisgl.utils import detect_hardware
 from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.heap import return_free_memory_regularly
 from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
@@ -66,8 +65,6 @@ def scheduler_worker(
     scheduler.pending_grammars.get_ready()
     logger.debug("grammars are ready")
     start_serving()
-    if config.device == "cuda":  # on a CPU steps use free memory again, see `keep_freed_memory`
-        return_free_memory_regularly()
     ready(StartupReport(max_seq_len=engine.limits.max_seq_len, device=config.device))
     scheduler.run()
     engine.close()
