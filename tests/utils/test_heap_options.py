@@ -84,5 +84,6 @@ return_free_memory_regularly(every_s=0.01)
 deadline = time.monotonic() + 30
 while resident() > before - 10_000_000:
     assert time.monotonic() < deadline, (before, resident())
+    time.sleep(0.01)
 """
     run(script)

@@ -219,9 +219,9 @@ def counts(ready: Ready, number: int) -> None:
 def test_a_child_that_stands_by_takes_the_place_of_another() -> None:
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
-        assert not supervisor.has_standby("standby")
+        assert not supervisor.is_prepared("standby")
         supervisor.wait_ready(60)
-        assert supervisor.has_standby("standby")
+        assert supervisor.is_prepared("standby")
         (standby,) = multiprocessing.active_children()
         supervisor.employ("standby", "worker", f"{__name__}:counts", 4)
         [report] = supervisor.wait_ready(60)
@@ -261,7 +261,7 @@ def test_a_child_that_stands_by_is_watched() -> None:
         supervisor.wait_ready(60)
         end("dies", signal.SIGKILL)
         assert next_failure(supervisor, 3600).name == "dies"
-        assert not supervisor.has_standby("dies")
+        assert not supervisor.is_prepared("dies")
         supervisor.remove_one("dies")
         end("stops", signal.SIGSTOP)
         assert next_failure(supervisor, 2) == Failure("stops", "stops did nothing for 2 s")

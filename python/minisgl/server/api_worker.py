@@ -25,11 +25,9 @@ from minisgl.server.api_process import ApiProcess, make_api_process, served_mode
 from minisgl.server.args import ServerConfig
 from minisgl.server.peers import Peers
 from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import Ready, StartupReport
+from minisgl.utils.child import BEAT_INTERVAL_S, Ready, StartupReport
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
-
-_BEAT_INTERVAL_S = 0.5
 
 
 def api_worker(
@@ -125,4 +123,4 @@ async def _beat(ready: Ready) -> None:
     """Say all the time that this process's event loop goes on."""
     while True:
         ready.beat()
-        await asyncio.sleep(_BEAT_INTERVAL_S)
+        await asyncio.sleep(BEAT_INTERVAL_S)

@@ -110,7 +110,7 @@ class ServerConfig(SchedulerConfig):
     keep_standbys: bool | None = option(
         None,
         "keep a process for each rank that takes over when a scheduler fails, seconds sooner than "
-        "a new one, for some 0.2 GB of host memory; auto: on GPUs",
+        "a new one, for some hundred MB of host memory each; auto: on GPUs",
     )
     drain_timeout_s: int = option(
         30, "seconds that open requests may take after SIGTERM; new ones get a 503 meanwhile"

@@ -102,7 +102,8 @@ def _key_limits(config: ServerConfig) -> str | None:
 def _fit(config: ServerConfig) -> ServerConfig:
     """The options, with as many API processes and connections as this machine is good for."""
     api_workers = config.api_workers or fit_api_workers(len(os.sched_getaffinity(0)))
-    num_workers = config.tp + config.num_tokenizer + 1 + api_workers
+    num_ranks = config.tp if config.keep_standbys is False else 2 * config.tp
+    num_workers = num_ranks + config.num_tokenizer + 1 + api_workers
     limit = fit_connections(config.max_connections, num_workers, raise_descriptor_limit())
     return replace(config, api_workers=api_workers, max_connections=limit)
 

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
 _WITHIN_S = 60.0
-_STANDBYS_EVERY_S = 5.0
 
 
 class Recovery:
@@ -57,18 +56,6 @@ class Recovery:
             EngineFailed: three workers failed within a minute, or one before it was ready again, or
                 an API process has failed.
         """
-        adding_standbys = asyncio.create_task(self._add_standbys())
-        try:
-            await self._recover()
-        finally:
-            adding_standbys.cancel()
-
-    async def _add_standbys(self) -> None:
-        while True:
-            await asyncio.sleep(_STANDBYS_EVERY_S)
-            self._workers.add_standbys()
-
-    async def _recover(self) -> None:
         while True:
             began_at = time.monotonic()
             failure = await self._next_failure_of_service()

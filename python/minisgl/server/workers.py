@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _RANK = "minisgl.rank_process:run_rank"
 _RANK_IMPORTS = "minisgl.rank_process:import_scheduler"
+_STANDBYS_AFTER_S = 5.0  # since the workers serve
+_STANDBYS_AGAIN_AFTER_S = 60.0  # since one has died
 
 
 class Workers:
@@ -50,7 +52,7 @@ class Workers:
         self._api_workers = {f"api-{api}": api for api in range(1, config.api_workers)}
         self._standbys = [f"standby-{rank}" for rank in range(config.tp)]
         self._keeps_standbys = config.keep_standbys
-        self._are_ready = False
+        self._standbys_from = math.inf  # by `time.monotonic`
 
     @property
     def start_s(self) -> int:
@@ -66,16 +68,17 @@ class Workers:
             self._start_tokenizer(name)
 
     def _start_scheduler(self, rank: int) -> None:
-        what = (f"scheduler-{rank}", _RANK, self._config, rank, self.addresses)
+        name = f"scheduler-{rank}"
+        args = (self._config, rank, self.addresses)
         standby = self._standbys[rank]
-        if self._supervisor.has_standby(standby):
-            self._supervisor.employ(standby, *what)
+        if self._supervisor.is_prepared(standby):
+            self._supervisor.employ(standby, name, _RANK, *args)
         else:
-            self._supervisor.start(*what)
+            self._supervisor.start(name, _RANK, *args)
 
-    def add_standbys(self) -> None:
-        """Let a process stand by for each scheduler, if that is wanted and the workers serve."""
-        if not (self._keeps_standbys and self._are_ready):
+    def _add_standbys(self) -> None:
+        """Let a process stand by for each scheduler, if that is wanted and it is time."""
+        if not self._keeps_standbys or time.monotonic() < self._standbys_from:
             return
         missing = [name for name in self._standbys if not self._supervisor.has_child(name)]
         try:
@@ -92,6 +95,9 @@ class Workers:
         self._supervisor.remove_one(failure.name)
         if failure.is_at_start:
             self._give_up_standbys(failure.reason)
+        else:
+            self._standbys_from = time.monotonic() + _STANDBYS_AGAIN_AFTER_S
+            logger.warning("%s; no request needed it", failure.reason)
 
     def _give_up_standbys(self, reason: str) -> None:
         self._keeps_standbys = False
@@ -157,23 +163,30 @@ class Workers:
         if self._keeps_standbys is None:
             self._keeps_standbys = any(report.device == "cuda" for report in reports)
         self._start_s = time.monotonic() - self._started_at
-        self._are_ready = True
+        self._standbys_from = time.monotonic() + _STANDBYS_AFTER_S
         return reports
 
     async def next_failure(self) -> Failure:
-        """Wait until a worker dies, or hangs for `step_timeout_s` and is killed."""
+        """Wait until a child dies, or hangs for `step_timeout_s` and is killed.
+
+        Meanwhile processes that stand by are started. They are children, too.
+        """
         config = self._config
-        return await self._supervisor.next_failure(config.step_timeout_s, config.start_timeout_s)
+        return await self._supervisor.next_failure(
+            config.step_timeout_s, config.start_timeout_s, self._add_standbys
+        )
 
     def kill(self) -> None:
-        """Kill all workers but API processes and those that stand by. Returns at once."""
-        self._are_ready = False
+        """Kill all children but API processes and those that can take over. Returns at once."""
         self._supervisor.kill(keep=self._kept)
 
     @property
     def _kept(self) -> set[str]:
-        """The children that are not of one epoch."""
-        return {*self._api_workers, *filter(self._supervisor.has_standby, self._standbys)}
+        """The children that outlive an epoch.
+
+        One that is not prepared yet does not: it would compete with the next start.
+        """
+        return {*self._api_workers, *filter(self._supervisor.is_prepared, self._standbys)}
 
     def end_epoch(self) -> None:
         """Wait until killed workers have ended. The next start is a new epoch."""

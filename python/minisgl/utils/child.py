@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PR_SET_NAME = 15
-_BEAT_INTERVAL_S = 0.5
+BEAT_INTERVAL_S = 0.5
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
@@ -144,7 +144,7 @@ def stand_by(ready: Ready, preparation: str, orders: Connection) -> None:
     """
     pkgutil.resolve_name(preparation)()
     ready(StartupReport())
-    while not orders.poll(_BEAT_INTERVAL_S):
+    while not orders.poll(BEAT_INTERVAL_S):
         ready.beat()
     order: Order = orders.recv()
     orders.close()

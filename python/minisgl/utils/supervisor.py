@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
 _TICK_S = 0.5
+_MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
 
 
 @dataclass(slots=True)
@@ -197,18 +198,22 @@ class Supervisor:
             try:
                 self.start(name, "minisgl.utils.child:stand_by", preparation, receiver)
             except OSError:
-                self._children.pop(name).reader.close()
                 sender.close()
+                child = self._children.pop(name, None)
+                if child is not None:
+                    child.reader.close()
                 raise
         self._children[name].orders = sender
 
     def has_child(self, name: str) -> bool:
         return name in self._children
 
-    def has_standby(self, name: str) -> bool:
-        """Whether a child stands by, alive and prepared."""
+    def is_prepared(self, name: str) -> bool:
+        """Whether a child stands by, is prepared, and has beaten in the last two seconds."""
         child = self._children.get(name)
-        return child is not None and not child.is_starting and child.process.is_alive()
+        if child is None or child.is_starting or not child.process.is_alive():
+            return False
+        return child.num_still_ticks <= _MAX_STILL_TICKS
 
     def employ(self, standby: str, name: str, body: str, *args: Any) -> None:
         """Let a child that stands by be what `start` would start."""
@@ -249,7 +254,12 @@ class Supervisor:
             child.is_starting = False
         return reports
 
-    async def next_failure(self, hang_timeout_s: float, start_timeout_s: float) -> Failure:
+    async def next_failure(
+        self,
+        hang_timeout_s: float,
+        start_timeout_s: float,
+        at_tick: Callable[[], None] = lambda: None,
+    ) -> Failure:
         """Wait until a child dies, or hangs for so long and is killed.
 
         Children may be starting. This method reads their reports: a report of a failure gives its
@@ -258,6 +268,7 @@ class Supervisor:
 
         Args:
             start_timeout_s: until a child that is starting must be ready.
+            at_tick: is called twice a second. It may start children.
         """
         hang_reasons: dict[str, str] = {}
         while not self._dead_children():
@@ -269,6 +280,7 @@ class Supervisor:
                 if child.num_still_ticks * _TICK_S >= limit_s:
                     hang_reasons[name] = f"{name} did nothing for {limit_s:g} s"
                     child.process.kill()
+            at_tick()
         first = self._first_death()
         reason = hang_reasons.get(first) or self._describe_death(first)
         return Failure(first, reason, self._children[first].is_starting)
