@@ -18,6 +18,7 @@ from tests.system.harness import (
     TIMEOUT_S,
     Program,
     endless_body,
+    has_ended,
     open_stream,
     small_server,
     wait_until,
@@ -224,7 +225,9 @@ def test_a_process_that_stands_by_is_the_next_scheduler(folder: Path) -> None:
     """If it has died, the next scheduler is a new process, and its death is not counted."""
     with Program(*small_server(folder, "--keep-standbys")) as program:
         program.wait_ready()
-        nth_standby(program, 1).kill()
+        dead = nth_standby(program, 1)
+        dead.kill()
+        wait_until(lambda: has_ended(dead), "it has ended")
         kill_the_scheduler(program)
         standby = nth_standby(program, 2)
         assert kill_the_scheduler(program) == standby
