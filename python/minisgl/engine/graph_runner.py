@@ -40,6 +40,7 @@ from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
     SamplingArrays,
     has_filters,
+    has_masks,
     sampling_arrays,
 )
 from minisgl.engine.steps import PreparedReplay
@@ -63,14 +64,15 @@ class CapturedStep:
         hidden_YD: what the forward graph leaves, with padding.
         sampling_graphs: from the logits to tokens, by whether they look at filters
             (`BatchSamplingArgs.is_filtered`). Where one is missing tokens are chosen eagerly.
-        sampling_inputs: what is sampled from.
+        sampling_inputs: what is sampled from, by whether a request has a filter, and whether one
+            has a mask.
     """
 
     metadata: BaseAttnMetadata
     forward_graph: Graph
     hidden_YD: Tensor
     sampling_graphs: dict[bool, SamplingGraph]
-    sampling_inputs: SamplingInputs
+    sampling_inputs: dict[tuple[bool, bool], SamplingInputs]
 
 
 class GraphRunner:
@@ -142,7 +144,7 @@ class GraphRunner:
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
         copy = self._stage(inputs, writes, sampling)
-        return PreparedReplay(key, inputs, copy, has_filters(sampling))
+        return PreparedReplay(key, inputs, copy, has_filters(sampling), has_masks(sampling))
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
         """Compute a captured step up to its logits.
@@ -157,11 +159,7 @@ class GraphRunner:
             captured.metadata, inputs.attn_start_X, inputs.attn_end_X
         )
         captured.forward_graph.replay()
-
-        sampling_inputs = captured.sampling_inputs
-        if prepared.is_filtered and not sampling_inputs.args.is_filtered:
-            args = replace(sampling_inputs.args, is_filtered=True)
-            sampling_inputs = replace(sampling_inputs, args=args)
+        sampling_inputs = captured.sampling_inputs[prepared.is_filtered, prepared.is_masked]
         return captured.hidden_YD, sampling_inputs
 
     def sampling_graph(self, key: GraphKey, *, is_filtered: bool) -> SamplingGraph | None:
@@ -250,7 +248,20 @@ class GraphRunner:
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))
-        return CapturedStep(metadata, forward_graph, hidden_YD, sampling_graphs, sampling_inputs)
+        variants = {
+            (is_filtered, is_masked): self._variant(sampling_inputs, is_filtered, is_masked)
+            for is_filtered in (False, True)
+            for is_masked in (False, True)
+        }
+        return CapturedStep(metadata, forward_graph, hidden_YD, sampling_graphs, variants)
+
+    def _variant(
+        self, sampling_inputs: SamplingInputs, is_filtered: bool, is_masked: bool
+    ) -> SamplingInputs:
+        """What is sampled from in a step with or without filters and masks."""
+        is_filtered |= self._filter_choices[0]
+        args = replace(sampling_inputs.args, is_filtered=is_filtered, is_masked=is_masked)
+        return replace(sampling_inputs, args=args)
 
     def _capture_call(self, key: GraphKey, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         """Capture a call of a step. The calls of the first step of each kind are rehearsed."""

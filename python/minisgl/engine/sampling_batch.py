@@ -92,6 +92,11 @@ def sampling_capacity(num_slices: int) -> int:
     return num_arrays * capacity_for(num_slices) + two_numbers_a_seed
 
 
+def has_masks(arrays: SamplingArrays) -> bool:
+    """Whether a request has a grammar."""
+    return bool((arrays.mask_B >= 0).any())
+
+
 def has_filters(arrays: SamplingArrays) -> bool:
     """Whether a request has a filter and is not greedy."""
     is_random_B = arrays.temperature_B > 0

@@ -28,12 +28,14 @@ class PreparedReplay:
         copy: the inputs, the table writes and the sampling parameters, ready to go to where the
             graph reads them.
         is_filtered: whether a request has a filter.
+        is_masked: whether a request has a grammar.
     """
 
     key: GraphKey
     inputs: GraphInputs
     copy: StagedCopy
     is_filtered: bool
+    is_masked: bool
 
 
 @dataclass(slots=True)
