@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from minisgl.benchmark.flags import make_parser
+from minisgl.benchmark.online.client import Target
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.report import Objective, summarize
 from minisgl.benchmark.online.workloads import Shape, closed_loop
-from minisgl.benchmark.serve import Run, figures_of, main
+from minisgl.benchmark.serve import Run, figures_of, first_model, main
+from minisgl.errors import ConfigError
 
 
 def run(out_ms: float) -> Run:
@@ -154,6 +157,14 @@ def test_a_server_that_lists_no_models_is_said_in_a_line(models: bytes) -> None:
     assert isinstance(end.value.code, str)
     assert end.value.code.startswith(f"error: --url {url} lists no models: ")
     assert "\n" not in end.value.code
+
+
+@pytest.mark.parametrize("status", ["302 Found\r\nLocation: /v1/models", "500 Error"])
+def test_the_connection_of_a_refused_list_of_models_is_closed(status: str) -> None:
+    with server(answer_of(b"no", status), b"") as url, pytest.raises(ConfigError) as end:
+        first_model(Target(url, ""))
+    assert isinstance(end.value.__cause__, HTTPError)
+    assert end.value.__cause__.fp.closed
 
 
 def test_a_run_of_which_every_request_fails_is_an_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import msgspec
 from tqdm import tqdm
@@ -120,6 +121,8 @@ def first_model(target: Target) -> str:
         with urllib.request.urlopen(request, timeout=target.timeout_s) as response:
             models = msgspec.json.decode(response.read(), type=_Models).data
     except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it is the answer, too
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"--url {target.url} lists no models: {reason}") from error
     if not models:
