@@ -4,32 +4,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from minisgl.core import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities of some tokens, and of the likeliest tokens in their places.
+
+    Attributes:
+        logprob_X: float32.
+        top_XC, id_XC: float32 and int64, the likeliest first.
+    """
+
+    logprob_X: Tensor
+    top_XC: Tensor
+    id_XC: Tensor
+
+    @classmethod
+    def of(cls, logits_XV: Tensor, token_X: Tensor, num_top: int) -> Self:
+        """
+        Args:
+            logits_XV: the model's logits for the tokens, neither masked nor changed.
+        """
+        logprob_XV = torch.log_softmax(logits_XV.float(), dim=-1)
+        token_logprob_X1 = logprob_XV.gather(1, token_X.long()[:, None])
+        top_XC, id_XC = logprob_XV.topk(min(num_top, logprob_XV.shape[1]), dim=-1)
+        return cls(token_logprob_X1[:, 0], top_XC, id_XC)
+
+    @classmethod
+    def join(cls, parts: Sequence[Scores]) -> Self:
+        """Those of all parts, one after the other."""
+        return cls(
+            torch.cat([part.logprob_X for part in parts]),
+            torch.cat([part.top_XC for part in parts]),
+            torch.cat([part.id_XC for part in parts]),
+        )
+
+
 class LogprobsOutput:
-    """Log probabilities of some tokens of a step, and of the likeliest tokens in their places.
+    """Log probabilities of some tokens of a step.
 
     Args:
         index: which of the sampled tokens they are.
-        logits_XV: the model's logits for them, neither masked nor changed.
         num_top: how many of the likeliest each wants.
     """
 
-    def __init__(
-        self, index: list[int], logits_XV: Tensor, token_X: Tensor, num_top: list[int]
-    ) -> None:
+    def __init__(self, index: list[int], scores: Scores, num_top: list[int]) -> None:
         self._index = index
         self._num_top = num_top
-        logprob_XV = torch.log_softmax(logits_XV.float(), dim=-1)
-        token_logprob_X1 = logprob_XV.gather(1, token_X.long()[:, None])
-        top_XC, id_XC = logprob_XV.topk(min(max(num_top), logprob_XV.shape[1]), dim=-1)
-        self._logprob_X = token_logprob_X1[:, 0].to("cpu", non_blocking=True)
-        self._top_XC = top_XC.to("cpu", non_blocking=True)
-        self._id_XC = id_XC.to("cpu", non_blocking=True)
+        self._logprob_X = scores.logprob_X.to("cpu", non_blocking=True)
+        self._top_XC = scores.top_XC.to("cpu", non_blocking=True)
+        self._id_XC = scores.id_XC.to("cpu", non_blocking=True)
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Return all by index of the sampled token. To be called after the tokens have come."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.core import BatchPlan, ReqSlice, TokenLogprobs
-from minisgl.engine.logprobs import LogprobsOutput
+from minisgl.engine.logprobs import LogprobsOutput, Scores
 
 _MAX_SCORED_ROWS = 32  # hidden states that become logits at a time
 
@@ -37,7 +37,7 @@ class PromptOutputs:
         self, plan: BatchPlan, hidden_YD: Tensor, logits: LogitsFunction, token_pool_RL: Tensor
     ) -> None:
         self._logits = logits
-        self._logprobs: dict[int, list[LogprobsOutput]] = {}
+        self._logprobs: dict[int, LogprobsOutput | None] = {}
         self._embeddings: dict[int, Tensor] = {}
         end = 0
         for i, req_slice in enumerate(plan.slices):
@@ -63,27 +63,27 @@ class PromptOutputs:
 
     def _score(
         self, req_slice: ReqSlice, hidden_YD: Tensor, next_token_Y: Tensor
-    ) -> list[LogprobsOutput]:
-        """Logprobs of the prompt's tokens that follow those of a slice."""
+    ) -> LogprobsOutput | None:
+        """Logprobs of the prompt's tokens that follow those of a slice; None if there are none."""
         num_scored = len(req_slice)
         if req_slice.samples:
             num_scored -= 1  # the token after the last one of a prompt belongs to the answer
-        outputs: list[LogprobsOutput] = []
+        num_top = req_slice.req.params.prompt_logprobs or 0
+        parts: list[Scores] = []
         for begin in range(0, num_scored, _MAX_SCORED_ROWS):
             rows = slice(begin, min(begin + _MAX_SCORED_ROWS, num_scored))
             logits_XV = self._logits(hidden_YD[rows])
-            token_X = next_token_Y[rows]
             if logits_XV is not None:
-                num_top = [req_slice.req.params.prompt_logprobs or 0] * len(token_X)
-                index = list(range(len(token_X)))
-                outputs.append(LogprobsOutput(index, logits_XV, token_X, num_top))
-        return outputs
+                parts.append(Scores.of(logits_XV, next_token_Y[rows], num_top))
+        if not parts:
+            return None
+        return LogprobsOutput(list(range(num_scored)), Scores.join(parts), [num_top] * num_scored)
 
     def read_logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """Return logprobs by index of the slice. Call it after the tokens of the plan have come."""
         return {
-            i: [logprobs for output in outputs for logprobs in output.read().values()]
-            for i, outputs in self._logprobs.items()
+            i: list(output.read().values()) if output else []
+            for i, output in self._logprobs.items()
         }
 
     def read_embeddings(self) -> dict[int, bytes]:

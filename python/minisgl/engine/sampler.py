@@ -36,7 +36,7 @@ from torch import Tensor
 from minisgl.core import ReqSlice
 from minisgl.engine.graph_capture import Graph
 from minisgl.engine.logits_processing import process_logits, processing_capacity, wants_processing
-from minisgl.engine.logprobs import LogprobsOutput
+from minisgl.engine.logprobs import LogprobsOutput, Scores
 from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity
 from minisgl.kernel import choose_scored_tokens, choose_tokens, lowest_kept, scatter
 from minisgl.layers import VocabShard
@@ -183,7 +183,8 @@ class Sampler:
         logprobs = None
         if unmasked_XV is not None:
             token_X = token_B[self.to_device_index(num_top)]
-            logprobs = LogprobsOutput(list(num_top), unmasked_XV, token_X, list(num_top.values()))
+            scores = Scores.of(unmasked_XV, token_X, max(num_top.values()))
+            logprobs = LogprobsOutput(list(num_top), scores, list(num_top.values()))
         return SampledTokens(token_B[: len(slices)], logprobs)
 
     def sample(
