@@ -107,7 +107,7 @@ def test_one_stands_by_for_each_rank_once_they_have_served(
     device: str, wanted: bool | None, expected: set[str], clock: Clock
 ) -> None:
     workers, supervisor = serving(device, tp=2, keep_standbys=wanted)
-    clock.now += 4
+    clock.now += 1
     workers._add_standbys()
     assert supervisor.standbys == set()
     clock.now += 2

@@ -115,7 +115,7 @@ class Program:
     def assert_nothing_is_left(self, *, folder: bool = False) -> None:
         """No process is left, and no folder unless `folder`: a killed program leaves that."""
         assert self._processes
-        wait_until(lambda: all(map(has_ended, self._processes)), f"all of {self._processes} end")
+        wait_until(lambda: all(map(_has_ended, self._processes)), f"all of {self._processes} end")
         if not folder:
             assert list(self.folder.glob("minisgl-*")) == []
 
@@ -142,7 +142,7 @@ class Program:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def has_ended(process: psutil.Process) -> bool:
+def _has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _RANK = "minisgl.rank_process:run_rank"
 _RANK_IMPORTS = "minisgl.rank_process:import_scheduler"
-_STANDBYS_AFTER_S = 5.0  # since the workers serve
+_STANDBYS_AFTER_S = 2.0  # since the workers serve
 _STANDBYS_AGAIN_AFTER_S = 60.0  # since one has died
 
 
