@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,6 @@ class RecordingSupervisor:
 
     def remove_one(self, name: str) -> None:
         self.children.remove(name)
-
-    async def next_failure(
-        self, hang_timeout_s: float, start_timeout_s: float, at_tick: Callable[[], None]
-    ) -> Failure:
-        raise NotImplementedError
 
     @property
     def standbys(self) -> set[str]:

@@ -18,6 +18,7 @@ from minisgl.core import Batch, BatchPlan, IntArray
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
     has_filters,
+    has_masks,
     sampling_arrays,
     sampling_capacity,
 )
@@ -82,10 +83,9 @@ class BatchBuilder:
             self._context.page_table_RP,
             self._context.kv_pool.page_size,
         )
-        is_masked = any(req_slice.req.params.grammar for req_slice in sampling_slices)
         return EagerBatch(
             Batch(row, position.long(), input_ids_T, slot_T, last.long(), metadata),
-            BatchSamplingArgs(has_filters(sampling), is_masked, *args),
+            BatchSamplingArgs(has_filters(sampling), has_masks(sampling), *args),
             token_index,
         )
 

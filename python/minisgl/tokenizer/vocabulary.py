@@ -56,7 +56,8 @@ class Vocabulary:
     def spell_all(self) -> None:
         """Ask for the bytes of all tokens now, so that memory does not grow as tokens come.
 
-        Of 150,000 tokens that takes half a second. Where only `decode` knows, it would take ten.
+        Of 150,000 tokens that takes half a second. Tokens that only `decode` knows take longer, and
+        are asked for as they come.
         """
         if self.spelling is None:
             return

@@ -82,7 +82,7 @@ def return_free_memory() -> None:
 
 
 def return_free_memory_regularly(every_s: float = 60.0) -> None:
-    """Give free memory of the heap back to the kernel in a thread, now and again and again.
+    """Give free memory of the heap back to the kernel in a thread, now and regularly.
 
     A process that has read a large vocabulary has 200 MiB of it.
 
