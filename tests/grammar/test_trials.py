@@ -88,6 +88,12 @@ def test_a_mistake_is_named_and_a_large_grammar_counts_more_bytes(trials: Trials
     assert large.num_bytes > 4 * small.num_bytes
 
 
+def test_code_that_a_schema_needs_first_is_not_counted_as_its_memory(trials: Trials) -> None:
+    verdict = trials.ask(Grammar("json_schema", '{"type": "object", "properties": {"a": {}}}'))
+    assert verdict.error is None
+    assert verdict.num_bytes <= 2**19  # its matcher takes less than 2**17
+
+
 def test_the_process_yields_to_the_engine(trials: Trials) -> None:
     assert trials.ask(YES).error is None
     assert trials._process is not None

@@ -30,7 +30,11 @@ from minisgl.utils.child import die_with_parent, ignore_interrupts, name_process
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less
-_SMALL = Grammar("regex", "")
+_SMALL = {  # of each kind
+    "json_schema": Grammar("json_schema", '{"type": "object"}'),
+    "regex": Grammar("regex", ""),
+    "lark": Grammar("lark", 'start: ""'),
+}
 
 
 def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
@@ -119,7 +123,8 @@ def _compile_under_limits(
     compiler: GrammarCompiler, grammar: Grammar, limits: TrialLimits
 ) -> Verdict:
     executor = deep_stack_executor("trial")
-    executor.submit(compiler.compile, _SMALL).result()  # takes the memory that the first one takes
+    first = executor.submit(compiler.compile, _SMALL[grammar.kind])
+    first.result()  # takes the memory that the first one of a kind takes
     num_bytes_before = _memory_bytes()
     _set_limits(limits)
     try:
@@ -141,12 +146,12 @@ def _set_limits(limits: TrialLimits) -> None:
 
 
 def _memory_bytes() -> int:
-    """Resident memory of this process."""
-    return _num_pages(1) * _PAGE_BYTES
+    """Resident memory of this process, without pages of files, as its code is in."""
+    return (_num_pages(1) - _num_pages(2)) * _PAGE_BYTES
 
 
 def _num_pages(column: int) -> int:
-    """A number of /proc/self/statm: 0 the address space, 1 what is resident."""
+    """A number of /proc/self/statm: 0 the address space, 1 what is resident, 2 of files."""
     return int(Path("/proc/self/statm").read_text().split()[column])
 
 
