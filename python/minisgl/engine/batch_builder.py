@@ -8,13 +8,14 @@ All numbers of the step go to the device in one copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from minisgl.core import Batch, BatchPlan, IntArray
+from minisgl.core import Batch, BatchPlan, IntArray, Req, ReqSlice, SamplingParams
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,
     has_filters,
@@ -25,6 +26,47 @@ from minisgl.engine.sampling_batch import (
 from minisgl.kernel import look_up
 from minisgl.layers import Context
 from minisgl.utils.staging import Staging, capacity_for
+
+_MULTIPLE_ON_GPU = 64  # tiles of products are as long or longer
+_FEWEST_PADDED = 256  # tokens; shorter products have tiles of their own
+
+
+def eager_multiple(device: torch.device) -> int:
+    """Of how many tokens a long step has a multiple.
+
+    On a GPU, cuBLAS chooses a kernel for each new number of tokens, loads it, and keeps the choice.
+    """
+    return _MULTIPLE_ON_GPU if device.type == "cuda" else 1
+
+
+class EagerPadding:
+    """Padding behind the slices of a long step: a slice of the padding row.
+
+    Args:
+        multiple: the number of tokens becomes one of it.
+        longest: the most tokens of padding. A step that needs more is not padded.
+    """
+
+    def __init__(self, padding_row: int, multiple: int, longest: int) -> None:
+        self._multiple = multiple
+        self._longest = longest
+        nothing = np.zeros(1, dtype=np.int32)
+        self._req = Req(-1, nothing, SamplingParams(), max_length=1, seed=0)
+        self._req.row = padding_row
+
+    def padded(self, num_tokens: int) -> int:
+        """How many tokens a step of so many has with its padding."""
+        missing = -num_tokens % self._multiple
+        if num_tokens <= _FEWEST_PADDED or missing > self._longest:
+            return num_tokens
+        return num_tokens + missing
+
+    def pad(self, plan: BatchPlan) -> BatchPlan:
+        num_tokens = plan.num_tokens
+        missing = self.padded(num_tokens) - num_tokens
+        if not missing:
+            return plan
+        return replace(plan, slices=[*plan.slices, ReqSlice(self._req, 0, missing, samples=False)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +85,16 @@ class EagerBatch:
 class BatchBuilder:
     """Builds batches over the tables of a context."""
 
-    def __init__(self, context: Context, staging: Staging) -> None:
+    def __init__(self, context: Context, staging: Staging, padding: EagerPadding) -> None:
         self._context = context
         self._staging = staging
+        self._padding = padding
         self._num_row_tokens = context.token_pool_RL.shape[1]
 
     def build(self, plan: BatchPlan) -> EagerBatch:
         """Build the batch of a plan, whose table writes are done already."""
+        plan = self._padding.pad(plan)
+
         # The slices: row, start, end, and whether it samples.
         numbers = [
             (req_slice.row, req_slice.start, req_slice.end, req_slice.samples)

@@ -20,7 +20,13 @@ from torch import Tensor
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
 from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice, TableWrites
-from minisgl.engine.batch_builder import BatchBuilder, batch_capacity, sampled_hidden_states
+from minisgl.engine.batch_builder import (
+    BatchBuilder,
+    EagerPadding,
+    batch_capacity,
+    eager_multiple,
+    sampled_hidden_states,
+)
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
 from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
 from minisgl.engine.graph_key import GraphKeys, has_room_for_writes
@@ -86,7 +92,9 @@ class ModelRunner:
 
         assert config.max_prefill_length
         self._most_prompt_tokens = config.max_prefill_length
-        num_tokens = most_tokens(config, limits.num_rows)
+        multiple = eager_multiple(self._device)
+        padding = EagerPadding(limits.num_rows, multiple, longest=limits.num_row_tokens - 1)
+        num_tokens = padding.padded(most_tokens(config, limits.num_rows))
         # Sends what every step needs before its model runs.
         self._staging = Staging(self._device, batch_capacity(num_tokens, limits.num_rows))
         # Sends what few steps need, at any time.
@@ -94,7 +102,7 @@ class ModelRunner:
         self._extra_staging = Staging(self._device, max(capacity, 2 * capacity_for(_MAX_WRITES)))
         self._host_copier = HostCopier(self._device, limits.num_rows)
 
-        self._batch_builder = BatchBuilder(self.context, self._staging)
+        self._batch_builder = BatchBuilder(self.context, self._staging, padding)
         self._sampler = Sampler(
             self._vocab, self.context.token_pool_RL, limits.eos_ids, self._extra_staging
         )

@@ -1,0 +1,79 @@
+"""What an eager step computes of a plan, padding included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl.attention.torch_backend import TorchAttentionBackend, TorchAttnMetadata
+from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
+from minisgl.engine import model_runner
+from minisgl.engine.batch_builder import EagerPadding
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
+
+PADDING_ROW = 9
+
+
+def req_slice(row: int, start: int, end: int) -> ReqSlice:
+    req = Req(row, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
+    req.row = row
+    return ReqSlice(req, start, end, samples=True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "padded"), [(255, 255), (256, 256), (257, 320), (320, 320), (8193, 8256)]
+)
+def test_a_long_step_has_a_multiple_of_64_tokens(num_tokens: int, padded: int) -> None:
+    padding = EagerPadding(PADDING_ROW, multiple=64, longest=100)
+    plan = padding.pad(BatchPlan([req_slice(3, 0, 1), req_slice(4, 7, 6 + num_tokens)]))
+    assert plan.num_tokens == padding.padded(num_tokens) == padded
+
+
+def test_padding_is_a_slice_of_the_padding_row_that_returns_nothing() -> None:
+    padding = EagerPadding(PADDING_ROW, multiple=64, longest=100)
+    plan = padding.pad(BatchPlan([req_slice(3, 10, 310)]))
+    last = plan.slices[-1]
+    assert (last.row, last.start, last.end) == (PADDING_ROW, 0, 20)
+    assert (last.samples, last.num_hidden_states) == (False, 0)
+
+
+def test_padding_does_not_end_behind_its_row() -> None:
+    padding = EagerPadding(PADDING_ROW, multiple=64, longest=10)
+    assert padding.pad(BatchPlan([req_slice(3, 0, 300)])).num_tokens == 300
+    assert padding.pad(BatchPlan([req_slice(3, 0, 311)])).num_tokens == 320
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_padded_steps_give_the_same_answers(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    prompts = random_prompts([150, 33, 140, 200], VOCAB_SIZE)
+    params = [greedy(8), greedy(8), greedy(8), SamplingParams(max_tokens=1, prompt_logprobs=2)]
+
+    sizes: list[int] = []
+    make_metadata = TorchAttentionBackend.make_metadata
+
+    def watched(backend: TorchAttentionBackend, plan: BatchPlan) -> TorchAttnMetadata:
+        sizes.append(plan.num_tokens)
+        return make_metadata(backend, plan)
+
+    monkeypatch.setattr(TorchAttentionBackend, "make_metadata", watched)
+
+    def tokens(multiple: int) -> list[list[int]]:
+        monkeypatch.setattr(model_runner, "eager_multiple", lambda device: multiple)
+        config = config_of(checkpoint(arch), max_prefill_length=300)
+        engine = WatchedEngine(config)
+        try:
+            return [answer.tokens for answer in Host(engine, config).ask(prompts, params)]
+        finally:
+            engine.close()
+
+    padded = tokens(64)
+    assert 320 in sizes
+    sizes.clear()
+    assert tokens(1) == padded
+    assert 300 in sizes
