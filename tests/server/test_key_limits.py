@@ -82,6 +82,14 @@ def test_a_bad_file_is_refused_with_the_reason(
         read_key_limits(path)
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_is_refused_because_it_can_be_read_only_once(tmp_path: Path) -> None:
+    path = tmp_path / "limits"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="limits: it must be a regular file"):
+        read_key_limits(path)
+
+
 def test_other_limits_begin_anew() -> None:
     text = f"[a]\nsha256 = '{DIGEST}'\nopen_requests = 1"
     limits = KeyLimits(text, SharedNumbers())

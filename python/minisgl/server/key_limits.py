@@ -131,6 +131,9 @@ def read_key_limits(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read, or a value is outside its bounds.
     """
+    if path.exists() and not path.is_file():
+        reason = "it must be a regular file, because SIGHUP reads it again"
+        raise ConfigError(f"--key-limits {path}: {reason}")
     try:
         text = path.read_text()
         _parse(text)
