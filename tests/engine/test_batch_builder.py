@@ -41,6 +41,12 @@ def test_padding_is_a_slice_of_the_padding_row_that_returns_nothing() -> None:
     assert (last.samples, last.num_hidden_states) == (False, 0)
 
 
+def test_decodes_alone_are_not_padded() -> None:
+    padding = EagerPadding(PADDING_ROW, multiple=64, longest=100)
+    decodes = [req_slice(row, 7, 8) for row in range(300)]
+    assert padding.pad(BatchPlan(decodes)).num_tokens == 300
+
+
 def test_padding_does_not_end_behind_its_row() -> None:
     padding = EagerPadding(PADDING_ROW, multiple=64, longest=10)
     assert padding.pad(BatchPlan([req_slice(3, 0, 300)])).num_tokens == 300

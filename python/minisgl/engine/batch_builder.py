@@ -40,7 +40,9 @@ def eager_multiple(device: torch.device) -> int:
 
 
 class EagerPadding:
-    """Padding behind the slices of a long step: a slice of the padding row.
+    """Padding behind the slices of a long step with prompts: a slice of the padding row.
+
+    Steps of decodes alone have few sizes, and need no attention of prompts.
 
     Args:
         multiple: the number of tokens becomes one of it.
@@ -64,7 +66,7 @@ class EagerPadding:
     def pad(self, plan: BatchPlan) -> BatchPlan:
         num_tokens = plan.num_tokens
         missing = self.padded(num_tokens) - num_tokens
-        if not missing:
+        if not missing or plan.num_decodes == len(plan.slices):
             return plan
         return replace(plan, slices=[*plan.slices, ReqSlice(self._req, 0, missing, samples=False)])
 
