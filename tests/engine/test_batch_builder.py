@@ -69,17 +69,29 @@ def test_padded_steps_give_the_same_answers(
 
     monkeypatch.setattr(TorchAttentionBackend, "make_metadata", watched)
 
-    def tokens(multiple: int) -> list[list[int]]:
+    def outputs(multiple: int) -> tuple[list[list[int]], list[float]]:
+        """Tokens, and log probabilities of the last prompt."""
         monkeypatch.setattr(model_runner, "eager_multiple", lambda device: multiple)
         config = config_of(checkpoint(arch), max_prefill_length=300)
         engine = WatchedEngine(config)
         try:
-            return [answer.tokens for answer in Host(engine, config).ask(prompts, params)]
+            host = Host(engine, config)
+            tokens = [answer.tokens for answer in host.ask(prompts, params)]
+            of_prompt = [
+                entry.logprob
+                for msg in host.outbox.msgs
+                for _, entry in msg.prompt_logprobs or []
+                if entry is not None
+            ]
+            return tokens, of_prompt
         finally:
             engine.close()
 
-    padded = tokens(64)
+    padded_tokens, padded_logprobs = outputs(64)
     assert 320 in sizes
     sizes.clear()
-    assert tokens(1) == padded
+    tokens, logprobs = outputs(1)
     assert 300 in sizes
+    assert padded_tokens == tokens
+    assert len(logprobs) == len(prompts[-1]) - 1
+    assert padded_logprobs == pytest.approx(logprobs, abs=1e-4)
