@@ -135,7 +135,7 @@ def test_on_a_machine_with_a_gpu_a_rank_on_the_cpu_leaves_that_alone(machine: Ma
     assert not machine.context.exists()
 
 
-@pytest.mark.parametrize("options", [{"model": "no such folder"}, {"tp": 2}, {"comm": "nccl"}])
+@pytest.mark.parametrize("options", [{"model": "no such folder"}, {"tp": 2}, {"comm": "pynccl"}])
 def test_what_cannot_work_is_left_to_the_engine_to_tell(
     machine: Machine, options: dict[str, str | int]
 ) -> None:

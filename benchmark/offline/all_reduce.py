@@ -1,5 +1,7 @@
 """Microseconds of a sum over ranks, by NCCL and by each protocol of peer memory, in CUDA graphs.
 
+NCCL is called by torch (`torch`) and by the engine itself (`pynccl`).
+
     python benchmark/offline/all_reduce.py [--tp 2] [--repeat 3] [--probe] [--out results.jsonl]
 
 Sums of bfloat16 from 1 KiB to 16 MiB; rank 0's times, which are those of 1,000 sums in a row.
@@ -13,6 +15,7 @@ import argparse
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from minisgl.distributed import DistributedCommunicator, DistributedInfo, create
 from minisgl.distributed.peer_communicator import measure_routes, share_memory
 from minisgl.distributed.peer_memory import PeerMemoryError
 from minisgl.distributed.protocol_table import seconds_a_call
+from minisgl.errors import ConfigError
 from minisgl.kernel import PeerSum, Protocol
 
 NUM_BYTES = [1 << i for i in range(10, 25)]
@@ -34,10 +38,12 @@ REPLAYS = 10
 
 
 def microseconds(
-    comm: DistributedCommunicator, peer_sum: PeerSum | None, x: Tensor
+    groups: dict[str, DistributedCommunicator], peer_sum: PeerSum | None, x: Tensor
 ) -> dict[str, float]:
     """The times of a sum, by what adds it up."""
-    calls = {"nccl": partial(comm.all_reduce, x)}
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(group.all_reduce, x) for name, group in groups.items()
+    }
     if peer_sum is not None:
         taken = [protocol for protocol in Protocol if peer_sum.takes(x, protocol)]
         calls |= {each.name.lower(): partial(peer_sum.add_up, x, each) for each in taken}
@@ -60,11 +66,24 @@ def probe_symmetric_memory(info: DistributedInfo, device: torch.device, folder: 
         return f"does not work: {error}"
 
 
+def join_groups(
+    info: DistributedInfo, device: torch.device, folder: Path
+) -> dict[str, DistributedCommunicator]:
+    """A group for each way to call NCCL."""
+    groups = {"torch": create_communicator(info, device, folder / "torch", "torch")}
+    try:
+        groups["pynccl"] = create_communicator(info, device, folder / "pynccl", "pynccl")
+    except ConfigError as error:
+        print(f"rank {info.rank}: {error}", flush=True)
+    return groups
+
+
 def run_rank(args: argparse.Namespace, folder: Path, rank: int) -> None:
     info = DistributedInfo(rank, args.tp)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    comm = create_communicator(info, device, folder / "rendezvous", "nccl")
+    groups = join_groups(info, device, folder)
+    comm = groups.get("pynccl", groups["torch"])
     peer_sum = None
     try:
         memory, peer_sum = share_memory(comm, device)
@@ -75,7 +94,7 @@ def run_rank(args: argparse.Namespace, folder: Path, rank: int) -> None:
     figures = []
     for num_bytes in NUM_BYTES:
         x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
-        turns = [microseconds(comm, peer_sum, x) for _ in range(args.repeat)]
+        turns = [microseconds(groups, peer_sum, x) for _ in range(args.repeat)]
         for name in turns[0]:
             values = [round(turn[name], 3) for turn in turns]
             figure = Figure(
@@ -99,7 +118,8 @@ def run_rank(args: argparse.Namespace, folder: Path, rank: int) -> None:
         append_figures(args.out, figures)
     if args.probe:
         print(f"rank {rank}: symmetric memory {probe_symmetric_memory(info, device, folder)}")
-    comm.close()
+    for group in groups.values():
+        group.close()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
 MODEL_SOURCES = ("huggingface", "modelscope")
 ATTENTION_BACKEND_NAMES = ("fa", "fi", "torch", "trtllm")
-COMM_NAMES = ("nccl", "peer")
+COMM_NAMES = ("torch", "pynccl", "peer")
 PREFIX_CACHE_NAMES = ("naive", "radix")
 SCHEDULES = ("short-first", "fcfs")
 _MAX_COUNT = 2**31 - 1  # tokens, pages and rows are counted in 32 bits on the device
@@ -71,8 +71,9 @@ class EngineConfig:
     )
     comm: str | None = option(
         None,
-        "what adds up over the ranks on GPUs: nccl, or peer, which writes small sums into the "
-        "memory of the other GPUs; auto: for each size the faster one, as measured at the start",
+        "what carries tensors between ranks on GPUs: torch (torch.distributed, by NCCL), pynccl "
+        "(NCCL alone), or peer (for small sums the memory of the other GPUs, else as pynccl); "
+        "auto: pynccl, and peer for sums of a size for which it was faster at the start",
         COMM_NAMES,
     )
     page_size: int | None = option(

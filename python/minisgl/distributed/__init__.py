@@ -2,11 +2,12 @@
 
 `DistributedInfo` has rank and size and divides heads and weights. A `DistributedCommunicator`
 reduces and gathers tensors; layers get it as an argument. There is no process-wide group. Read
-`communicator.py`, then `peer_communicator.py`.
+`communicator.py`, then `nccl_communicator.py` and `peer_communicator.py`.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -17,16 +18,22 @@ from minisgl.distributed.communicator import (
     TorchCommunicator,
 )
 from minisgl.distributed.info import DistributedInfo
+from minisgl.distributed.nccl_communicator import NcclCommunicator
+from minisgl.distributed.nccl_library import NcclError, load_nccl, nccl_version
 from minisgl.distributed.peer_communicator import PeerCommunicator, with_peer_memory
+from minisgl.errors import ConfigError
 
 __all__ = [
     "DistributedCommunicator",
     "DistributedInfo",
+    "NcclCommunicator",
     "PeerCommunicator",
     "SingleCommunicator",
     "TorchCommunicator",
     "create_communicator",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def create_communicator(
@@ -41,7 +48,8 @@ def create_communicator(
     Args:
         rendezvous: path of a file that all ranks and no other process use; absent at first. A group
             of one needs none.
-        comm: what adds up on GPUs, of `COMM_NAMES`; None: the fastest there is, as measured now.
+        comm: what the ranks use on GPUs, of `COMM_NAMES`; None: for sums the fastest there is, as
+            measured now.
 
     Raises:
         ConfigError: that does not work here.
@@ -49,7 +57,29 @@ def create_communicator(
     if info.size == 1:
         return SingleCommunicator()
     assert rendezvous is not None
-    group = TorchCommunicator(info, device, rendezvous, timeout_s)
-    if device.type == "cpu" or comm == "nccl":
+    if device.type == "cpu" or comm == "torch":
+        return TorchCommunicator(info, device, rendezvous, timeout_s)
+    group = _join_nccl(info, device, rendezvous, timeout_s, is_required=comm == "pynccl")
+    if comm == "pynccl":
         return group
     return with_peer_memory(group, device, is_required=comm == "peer")
+
+
+def _join_nccl(
+    info: DistributedInfo,
+    device: torch.device,
+    rendezvous: Path,
+    timeout_s: float,
+    *,
+    is_required: bool,
+) -> DistributedCommunicator:
+    """Join a group of NCCL: by torch, where the library cannot be called without it."""
+    try:
+        nccl = load_nccl()
+    except NcclError as error:  # on all ranks alike: they are on one machine
+        if is_required:
+            raise ConfigError(f"--comm pynccl does not work here: {error}") from None
+        logger.info("torch calls NCCL: %s", error)
+        return TorchCommunicator(info, device, rendezvous, timeout_s)
+    logger.debug("NCCL %s", nccl_version(nccl))
+    return NcclCommunicator(nccl, info, device, rendezvous, timeout_s)

@@ -1,7 +1,8 @@
 """Collectives among the ranks of one tensor-parallel group.
 
 Owns the process group and nothing else. Every rank must call the same methods in the same order.
-Reductions are in place: there are no copies around a collective.
+Reductions are in place: there are no copies around a collective. On a GPU a collective is on the
+current stream; docs/architecture.md has the rules of streams.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import AllgatherOptions, FileStore
 
 from minisgl.distributed.info import DistributedInfo
 from minisgl.utils import env
+
+OptionsT = TypeVar("OptionsT")
 
 _LOOPBACK = "127.0.0.1"
 
 
 class DistributedCommunicator(ABC):
-    """Collectives over the ranks of `info`. Each returns when the stream may use the result."""
+    """Collectives over the ranks of `info`.
+
+    On a CPU each returns when it is done. On a GPU it returns when it is enqueued on the current
+    stream: what is enqueued there afterwards finds the result.
+    """
 
     def __init__(self, info: DistributedInfo) -> None:
         self.info = info
@@ -77,6 +84,9 @@ class SingleCommunicator(DistributedCommunicator):
 class TorchCommunicator(DistributedCommunicator):
     """torch.distributed: gloo on a CPU, NCCL on GPUs.
 
+    NCCL's collectives are on the current stream, as those of `NcclCommunicator` are. A thread of
+    torch watches them, and ends the process if one takes longer than the timeout.
+
     The ranks find each other through a file, so that no port has to be chosen. They are processes
     of one machine, so they listen on its loopback, or on an interface that the environment names.
     The group is an object and not process-wide, so that two groups can live in one process.
@@ -104,39 +114,52 @@ class TorchCommunicator(DistributedCommunicator):
         return self._reduce(x, dist.ReduceOp.MIN)
 
     def _reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        self._group.allreduce([x], options).wait()
+        options = _options(dist.AllreduceOptions, reduceOp=op)
+        _wait(self._group.allreduce([x], options))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         # In one piece, one x after the other; so numbers are copied once.
-        gathered = x.new_empty(self.info.size * x.numel())
-        self._group._allgather_base(gathered, x.flatten()).wait()
-        return gathered.view(self.info.size, *x.shape).movedim(0, -2).flatten(-2)
+        gathered = x.new_empty(self.info.size, *x.shape)
+        options = _options(AllgatherOptions)
+        _wait(self._group._allgather_base(gathered.flatten(), x.flatten(), options))
+        return side_by_side(gathered)
 
     def gather(self, x: Tensor) -> Tensor | None:
-        options = dist.GatherOptions()
-        options.rootRank = 0
+        options = _options(dist.GatherOptions, rootRank=0)
         if not self.info.leads:
-            self._group.gather([], [x.contiguous()], options).wait()
+            _wait(self._group.gather([], [x.contiguous()], options))
             return None
-        gathered = self._buffers_like(x)
-        self._group.gather([gathered], [x.contiguous()], options).wait()
-        return torch.cat(gathered, dim=-1)
+        gathered = x.new_empty(self.info.size, *x.shape)
+        _wait(self._group.gather([list(gathered)], [x.contiguous()], options))
+        return side_by_side(gathered)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([x], options).wait()
+        options = _options(dist.BroadcastOptions, rootRank=0)
+        _wait(self._group.broadcast([x], options))
         return x
 
     def close(self) -> None:
         self._group.shutdown()
 
-    def _buffers_like(self, x: Tensor) -> list[Tensor]:
-        """A buffer for the x of each rank."""
-        return [torch.empty_like(x) for _ in range(self.info.size)]
+
+def side_by_side(gathered: Tensor) -> Tensor:
+    """Join what the ranks have, which the first dimension counts, along the last dimension."""
+    return gathered.movedim(0, -2).flatten(-2)
+
+
+def _options(kind: type[OptionsT], **values: Any) -> OptionsT:
+    """Options of a collective, which let NCCL take the current stream and none of its own."""
+    options = kind()
+    for name, value in {"asyncOp": False, **values}.items():
+        setattr(options, name, value)
+    return options
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Wait until a collective of gloo is done; NCCL has enqueued its own and returns None."""
+    if work is not None:
+        work.wait()
 
 
 def _gloo_options(timeout: timedelta) -> Any:
