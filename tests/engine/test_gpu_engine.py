@@ -218,7 +218,7 @@ def test_tokens_are_the_references(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sparse_moe"])
 def test_any_number_of_ranks_chooses_the_references_tokens(
     models: Models, kind: str, tp: int
 ) -> None:

@@ -339,7 +339,9 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     names = {line.split(":")[0] for line in lines}
     in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
     for number in ("BFloat16", "Float16", "Float32"):
-        in_cuda |= {f"push<{number}>", f"pull<{number}>", f"two_shot<{number}>"}
+        protocols = ("push", "one_shot", "two_shot")
+        in_cuda |= {f"{name}<{number}>" for name in protocols}
+        in_cuda |= {f"{name}_rows<{number}>" for name in protocols}
     assert len(names - in_cuda) >= 18
     if find_cuda_toolkit():
         assert names >= in_cuda

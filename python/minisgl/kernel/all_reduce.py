@@ -1,6 +1,6 @@
 """Sums over the ranks of a group through memory that all of them reach (csrc/all_reduce.cu)."""
 
-# Dimensions: X a selection out of another dimension.
+# Dimensions: D model width, T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from minisgl.kernel.native import load_cuda_kernels
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NS_PER_S = 10**9
+_VECTOR_BYTES = 16
 
 
 class Protocol(IntEnum):
     """How numbers reach the other ranks; all_reduce.cu says what each protocol does."""
 
     PUSH = 0
-    PULL = 1
+    ONE_SHOT = 1
     TWO_SHOT = 2
 
 
@@ -61,6 +62,47 @@ class PeerSum:
         """
         if x.numel():
             self._kernels.all_reduce(x, protocol, self._address_X, self._rank, self._patience_ns)
+
+    def takes_rows(self, x_TD: Tensor, protocol: Protocol) -> bool:
+        """Whether `add_up_and_norm` takes a tensor; equal on all ranks."""
+        num_rows, width = x_TD.shape
+        row_bytes = width * x_TD.itemsize
+        num_ranks = len(self._address_X)
+        is_whole = x_TD.is_contiguous() and x_TD.data_ptr() % _VECTOR_BYTES == 0
+        return (
+            is_whole
+            and x_TD.dtype in _DTYPES
+            and self._kernels.takes_rows(num_rows, row_bytes, protocol, num_ranks)
+        )
+
+    def add_up_and_norm(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        protocol: Protocol,
+    ) -> tuple[Tensor, Tensor]:
+        """Add up the x of all ranks, add the residual, and norm the rows.
+
+        Numbers are rounded where `add_up` and `add_rms_norm` would round them.
+
+        Args:
+            x_TD: one that `takes_rows`.
+            residual_TD: contiguous, and overwritten with the sum; None is taken for zero, and x is
+                overwritten instead.
+
+        Returns:
+            normed_TD, and the sum.
+        """
+        total_TD = x_TD if residual_TD is None else residual_TD
+        y_TD = torch.empty_like(x_TD)
+        if len(x_TD):
+            self._kernels.all_reduce_rows(
+                x_TD, total_TD, weight_D, eps, y_TD,
+                protocol, self._address_X, self._rank, self._patience_ns,
+            )  # fmt: skip
+        return y_TD, total_TD
 
 
 def peer_sum_kernels(device: torch.device) -> Any | None:

@@ -29,7 +29,10 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks with such memory must not run together
+#define __shared__ static __attribute__((section("shared_memory")))
+
+// The linker's names for the ends of that section.
+extern "C" char __start_shared_memory[], __stop_shared_memory[];
 
 using std::max, std::min;
 
@@ -73,6 +76,7 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int atomicAdd(int* x, int y) { return std::exchange(*x, *x + y); }
 inline int atomicMin(int* x, int y) { return std::exchange(*x, std::min(*x, y)); }
 inline void __threadfence() {}
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   uint64_t bytes = low | uint64_t(high) << 32;
@@ -105,12 +109,25 @@ struct Grid {
   std::function<void()> body;
 };
 
+// Whose shared memory lies in the section. It is exchanged when a thread of another block runs on.
+inline std::vector<char>* has_section = nullptr;
+
+inline void use_shared_memory(std::vector<char>* of_block) {
+  if (has_section == of_block) return;
+  if (has_section) std::copy(__start_shared_memory, __stop_shared_memory, has_section->begin());
+  has_section = of_block;
+  if (of_block) std::copy(of_block->begin(), of_block->end(), __start_shared_memory);
+}
+
 // Blocks of a grid that run at a time.
 struct Running {
   const Grid* grid;
   std::vector<Thread> threads;
   std::vector<char> stacks;
+  std::vector<std::vector<char>> shared_of_block;
   size_t turn;
+
+  ~Running() { use_shared_memory(nullptr); }
 };
 
 inline const Grid* current_grid;
@@ -187,6 +204,10 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
   constexpr size_t kStack = 1 << 15;
   if (grid.block_size % kWarp != 0)
     throw std::runtime_error("a block has to consist of whole warps");
+  constexpr char kAnything = 0x7f;
+  use_shared_memory(nullptr);
+  size_t num_shared = static_cast<size_t>(__stop_shared_memory - __start_shared_memory);
+  running.shared_of_block.assign(num_blocks, std::vector<char>(num_shared, kAnything));
   running.grid = &grid;
   running.turn = 0;
   running.threads.resize(num_blocks * grid.block_size);
@@ -213,8 +234,13 @@ inline bool take_turn(Running& running) {
     Thread& thread = running.threads[((turn % 2 ? i : num - 1 - i) + turn * 389) % num];
     if (thread.at != Point::nowhere) continue;
     any_runs = true;
-    if (thread.turns_behind == 0) resume(*running.grid, thread);
-    else --thread.turns_behind;
+    if (thread.turns_behind > 0) {
+      --thread.turns_behind;
+      continue;
+    }
+    size_t block = static_cast<size_t>(&thread - running.threads.data()) / running.grid->block_size;
+    use_shared_memory(&running.shared_of_block[block]);
+    resume(*running.grid, thread);
   }
   any_runs |= release_some(running);
   if (std::exchange(has_failed, false)) throw std::runtime_error("a thread ended its kernel");

@@ -1,16 +1,21 @@
-// Sums over the ranks of a group, through memory of each rank that all ranks write and read.
+// Sums over the ranks of a group, through memory of each rank that all ranks write; alone, or with
+// the norm that follows a sum in a model.
 //
 // The contract stands in all_reduce.py. There are three protocols:
 //
 //   push     Each rank stores its numbers into the memory of every other rank, 4 bytes together with
 //            a mark, and waits until the marks of the others are in its own memory. One way over
 //            the link; twice the bytes.
-//   pull     Each rank copies its numbers into its own memory, the ranks meet, and each reads those
-//            of all ranks.
-//   two_shot Each rank copies its numbers, the ranks meet, and each adds up one shard. They meet
-//            again, and each reads the sums of the other shards. The fewest bytes.
+//   one_shot Each rank stores its numbers into the memory of every rank, the ranks meet, and each
+//            adds up what has arrived.
+//   two_shot Each rank stores each shard of its numbers into the memory of the rank that owns it.
+//            They meet, and each adds up its own shard and stores the sums into the memory of every
+//            rank. They meet again, and each reads what has arrived. The fewest bytes.
+//
+// Ranks store and never load over the link: a store does not wait for its answer.
 //
 // A number is added up in float32 and in the order of the ranks, so that all ranks have equal bits.
+// With a norm, a block has whole rows, and a thread has one vector of each of its rows.
 //
 // Block c of every rank are a channel. A channel has its own part of each memory and its own count
 // of calls, and waits for no other channel; so the number of blocks may change from call to call.
@@ -38,20 +43,25 @@ using tvm::ffi::TensorView;
 
 constexpr int kMaxRanks = 8, kChannels = 128;
 constexpr int kPushThreads = 256, kThreads = 512;
-constexpr int kAtOnce = 4;  // loads of a thread that overlap
+constexpr int kAtOnce = 4, kRanksAtOnce = 4;  // loads of a thread that overlap
 constexpr int64_t kMaxPushBytes = 8 * kPushThreads * kChannels;
-constexpr int64_t kMaxPullBytes = 1 << 20, kMaxTwoShotBytes = 8 << 20;
+constexpr int64_t kMaxOneShotBytes = 1 << 20, kMaxTwoShotBytes = 8 << 20;
+constexpr int64_t kMaxBytes[] = {kMaxPushBytes, kMaxOneShotBytes, kMaxTwoShotBytes};
+constexpr int kMaxRowVectors = 1024;  // a thread has one of them
+constexpr int kPushRows = 32;
 constexpr uint64_t kMark = uint64_t(1) << 32;
 
-// What a channel holds of a tensor is rounded up to whole vectors, once by shard and once by block.
-constexpr int kVectors = kMaxTwoShotBytes / 16 / kChannels + 2 * kMaxRanks;
+// What a channel receives in one turn, at most. Shares are rounded up to whole vectors or rows.
+constexpr int kPartVectors = 16384, kSumVectors = 8192;
 
-// The memory of one rank. It is zero at first.
+// The memory of one rank. It is zero at first. All but the counts is written by all ranks.
 struct Memory {
-  uint64_t num_calls[kChannels];         // of this rank
-  uint64_t flags[kChannels][kMaxRanks];  // from each rank
+  uint64_t num_calls[kChannels];
+  uint64_t flags[kChannels][kMaxRanks];                       // from each rank
   ulonglong2 packets[kChannels][2][kMaxRanks][kPushThreads];  // from each rank
-  uint4 vectors[kChannels][2][kVectors];  // of this rank, for all to read
+  ulonglong2 row_packets[kPushRows][2][kMaxRanks][2][kMaxRowVectors];
+  uint4 parts[kChannels][2][kPartVectors];  // of sums that this rank adds up
+  uint4 sums[kChannels][2][kSumVectors];
 };
 
 struct Group {
@@ -130,21 +140,28 @@ struct Float32 {
   }
 };
 
-// Adds up what `of_rank` returns, in the order of the ranks.
-template <class Number, int kWords, class OfRank>
-__device__ Words<kWords> sum_over(int num_ranks, OfRank of_rank) {
-  Words<kWords> words[kMaxRanks], result;
+// Adds up the words of all ranks, in the order of the ranks. `load` begins to read those of a rank,
+// and `words_of` makes them of what it returns; some ranks' are read before the first is used.
+template <class Number, int kWords, class Load, class WordsOf>
+__device__ Words<kWords> sum_over(int num_ranks, Load load, WordsOf words_of) {
+  float sum[kWords][2] = {};
 #pragma unroll
-  for (int r = 0; r < kMaxRanks; ++r)
-    if (r < num_ranks) words[r] = of_rank(r);
+  for (int begin = 0; begin < kMaxRanks; begin += kRanksAtOnce) {
+    decltype(load(0)) loaded[kRanksAtOnce];
 #pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    float sum[2] = {};
+    for (int r = begin; r < begin + kRanksAtOnce; ++r)
+      if (r < num_ranks) loaded[r - begin] = load(r);
 #pragma unroll
-    for (int r = 0; r < kMaxRanks; ++r)
-      if (r < num_ranks) Number::add(sum, words[r].word[w]);
-    result.word[w] = Number::round(sum);
+    for (int r = begin; r < begin + kRanksAtOnce; ++r) {
+      if (r >= num_ranks) continue;
+      Words<kWords> words = words_of(r, loaded[r - begin]);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) Number::add(sum[w], words.word[w]);
+    }
   }
+  Words<kWords> result;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) result.word[w] = Number::round(sum[w]);
   return result;
 }
 
@@ -190,17 +207,27 @@ struct Channel {
 
   __device__ explicit Channel(const Group& group) : group(group) {}
 
-  __device__ Memory& own() const { return *group.memory[group.rank]; }
+  __device__ Memory& memory(int rank) const { return *group.memory[rank]; }
+  __device__ Memory& own() const { return memory(group.rank); }
 
-  __device__ void send(int rank, Words<2> words) const {
-    ulonglong2* place = &group.memory[rank]->packets[c][turn][group.rank][threadIdx.x];
-    store_pair(place, {words.word[0] | kMark, words.word[1] | kMark});
+  __device__ uint4* parts(int rank) const { return memory(rank).parts[c][turn]; }
+  __device__ uint4* sums(int rank) const { return memory(rank).sums[c][turn]; }
+
+  // The ranks in an order in which not all begin with the same one; this rank is the last.
+  __device__ int other(int step) const { return (group.rank + step) % group.size; }
+
+  // Where two words from a rank arrive in the memory of another one, marked.
+  __device__ ulonglong2* packet(int to, int from) const {
+    return &memory(to).packets[c][turn][from][threadIdx.x];
   }
 
-  __device__ Words<2> receive(int rank) const {
-    ulonglong2* place = &own().packets[c][turn][rank][threadIdx.x];
+  __device__ ulonglong2* row_packet(int to, int from, int half) const {
+    return &memory(to).row_packets[c][turn][from][half][threadIdx.x];
+  }
+
+  // `packet` was read there before.
+  __device__ Words<2> take(ulonglong2* place, ulonglong2 packet) const {
     Patience patience(group.patience_ns);
-    ulonglong2 packet = load_pair(place);
     while (!(packet.x & packet.y & kMark)) {
       patience.wait();
       packet = load_pair(place);
@@ -209,24 +236,13 @@ struct Channel {
     return {static_cast<uint32_t>(packet.x), static_cast<uint32_t>(packet.y)};
   }
 
-  __device__ uint4* vectors(int rank) const { return group.memory[rank]->vectors[c][turn]; }
-
-  __device__ void put(int k, Words<4> value) const {
-    vectors(group.rank)[k] = {value.word[0], value.word[1], value.word[2], value.word[3]};
-  }
-
-  __device__ Words<4> get(int rank, int k) const {
-    uint4 value = load_fresh(vectors(rank) + k);
-    return {value.x, value.y, value.z, value.w};
-  }
-
-  // What each rank has put before this is there for all ranks after it.
+  // What each rank has stored before this is there for all ranks after it.
   __device__ void meet(int meeting) const {
     __syncthreads();
     int rank = threadIdx.x;
     if (rank < group.size) {
       uint64_t flag = 2 * call + 1 + meeting;
-      store_release(&group.memory[rank]->flags[c][group.rank], flag);
+      store_release(&memory(rank).flags[c][group.rank], flag);
       Patience patience(group.patience_ns);
       while (load_acquire(&own().flags[c][rank]) < flag) patience.wait();
     }
@@ -239,6 +255,37 @@ struct Channel {
   }
 };
 
+__device__ void store_marked(ulonglong2* place, Words<2> words) {
+  store_pair(place, {words.word[0] | kMark, words.word[1] | kMark});
+}
+
+// Adds this thread's words to those that arrive from the other ranks at `place_of` them.
+template <class Number, class PlaceOf>
+__device__ Words<2> add_packets(const Channel& channel, Words<2> mine, PlaceOf place_of) {
+  int rank = channel.group.rank;
+  return sum_over<Number, 2>(
+      channel.group.size,
+      [&](int r) { return r == rank ? ulonglong2{} : load_pair(place_of(r)); },
+      [&](int r, ulonglong2 packet) { return r == rank ? mine : channel.take(place_of(r), packet); });
+}
+
+__device__ void store(uint4* place, Words<4> x) {
+  *place = {x.word[0], x.word[1], x.word[2], x.word[3]};
+}
+
+// Reads what other ranks have stored.
+__device__ Words<4> load(const uint4* place) {
+  uint4 x = load_fresh(place);
+  return {x.x, x.y, x.z, x.w};
+}
+
+// Adds up the vectors that lie at `place_of` each rank.
+template <class Number, class PlaceOf>
+__device__ Words<4> add_vectors(int num_ranks, PlaceOf place_of) {
+  return sum_over<Number, 4>(
+      num_ranks, [&](int r) { return load(place_of(r)); }, [](int, Words<4> words) { return words; });
+}
+
 template <class Number>
 __global__ void __launch_bounds__(kPushThreads)
     push(const __grid_constant__ Group group, const Bytes x) {
@@ -249,16 +296,16 @@ __global__ void __launch_bounds__(kPushThreads)
   if (i * 8 < x.size) {
     Words<2> mine = read<2>(x, i);
     for (int step = 1; step < group.size; ++step)
-      channel.send((group.rank + step) % group.size, mine);
-    auto of_rank = [&](int r) { return r == group.rank ? mine : channel.receive(r); };
-    write(x, i, sum_over<Number, 2>(group.size, of_rank));
+      store_marked(channel.packet(channel.other(step), group.rank), mine);
+    auto place_of = [&](int r) { return channel.packet(group.rank, r); };
+    write(x, i, add_packets<Number>(channel, mine, place_of));
   }
   channel.end();
 }
 
 template <class Number>
 __global__ void __launch_bounds__(kThreads)
-    pull(const __grid_constant__ Group group, const Bytes x) {
+    one_shot(const __grid_constant__ Group group, const Bytes x) {
   wait_for_inputs();
   let_next_start();
   Channel channel(group);
@@ -267,18 +314,22 @@ __global__ void __launch_bounds__(kThreads)
   int num = min(share, num_vectors - first);
   for_each(
       num, [&](int k) { return read<4>(x, first + k); },
-      [&](int k, Words<4> value) { channel.put(k, value); });
+      [&](int k, Words<4> value) {
+        for (int step = 1; step <= group.size; ++step)
+          store(channel.parts(channel.other(step)) + share * group.rank + k, value);
+      });
   channel.meet(0);
+  const uint4* parts = channel.parts(group.rank);
   for_each(
       num,
       [&](int k) {
-        return sum_over<Number, 4>(group.size, [&](int r) { return channel.get(r, k); });
+        return add_vectors<Number>(group.size, [&](int r) { return parts + share * r + k; });
       },
       [&](int k, Words<4> sum) { write(x, first + k, sum); });
   channel.end();
 }
 
-// A channel has a share of each shard: the vectors from `shard * s + first` on lie at `share * s`.
+// A channel has a share of each shard.
 template <class Number>
 __global__ void __launch_bounds__(kThreads)
     two_shot(const __grid_constant__ Group group, const Bytes x) {
@@ -288,47 +339,225 @@ __global__ void __launch_bounds__(kThreads)
   int num_vectors = static_cast<int>((x.size + 15) / 16);
   int shard = (num_vectors + group.size - 1) / group.size;
   int share = (shard + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
-  int num = min(share, shard - first);
   auto for_each_of_shard = [&](int s, auto load, auto use) {
-    for_each(min(num, num_vectors - shard * s - first), load, use);
+    for_each(min(min(share, shard - first), num_vectors - shard * s - first), load, use);
   };
-  for (int s = 0; s < group.size; ++s)
+  for (int step = 1; step <= group.size; ++step) {
+    int owner = channel.other(step);
+    uint4* parts = channel.parts(owner) + share * group.rank;
     for_each_of_shard(
-        s, [&](int k) { return read<4>(x, shard * s + first + k); },
-        [&](int k, Words<4> value) { channel.put(share * s + k, value); });
+        owner, [&](int k) { return read<4>(x, shard * owner + first + k); },
+        [&](int k, Words<4> value) { store(parts + k, value); });
+  }
   channel.meet(0);
-  int mine = group.rank;
+  const uint4* parts = channel.parts(group.rank);
   for_each_of_shard(
-      mine,
+      group.rank,
       [&](int k) {
-        auto of_rank = [&](int r) { return channel.get(r, share * mine + k); };
-        return sum_over<Number, 4>(group.size, of_rank);
+        return add_vectors<Number>(group.size, [&](int r) { return parts + share * r + k; });
       },
-      [&](int k, Words<4> sum) { channel.put(share * mine + k, sum); });
+      [&](int k, Words<4> sum) {
+        for (int step = 1; step < group.size; ++step)
+          store(channel.sums(channel.other(step)) + share * group.rank + k, sum);
+        write(x, shard * group.rank + first + k, sum);
+      });
   channel.meet(1);
-  for (int step = 0; step < group.size; ++step) {
-    int s = (mine + step) % group.size;
+  for (int step = 1; step < group.size; ++step) {
+    int owner = channel.other(step);
+    const uint4* sums = channel.sums(group.rank) + share * owner;
     for_each_of_shard(
-        s, [&](int k) { return channel.get(s, share * s + k); },
-        [&](int k, Words<4> sum) { write(x, shard * s + first + k, sum); });
+        owner, [&](int k) { return load(sums + k); },
+        [&](int k, Words<4> sum) { write(x, shard * owner + first + k, sum); });
   }
   channel.end();
 }
 
-using Kernel = void (*)(Group, Bytes);
+// Rows of a tensor, and what becomes of their sums.
+struct Rows {
+  unsigned char *x, *residual, *y;
+  const unsigned char* weight;
+  bool adds_residual;
+  float eps;
+  int num, width, vectors;  // of a row: numbers, and vectors of 16 bytes
 
-struct Protocol {
-  Kernel kernel;
-  int num_threads, bytes_of_thread;
-  int64_t max_bytes;
+  __device__ Words<4>* vector(unsigned char* rows, int t) const {
+    return reinterpret_cast<Words<4>*>(rows) + int64_t(t) * vectors + threadIdx.x;
+  }
+  __device__ bool has_vector() const { return static_cast<int>(threadIdx.x) < vectors; }
 };
 
-// The numbers of the protocols are those of all_reduce.py.
+// The sum of the x of all threads of the block. Calls in turn differ in `parity`.
+__device__ float sum_over_block(float x, int num_warps, int parity) {
+  __shared__ float of_warps[2][kMaxRowVectors / 32];
+  auto sum_over_warp = [](float x) {
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+    return x;
+  };
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float sum = sum_over_warp(x);
+  if (lane == 0) of_warps[parity][warp] = sum;
+  __syncthreads();
+  return sum_over_warp(lane < num_warps ? of_warps[parity][lane] : 0);
+}
+
+// The norm of this block's rows. Numbers are rounded where separate kernels would round them.
+template <class Number>
+struct RowNorm {
+  const Rows& rows;
+  Words<4> weight{};
+
+  __device__ explicit RowNorm(const Rows& rows) : rows(rows) {
+    if (rows.has_vector())
+      weight = reinterpret_cast<const Words<4>*>(rows.weight)[threadIdx.x];
+  }
+
+  __device__ Words<4> residual(int t) const {
+    Words<4> value{};
+    if (rows.adds_residual && rows.has_vector()) value = *rows.vector(rows.residual, t);
+    return value;
+  }
+
+  // `num_before` rows have been finished.
+  __device__ void finish(int t, int num_before, Words<4> sum, Words<4> residual) const {
+    float squares = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float number[2] = {};
+      Number::add(number, sum.word[w]);
+      Number::add(number, residual.word[w]);
+      sum.word[w] = Number::round(number);
+      float rounded[2] = {};
+      Number::add(rounded, sum.word[w]);
+      squares += rounded[0] * rounded[0] + rounded[1] * rounded[1];
+    }
+    if (!rows.has_vector()) squares = 0;
+    int num_warps = (rows.vectors + 31) / 32;
+    float sum_of_squares = sum_over_block(squares, num_warps, num_before % 2);
+    float scale = rsqrtf(sum_of_squares / static_cast<float>(rows.width) + rows.eps);
+    if (!rows.has_vector()) return;
+    *rows.vector(rows.residual, t) = sum;
+    Words<4> normed;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float number[2] = {}, factor[2] = {};
+      Number::add(number, sum.word[w]);
+      Number::add(factor, weight.word[w]);
+      number[0] *= scale * factor[0];
+      number[1] *= scale * factor[1];
+      normed.word[w] = Number::round(number);
+    }
+    *rows.vector(rows.y, t) = normed;
+  }
+};
+
+// A block has one row.
+template <class Number>
+__global__ void __launch_bounds__(kMaxRowVectors)
+    push_rows(const __grid_constant__ Group group, const __grid_constant__ Rows rows) {
+  RowNorm<Number> norm(rows);
+  wait_for_inputs();
+  let_next_start();
+  Channel channel(group);
+  int t = blockIdx.x;
+  Words<4> sum{}, residual = norm.residual(t);
+  if (rows.has_vector()) {
+    Words<4> mine = *rows.vector(rows.x, t);
+    Words<2> halves[] = {{mine.word[0], mine.word[1]}, {mine.word[2], mine.word[3]}};
+    for (int step = 1; step < group.size; ++step)
+      for (int half = 0; half < 2; ++half)
+        store_marked(channel.row_packet(channel.other(step), group.rank, half), halves[half]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      auto place_of = [&](int r) { return channel.row_packet(group.rank, r, half); };
+      Words<2> added = add_packets<Number>(channel, halves[half], place_of);
+      sum.word[2 * half] = added.word[0];
+      sum.word[2 * half + 1] = added.word[1];
+    }
+  }
+  norm.finish(t, 0, sum, residual);
+  channel.end();
+}
+
+template <class Number>
+__global__ void __launch_bounds__(kMaxRowVectors)
+    one_shot_rows(const __grid_constant__ Group group, const __grid_constant__ Rows rows) {
+  RowNorm<Number> norm(rows);
+  wait_for_inputs();
+  let_next_start();
+  Channel channel(group);
+  int share = (rows.num + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
+  int num = min(share, rows.num - first);
+  auto place = [&](int to, int from, int i) {
+    return channel.parts(to) + (share * from + i) * rows.vectors + threadIdx.x;
+  };
+  if (rows.has_vector())
+    for (int i = 0; i < num; ++i) {
+      Words<4> mine = *rows.vector(rows.x, first + i);
+      for (int step = 1; step <= group.size; ++step)
+        store(place(channel.other(step), group.rank, i), mine);
+    }
+  Words<4> residual = num > 0 ? norm.residual(first) : Words<4>{};
+  channel.meet(0);
+  for (int i = 0; i < num; ++i) {
+    Words<4> sum{};
+    if (rows.has_vector())
+      sum = add_vectors<Number>(group.size, [&](int r) { return place(group.rank, r, i); });
+    norm.finish(first + i, i, sum, residual);
+    if (i + 1 < num) residual = norm.residual(first + i + 1);
+  }
+  channel.end();
+}
+
+// Of the rows of a channel, rank r adds up each one whose number is r modulo the ranks.
+template <class Number>
+__global__ void __launch_bounds__(kMaxRowVectors)
+    two_shot_rows(const __grid_constant__ Group group, const __grid_constant__ Rows rows) {
+  RowNorm<Number> norm(rows);
+  wait_for_inputs();
+  let_next_start();
+  Channel channel(group);
+  int share = (rows.num + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
+  int end = min(first + share, rows.num);
+  auto part = [&](int to, int from, int t) {
+    int turn = t / group.size - first / group.size;
+    return channel.parts(to) + (turn * group.size + from) * rows.vectors + threadIdx.x;
+  };
+  auto sum_at = [&](int to, int t) {
+    return channel.sums(to) + (t - first) * rows.vectors + threadIdx.x;
+  };
+  if (rows.has_vector())
+    for (int t = first; t < end; ++t)
+      store(part(t % group.size, group.rank, t), *rows.vector(rows.x, t));
+  channel.meet(0);
+  if (rows.has_vector())
+    for (int t = first; t < end; ++t) {
+      if (t % group.size != group.rank) continue;
+      Words<4> sum =
+          add_vectors<Number>(group.size, [&](int r) { return part(group.rank, r, t); });
+      for (int step = 1; step <= group.size; ++step) store(sum_at(channel.other(step), t), sum);
+    }
+  Words<4> residual = first < end ? norm.residual(first) : Words<4>{};
+  channel.meet(1);
+  for (int t = first; t < end; ++t) {
+    Words<4> sum = rows.has_vector() ? load(sum_at(group.rank, t)) : Words<4>{};
+    norm.finish(t, t - first, sum, residual);
+    if (t + 1 < end) residual = norm.residual(t + 1);
+  }
+  channel.end();
+}
+
+// The kernels of a protocol; its number is that of all_reduce.py.
+struct Protocol {
+  void (*add_up)(Group, Bytes);
+  int num_threads, bytes_of_thread;
+  void (*add_up_rows)(Group, Rows);
+};
+
 template <class Number>
 Protocol protocol_of(int64_t number) {
-  if (number == 0) return {push<Number>, kPushThreads, 8, kMaxPushBytes};
-  if (number == 1) return {pull<Number>, kThreads, 16, kMaxPullBytes};
-  return {two_shot<Number>, kThreads, 16, kMaxTwoShotBytes};
+  if (number == 0) return {push<Number>, kPushThreads, 8, push_rows<Number>};
+  if (number == 1) return {one_shot<Number>, kThreads, 16, one_shot_rows<Number>};
+  return {two_shot<Number>, kThreads, 16, two_shot_rows<Number>};
 }
 
 Protocol protocol_of(int64_t number, DLDataType dtype) {
@@ -337,29 +566,65 @@ Protocol protocol_of(int64_t number, DLDataType dtype) {
   return protocol_of<Float32>(number);
 }
 
-}  // namespace
-
-int64_t peer_memory_bytes() { return sizeof(Memory); }
-
-int64_t max_bytes_of_protocol(int64_t number) { return protocol_of<Float32>(number).max_bytes; }
-
 // `address` holds the address of the memory of each rank, and lies on the host.
-void all_reduce(TensorView x, int64_t number, TensorView address, int64_t rank,
-                int64_t patience_ns) {
+Group group_of(TensorView address, int64_t rank, int64_t patience_ns) {
   Group group{};
   group.rank = static_cast<int>(rank);
   group.size = static_cast<int>(address.size(0));
   group.patience_ns = static_cast<uint64_t>(patience_ns);
   for (int r = 0; r < group.size; ++r)
     group.memory[r] = reinterpret_cast<Memory*>(data_of<const int64_t>(address)[r]);
+  return group;
+}
+
+int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+}  // namespace
+
+int64_t peer_memory_bytes() { return sizeof(Memory); }
+
+int64_t max_bytes_of_protocol(int64_t number) { return kMaxBytes[number]; }
+
+// Whether `all_reduce_rows` can be called for so many rows of so many bytes.
+bool takes_rows(int64_t num_rows, int64_t row_bytes, int64_t number, int64_t num_ranks) {
+  int64_t vectors = row_bytes / 16, share = divide_up(num_rows, kChannels);
+  if (row_bytes % 16 != 0 || vectors > kMaxRowVectors) return false;
+  if (num_rows * row_bytes > kMaxBytes[number]) return false;
+  if (number == 0) return num_rows <= kPushRows;
+  int64_t parts = number == 1 ? share : (share + num_ranks - 2) / num_ranks + 1;
+  return share * vectors <= kSumVectors && parts * num_ranks * vectors <= kPartVectors;
+}
+
+void all_reduce(TensorView x, int64_t number, TensorView address, int64_t rank,
+                int64_t patience_ns) {
   Bytes bytes{data_of<unsigned char>(x), x.numel() * x.dtype().bits / 8};
   Protocol protocol = protocol_of(number, x.dtype());
   int64_t bytes_of_block = int64_t(protocol.num_threads) * protocol.bytes_of_thread;
-  int64_t num_blocks = min((bytes.size + bytes_of_block - 1) / bytes_of_block, int64_t(kChannels));
-  launch(x.device(), static_cast<int>(num_blocks), protocol.num_threads, protocol.kernel, group,
-         bytes);
+  int64_t num_blocks = min(divide_up(bytes.size, bytes_of_block), int64_t(kChannels));
+  launch(x.device(), static_cast<int>(num_blocks), protocol.num_threads, protocol.add_up,
+         group_of(address, rank, patience_ns), bytes);
+}
+
+// `residual` is x itself if there is none; then it is only written.
+void all_reduce_rows(TensorView x, TensorView residual, TensorView weight, double eps, TensorView y,
+                     int64_t number, TensorView address, int64_t rank, int64_t patience_ns) {
+  Rows rows{};
+  rows.x = data_of<unsigned char>(x);
+  rows.residual = data_of<unsigned char>(residual);
+  rows.y = data_of<unsigned char>(y);
+  rows.weight = data_of<unsigned char>(weight);
+  rows.adds_residual = rows.residual != rows.x;
+  rows.eps = static_cast<float>(eps);
+  rows.num = static_cast<int>(x.size(0));
+  rows.width = static_cast<int>(x.size(1));
+  rows.vectors = rows.width * x.dtype().bits / 128;
+  int num_threads = static_cast<int>(divide_up(rows.vectors, 32)) * 32;
+  launch(x.device(), min(rows.num, kChannels), num_threads,
+         protocol_of(number, x.dtype()).add_up_rows, group_of(address, rank, patience_ns), rows);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_memory_bytes, peer_memory_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_bytes_of_protocol, max_bytes_of_protocol);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(takes_rows, takes_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_rows, all_reduce_rows);
