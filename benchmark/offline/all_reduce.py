@@ -2,7 +2,8 @@
 
 NCCL is called by torch (`torch`) and by the engine itself (`pynccl`).
 
-    python benchmark/offline/all_reduce.py [--tp 2] [--repeat 3] [--probe] [--out results.jsonl]
+    python benchmark/offline/all_reduce.py [--tp 2] [--repeat 3] [--width 5120] [--probe] \\
+        [--out results.jsonl]
 
 Sums of bfloat16 from 1 KiB to 16 MiB; rank 0's times, which are those of 1,000 sums in a row.
 --probe also tries torch's symmetric memory, which is another way to memory of peers, without
@@ -30,11 +31,13 @@ from minisgl.distributed.peer_communicator import measure_routes, share_memory
 from minisgl.distributed.peer_memory import PeerMemoryError
 from minisgl.distributed.protocol_table import seconds_a_call
 from minisgl.errors import ConfigError
-from minisgl.kernel import PeerSum, Protocol
+from minisgl.kernel import PeerSum, Protocol, residual_norm
 
 NUM_BYTES = [1 << i for i in range(10, 25)]
+NUM_ROWS = [1, 4, 16, 25, 51, 102, 256, 512, 819]
 CALLS = 100  # of a graph
 REPLAYS = 10
+EPS = 1e-6
 
 
 def microseconds(
@@ -48,6 +51,31 @@ def microseconds(
         taken = [protocol for protocol in Protocol if peer_sum.takes(x, protocol)]
         calls |= {each.name.lower(): partial(peer_sum.add_up, x, each) for each in taken}
     return {name: seconds_a_call(call, CALLS, REPLAYS) * 1e6 for name, call in calls.items()}
+
+
+def microseconds_with_norm(peer_sum: PeerSum, x_TD: Tensor) -> dict[str, float]:
+    """The times of a sum and the norm after it, by protocol: in one kernel, and in two."""
+    residual_TD = torch.zeros_like(x_TD)
+    weight_D = torch.ones_like(x_TD[0])
+    calls: dict[str, Callable[[], object]] = {}
+    for protocol in Protocol:
+        name = protocol.name.lower()
+        if peer_sum.takes_rows(x_TD, protocol):
+            calls[f"{name}_and_norm"] = partial(
+                peer_sum.add_up_and_norm, x_TD, residual_TD, weight_D, EPS, protocol
+            )
+        if peer_sum.takes(x_TD, protocol):
+            calls[f"{name}_then_norm"] = partial(
+                add_up_then_norm, peer_sum, protocol, x_TD, residual_TD, weight_D
+            )
+    return {name: seconds_a_call(call, CALLS, REPLAYS) * 1e6 for name, call in calls.items()}
+
+
+def add_up_then_norm(
+    peer_sum: PeerSum, protocol: Protocol, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor
+) -> None:
+    peer_sum.add_up(x_TD, protocol)
+    residual_norm(x_TD, residual_TD, weight_D, EPS)
 
 
 def probe_symmetric_memory(info: DistributedInfo, device: torch.device, folder: Path) -> str:
@@ -64,6 +92,39 @@ def probe_symmetric_memory(info: DistributedInfo, device: torch.device, folder: 
         return "works" if bool((seen == other).all()) else "does not work: wrong numbers"
     except RuntimeError as error:
         return f"does not work: {error}"
+
+
+class Measured:
+    """Figures, printed as they come."""
+
+    def __init__(self, tp: int, repeat: int, *, prints: bool) -> None:
+        self.figures: list[Figure] = []
+        self._tp = tp
+        self._repeat = repeat
+        self._prints = prints
+
+    def add(self, workload: str, times: Callable[[], dict[str, float]]) -> None:
+        turns = [times() for _ in range(self._repeat)]
+        for name in turns[0]:
+            figure = Figure(
+                engine="minisgl",
+                workload=workload,
+                model="none",
+                device="cuda",
+                tp=self._tp,
+                metric=f"{name}_us",
+                values=[round(turn[name], 3) for turn in turns],
+            )
+            self.figures.append(figure)
+            if self._prints:
+                print(f"{workload:32}{name:20}{figure.value:10.2f} us", flush=True)
+
+
+def measure_norms(measured: Measured, peer_sum: PeerSum, width: int, device: torch.device) -> None:
+    for num_rows in NUM_ROWS:
+        x_TD = torch.zeros(num_rows, width, dtype=torch.bfloat16, device=device)
+        workload = f"all_reduce of {num_rows} x {width}"
+        measured.add(workload, partial(microseconds_with_norm, peer_sum, x_TD))
 
 
 def join_groups(
@@ -91,31 +152,19 @@ def run_rank(args: argparse.Namespace, folder: Path, rank: int) -> None:
     except PeerMemoryError as error:
         print(f"rank {rank}: peer memory through CUDA IPC does not work: {error}", flush=True)
 
-    figures = []
+    measured = Measured(args.tp, args.repeat, prints=info.leads)
     for num_bytes in NUM_BYTES:
         x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
-        turns = [microseconds(groups, peer_sum, x) for _ in range(args.repeat)]
-        for name in turns[0]:
-            values = [round(turn[name], 3) for turn in turns]
-            figure = Figure(
-                engine="minisgl",
-                workload=f"all_reduce of {num_bytes} bytes",
-                model="none",
-                device="cuda",
-                tp=args.tp,
-                metric=f"{name}_us",
-                values=values,
-            )
-            figures.append(figure)
-            if info.leads:
-                print(f"{num_bytes:10}  {name:10}{figure.value:10.2f} us", flush=True)
+        workload = f"all_reduce of {num_bytes} bytes"
+        measured.add(workload, partial(microseconds, groups, peer_sum, x))
     if peer_sum is not None:
+        measure_norms(measured, peer_sum, args.width, device)
         table = measure_routes(comm, peer_sum, device, with_nccl=True)
         if info.leads:
             print(table, flush=True)
         memory.close()
     if info.leads and args.out:
-        append_figures(args.out, figures)
+        append_figures(args.out, measured.figures)
     if args.probe:
         print(f"rank {rank}: symmetric memory {probe_symmetric_memory(info, device, folder)}")
     for group in groups.values():
@@ -128,6 +177,7 @@ def main() -> None:
     )
     parser.add_argument("--tp", type=positive, default=2)
     parser.add_argument("--repeat", type=positive, default=3)
+    parser.add_argument("--width", type=positive, default=5120, help="of the rows that are normed")
     parser.add_argument("--probe", action="store_true")
     parser.add_argument("--out", type=output_file, help="append figures to this file")
     args = parser.parse_args()

@@ -1,5 +1,7 @@
 """Sums over peer memory on several GPUs, against sums that every rank computes for itself."""
 
+# Dimensions: D model width, T tokens of a step.
+
 from __future__ import annotations
 
 import random
@@ -21,7 +23,13 @@ from minisgl.distributed import (
     create_communicator,
 )
 from minisgl.distributed.peer_communicator import share_memory
-from minisgl.kernel import PeerSum, Protocol, peer_sum_kernels, sum_reference
+from minisgl.kernel import (
+    PeerSum,
+    Protocol,
+    peer_sum_kernels,
+    rms_norm_reference,
+    sum_reference,
+)
 from tests.distributed.harness import in_processes
 
 pytestmark = [
@@ -166,7 +174,7 @@ def replays(rendezvous: Path, info: DistributedInfo) -> None:
             wrong += num_different(y, expected)
         if i % 100 == 50:  # an eager call between two replays
             x, expected = numbers.draw(5000, torch.float32)
-            peer_sum.add_up(x, Protocol.PULL)
+            peer_sum.add_up(x, Protocol.ONE_SHOT)
             wrong += num_different(x, expected)
     assert int(wrong) == 0
     del graph
@@ -177,6 +185,59 @@ def replays(rendezvous: Path, info: DistributedInfo) -> None:
 @sizes
 def test_a_graph_is_replayed_with_changing_inputs(size: int, tmp_path: Path) -> None:
     in_processes(size, partial(replays, tmp_path / "rendezvous"))
+
+
+def norms_in_a_graph(rendezvous: Path, info: DistributedInfo) -> None:
+    """Each protocol, many shapes, right one after the other and replayed with new inputs."""
+    device, nccl = join(info, rendezvous)
+    memory, peer_sum = share_memory(nccl, device)
+    numbers = Numbers(info, device)
+    cases = []
+    for protocol in Protocol:
+        for shape in [(1, 5120), (3, 1024), (25, 5120), (32, 256), (300, 2048), (512, 8192)]:
+            x_TD = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            if peer_sum.takes_rows(x_TD, protocol):
+                weight_D = torch.rand(shape[1], device=device).bfloat16()
+                cases.append((x_TD, torch.zeros_like(x_TD), weight_D, protocol))
+
+    def call_all() -> list[tuple[Tensor, Tensor]]:
+        return [
+            peer_sum.add_up_and_norm(x_TD.clone(), residual_TD.clone(), weight_D, 1e-6, protocol)
+            for x_TD, residual_TD, weight_D, protocol in cases
+        ]
+
+    call_all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call_all()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    far = torch.zeros((), device=device)
+    own = random.Random(info.rank)
+    for _ in range(200):
+        expected = []
+        for x_TD, residual_TD, weight_D, _ in cases:
+            new, total = numbers.draw(x_TD.numel(), torch.bfloat16)
+            x_TD.copy_(new.view_as(x_TD))
+            residual_TD.copy_(total.flip(0).view_as(x_TD))
+            total_TD = total.view_as(x_TD) + residual_TD
+            expected.append((rms_norm_reference(total_TD, weight_D, 1e-6), total_TD))
+        if own.random() < 0.2:
+            torch.cuda._sleep(own.randrange(500_000))
+        graph.replay()
+        for (normed, total), (normed_TD, total_TD) in zip(results, expected, strict=True):
+            wrong += num_different(total, total_TD)
+            distance_TD = (normed.float() - normed_TD.float()).abs()
+            far = torch.maximum(far, (distance_TD / (1 + normed_TD.float().abs())).max())
+    assert int(wrong) == 0
+    assert float(far) < 0.02, "bfloat16 rounds by 0.004"
+    del graph
+    memory.close()
+    nccl.close()
+
+
+@sizes
+def test_norms_of_sums_are_replayed_with_changing_inputs(size: int, tmp_path: Path) -> None:
+    in_processes(size, partial(norms_in_a_graph, tmp_path / "rendezvous"))
 
 
 def chosen_routes(rendezvous: Path, info: DistributedInfo) -> None:

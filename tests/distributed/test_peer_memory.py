@@ -188,6 +188,13 @@ class Recorded:
     def add_up(self, x: torch.Tensor, protocol: Protocol) -> None:
         self.log.append((x.nbytes, protocol))
 
+    def takes_rows(self, x_TD: torch.Tensor, protocol: Protocol) -> bool:
+        return self.takes(x_TD, protocol) and (protocol != Protocol.PUSH or len(x_TD) == 1)
+
+    def add_up_and_norm(self, x_TD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.log.append((x_TD.nbytes, rest[-1]))
+        return x_TD, x_TD
+
 
 class Closed:
     """Memory that knows whether it was closed."""
@@ -198,9 +205,31 @@ class Closed:
         self.is_closed = True
 
 
+def test_a_norm_of_a_sum_takes_the_next_protocol_that_takes_its_rows(tmp_path: Path) -> None:
+    """What none takes is added up by itself, and then normed."""
+    table = ProtocolTable((8, 16, 32), (Protocol.PUSH, Protocol.ONE_SHOT, None))
+
+    def work(group: DistributedCommunicator) -> Any:
+        peer_sum: Any = Recorded()
+        nothing: Any = None
+        comm = PeerCommunicator(group, nothing, peer_sum, table)
+        weight = torch.ones(1)
+        for num_rows in (1, 2, 3):
+            comm.add_up_and_norm(torch.ones(num_rows, 1), None, weight, 0.0)
+        normed, total = comm.add_up_and_norm(torch.ones(5, 1), torch.ones(5, 1), weight, 0.0)
+        halves = comm.add_up_and_norm(torch.ones(2, 1).half(), None, weight.half(), 0.0)
+        return peer_sum.log, normed.tolist(), total.tolist(), halves[1].tolist()
+
+    for log, normed, total, halves in in_group(2, tmp_path / "rendezvous", work):
+        assert log == [(4, Protocol.PUSH), (8, Protocol.ONE_SHOT), (12, Protocol.ONE_SHOT)]
+        assert normed == [[1.0]] * 5
+        assert total == [[3.0]] * 5
+        assert halves == [[2.0]] * 2
+
+
 def test_sums_go_where_the_table_says(tmp_path: Path) -> None:
     """The sums of peer memory are not computed here; those of the group are."""
-    table = ProtocolTable((8, 16), (Protocol.PUSH, Protocol.PULL))
+    table = ProtocolTable((8, 16), (Protocol.PUSH, Protocol.ONE_SHOT))
 
     def work(group: DistributedCommunicator) -> Any:
         memory: Any = Closed()
@@ -222,6 +251,6 @@ def test_sums_go_where_the_table_says(tmp_path: Path) -> None:
         return peer_sum.log, sums, others
 
     for log, sums, others in in_group(2, tmp_path / "rendezvous", work):
-        assert log == [(4, Protocol.PUSH), (8, Protocol.PUSH), (12, Protocol.PULL)]
+        assert log == [(4, Protocol.PUSH), (8, Protocol.PUSH), (12, Protocol.ONE_SHOT)]
         assert sums == [[1.0], [1.0] * 2, [1.0] * 3, [2.0] * 5, [2, 2]]
         assert others == [0, [0, 1], 0]

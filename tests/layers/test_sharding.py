@@ -42,7 +42,7 @@ def gated_mlp(comm: DistributedCommunicator, source: RandomSource) -> Tensor:
     down = LinearRowParallel(MLP_WIDTH, WIDTH, comm, bias=True)
     gate_up.load(source, "mlp.gate_up_proj")
     down.load(source, "mlp.down_proj")
-    return down.forward(silu_and_mul(*gate_up.forward(X_TD)))
+    return down.forward(silu_and_mul(*gate_up.forward(X_TD))).add_up()
 
 
 def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: bool) -> Tensor:
@@ -52,7 +52,7 @@ def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: b
     return layer.forward(
         X_TD,
         Context(nothing, nothing, nothing, nothing, create_moe_backend(X_TD.device, X_TD.dtype)),
-    )
+    ).add_up()
 
 
 def embedding(comm: DistributedCommunicator, source: RandomSource, *, vocab_size: int) -> Tensor:
@@ -133,7 +133,7 @@ def test_no_tokens_give_no_rows() -> None:
     linear = LinearRowParallel(WIDTH, 3, SingleCommunicator(), bias=True)
     linear.load(RandomSource(), "down")
     linear.choose_kernel(pack=True)
-    assert linear.forward(torch.empty(0, WIDTH)).shape == (0, 3)
+    assert linear.forward(torch.empty(0, WIDTH)).add_up().shape == (0, 3)
 
 
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)])

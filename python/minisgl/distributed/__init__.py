@@ -1,8 +1,9 @@
 """Tensor parallelism: which shards a rank has, and the collectives among ranks.
 
 `DistributedInfo` has rank and size and divides heads and weights. A `DistributedCommunicator`
-reduces and gathers tensors; layers get it as an argument. There is no process-wide group. Read
-`communicator.py`, then `nccl_communicator.py` and `peer_communicator.py`.
+reduces and gathers tensors; layers get it as an argument. There is no process-wide group. A
+`PartialSum` is what the ranks still have to add up. Read `communicator.py`, then
+`nccl_communicator.py` and `peer_communicator.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from minisgl.distributed.communicator import (
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.nccl_communicator import NcclCommunicator
 from minisgl.distributed.nccl_library import NcclError, load_nccl, nccl_version
+from minisgl.distributed.partial_sum import PartialSum, whole
 from minisgl.distributed.peer_communicator import PeerCommunicator, with_peer_memory
 from minisgl.errors import ConfigError
 
@@ -27,10 +29,12 @@ __all__ = [
     "DistributedCommunicator",
     "DistributedInfo",
     "NcclCommunicator",
+    "PartialSum",
     "PeerCommunicator",
     "SingleCommunicator",
     "TorchCommunicator",
     "create_communicator",
+    "whole",
 ]
 
 logger = logging.getLogger(__name__)

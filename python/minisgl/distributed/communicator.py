@@ -5,6 +5,8 @@ Reductions are in place: there are no copies around a collective. On a GPU a col
 current stream; docs/architecture.md has the rules of streams.
 """
 
+# Dimensions: D model width, T tokens of a step.
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, FileStore
 
 from minisgl.distributed.info import DistributedInfo
+from minisgl.kernel import residual_norm
 from minisgl.utils import env
 
 OptionsT = TypeVar("OptionsT")
@@ -38,6 +41,12 @@ class DistributedCommunicator(ABC):
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; returns x."""
+
+    def add_up_and_norm(
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernel.residual_norm` of the sum of x over the ranks, which overwrites x."""
+        return residual_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
 
     @abstractmethod
     def all_reduce_min(self, x: Tensor) -> Tensor:

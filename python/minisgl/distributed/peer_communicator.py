@@ -3,6 +3,8 @@
 Next to read: `protocol_table.py`, `peer_memory.py`, then `kernel/all_reduce.py`.
 """
 
+# Dimensions: D model width, T tokens of a step.
+
 from __future__ import annotations
 
 import logging
@@ -49,6 +51,16 @@ class PeerCommunicator(DistributedCommunicator):
             return self._nccl.all_reduce(x)
         self._peer_sum.add_up(x, protocol)
         return x
+
+    def add_up_and_norm(
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        protocol = self._table.route(x_TD.nbytes)
+        if protocol is Protocol.PUSH and not self._peer_sum.takes_rows(x_TD, protocol):
+            protocol = Protocol.ONE_SHOT
+        if protocol is None or not self._peer_sum.takes_rows(x_TD, protocol):
+            return super().add_up_and_norm(x_TD, residual_TD, weight_D, eps)
+        return self._peer_sum.add_up_and_norm(x_TD, residual_TD, weight_D, eps, protocol)
 
     def all_reduce_min(self, x: Tensor) -> Tensor:
         return self._nccl.all_reduce_min(x)

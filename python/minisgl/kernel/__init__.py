@@ -41,7 +41,7 @@ from minisgl.kernel.linear import CpuLinear, gpu_linear, sizes_without_padding
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
-from minisgl.kernel.norm import add_rms_norm, rms_norm, rms_norm_reference
+from minisgl.kernel.norm import add_rms_norm, residual_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
 from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
@@ -86,6 +86,7 @@ __all__ = [
     "memory_bytes",
     "moe_reference",
     "peer_sum_kernels",
+    "residual_norm",
     "rms_norm",
     "rms_norm_reference",
     "rotate",

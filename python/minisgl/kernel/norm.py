@@ -36,6 +36,22 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return y_TD
 
 
+def residual_norm(
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and norm the sum.
+
+    Args:
+        residual_TD: overwritten with the sum; None is taken for zero.
+
+    Returns:
+        normed_TD, and the sum.
+    """
+    if residual_TD is None:
+        return rms_norm(x_TD, weight_D, eps), x_TD
+    return add_rms_norm(x_TD, residual_TD, weight_D, eps), residual_TD
+
+
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Compute what `rms_norm` does, in plain torch, for any leading shape."""
     x_float = x.float()

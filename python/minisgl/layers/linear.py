@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator, DistributedInfo
+from minisgl.distributed import DistributedCommunicator, DistributedInfo, PartialSum
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
 
@@ -134,7 +134,7 @@ class LinearQKVMerged(LinearColParallelMerged):
 class LinearRowParallel(LinearBase):
     """One layer of the checkpoint, sharded by input.
 
-    An all-reduce adds up the partial sums of the ranks. Rank 0 alone adds the bias.
+    Each rank has a part of the sum. Rank 0 alone adds the bias.
     """
 
     def __init__(
@@ -152,6 +152,6 @@ class LinearRowParallel(LinearBase):
         if self._has_bias and info.leads:
             self._bias_O = source.read(f"{name}.bias", self._shape[:1])
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        """y_TO, complete on every rank."""
-        return self._comm.all_reduce(self.multiply(x_TI))
+    def forward(self, x_TI: Tensor) -> PartialSum:
+        """y_TO, which the ranks still have to add up."""
+        return PartialSum(self.multiply(x_TI), self._comm)

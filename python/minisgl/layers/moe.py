@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator
+from minisgl.distributed import DistributedCommunicator, PartialSum
 from minisgl.kernel import route
 from minisgl.layers.base import BaseOP, WeightSource
 from minisgl.layers.context import Context
@@ -49,8 +49,8 @@ class MoELayer(BaseOP):
             source, f"{name}.experts", self._num_experts, shape, columns
         )
 
-    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum:
         (logits_TE,) = self.gate.forward(x_TD)
         weight_TA, expert_TA = route(logits_TE, self._experts_per_token, self._normalize)
         y_TD = self._experts.multiply(x_TD, weight_TA, expert_TA, ctx.moe_backend)
-        return self._comm.all_reduce(y_TD)
+        return PartialSum(y_TD, self._comm)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.distributed import DistributedCommunicator
-from minisgl.kernel import add_rms_norm, rms_norm, split_heads
+from minisgl.distributed import DistributedCommunicator, PartialSum
+from minisgl.kernel import residual_norm, rms_norm, split_heads
 from minisgl.layers.base import BaseOP, WeightSource
 
 
@@ -30,19 +30,22 @@ class RMSNorm(_Norm):
 
 
 class RMSNormFused(_Norm):
-    """Residual add, then norm."""
+    """Sum over the ranks, residual add, then norm."""
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_TD: Tensor | PartialSum, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
+            x_TD: overwritten if the ranks have to add it up.
             residual_TD: overwritten with the sum; None is taken for zero.
 
         Returns:
             normed_TD, residual_TD: the second is x plus residual, un-normalised, for the next norm.
         """
-        if residual_TD is None:
-            return rms_norm(x_TD, self.weight_D, self.eps), x_TD
-        return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps), residual_TD
+        if isinstance(x_TD, PartialSum):
+            return x_TD.add_up_and_norm(residual_TD, self.weight_D, self.eps)
+        return residual_norm(x_TD, residual_TD, self.weight_D, self.eps)
 
 
 class FullWidthQKNorm(BaseOP):

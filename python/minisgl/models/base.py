@@ -12,14 +12,14 @@ Attributes are named as the checkpoint names its weights; a merged layer (`qkv_p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
-from minisgl.distributed import DistributedCommunicator
+from minisgl.distributed import DistributedCommunicator, PartialSum
 from minisgl.kernel import take_rows
 from minisgl.layers import (
     BaseOP,
@@ -31,12 +31,14 @@ from minisgl.layers import (
     VocabParallelEmbedding,
 )
 
+Stream: TypeAlias = Tensor | PartialSum
+
 
 class DecoderLayer(BaseOP, ABC):
     """One layer: two sublayers, whose outputs are added to the residual stream.
 
-    The stream is x + residual, and a residual of None stands for zero. x and residual are kept
-    apart so that the next norm fuses the add.
+    The stream is x + residual, and a residual of None stands for zero. x may be what the ranks
+    still have to add up. x and residual are kept apart so that the next norm adds up all of it.
 
     Args:
         layer: its number, from 0.
@@ -54,14 +56,14 @@ class DecoderLayer(BaseOP, ABC):
 
     @abstractmethod
     def attention_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x_TD: Stream, residual_TD: Tensor | None, batch: Batch, ctx: Context
+    ) -> tuple[Stream, Tensor | None]:
         """Attention and its norms: tokens see each other."""
 
     @abstractmethod
     def mlp_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x_TD: Stream, residual_TD: Tensor | None, ctx: Context
+    ) -> tuple[Stream, Tensor | None]:
         """The MLP and its norms: each token is computed by itself."""
 
 
@@ -77,7 +79,7 @@ class Decoder(BaseOP):
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
         """x_YD, the normed last hidden states of the tokens that `batch.returned_Y` selects."""
-        x_TD = self.embed_tokens.forward(batch.input_ids_T)
+        x_TD: Stream = self.embed_tokens.forward(batch.input_ids_T)
         residual_TD: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:
@@ -88,7 +90,10 @@ class Decoder(BaseOP):
         # No token attends to the others any more: what follows is computed for those alone whose
         # hidden states are returned.
         if batch.returned_Y is not None:
-            x_TD = take_rows(x_TD, batch.returned_Y)
+            if isinstance(x_TD, PartialSum):
+                x_TD = x_TD.take_rows(batch.returned_Y)
+            else:
+                x_TD = take_rows(x_TD, batch.returned_Y)
             if residual_TD is not None:
                 residual_TD = take_rows(residual_TD, batch.returned_Y)
         x_TD, residual_TD = last.mlp_sublayer(x_TD, residual_TD, ctx)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
-from minisgl.distributed import DistributedCommunicator
+from minisgl.distributed import DistributedCommunicator, PartialSum
 from minisgl.errors import CheckpointError
 from minisgl.kernel import gelu_and_mul, silu_and_mul
 from minisgl.layers import (
@@ -24,7 +24,7 @@ from minisgl.layers import (
     RMSNormFused,
     RotaryTables,
 )
-from minisgl.models.base import DecoderLayer
+from minisgl.models.base import DecoderLayer, Stream
 
 _ACTIVATIONS = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 
@@ -54,7 +54,7 @@ class Attention(BaseOP):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if head_norm else None
         self.attention = AttentionLayer(layer, rope, self.q_norm, self.k_norm)
 
-    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> PartialSum:
         qkv_TMH = self.qkv_proj.forward_heads(x_TD)
         return self.o_proj.forward(self.attention.forward(qkv_TMH, batch, ctx))
 
@@ -78,7 +78,7 @@ def output_projection(
 class MLP(Protocol):
     """What follows the attention of a layer."""
 
-    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor: ...
+    def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum: ...
 
 
 class GatedMLP(BaseOP):
@@ -102,7 +102,7 @@ class GatedMLP(BaseOP):
             config.mlp_width, config.width, comm, bias=config.mlp_bias
         )
 
-    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:  # noqa: ARG002 - as of every MLP
+    def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum:  # noqa: ARG002 - as of every MLP
         gate_TF, up_TF = self.gate_up_proj.forward(x_TD)
         return self.down_proj.forward(self._activation(gate_TF, up_TF))
 
@@ -119,13 +119,13 @@ class PreNormLayer(DecoderLayer):
     mlp: MLP
 
     def attention_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
+        self, x_TD: Stream, residual_TD: Tensor | None, batch: Batch, ctx: Context
+    ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
         return self.self_attn.forward(x_TD, batch, ctx), residual_TD
 
     def mlp_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
+        self, x_TD: Stream, residual_TD: Tensor | None, ctx: Context
+    ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
         return self.mlp.forward(x_TD, ctx), residual_TD

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
-from minisgl.distributed import DistributedCommunicator
+from minisgl.distributed import DistributedCommunicator, PartialSum, whole
 from minisgl.layers import (
     AttentionLayer,
     BaseOP,
@@ -17,7 +17,7 @@ from minisgl.layers import (
     RMSNorm,
     RotaryTables,
 )
-from minisgl.models.base import BaseLLMModel, DecoderLayer
+from minisgl.models.base import BaseLLMModel, DecoderLayer, Stream
 from minisgl.models.blocks import GatedMLP, output_projection, qkv_projection
 
 
@@ -39,7 +39,7 @@ class Olmo2Attention(BaseOP):
         self.attention = AttentionLayer(layer, rope)
         self.o_proj = output_projection(config, comm, bias=config.attention_bias)
 
-    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: Batch, ctx: Context) -> PartialSum:
         qkv_TMH = self.qkv_proj.forward_heads(x_TD)
         self.qk_norm.apply(qkv_TMH)
         return self.o_proj.forward(self.attention.forward(qkv_TMH, batch, ctx))
@@ -64,17 +64,19 @@ class Olmo2Layer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(config.width, config.norm_eps)
 
     def attention_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, batch: Batch, ctx: Context
+        self, x_TD: Stream, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
-        attended_TD = self.self_attn.forward(x_TD, batch, ctx)
+        x_TD = whole(x_TD)
+        attended_TD = self.self_attn.forward(x_TD, batch, ctx).add_up()
         return x_TD + self.post_attention_layernorm.forward(attended_TD), None
 
     def mlp_sublayer(
-        self, x_TD: Tensor, residual_TD: Tensor | None, ctx: Context
+        self, x_TD: Stream, residual_TD: Tensor | None, ctx: Context
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
-        mlp_TD = self.mlp.forward(x_TD, ctx)
+        x_TD = whole(x_TD)
+        mlp_TD = self.mlp.forward(x_TD, ctx).add_up()
         return x_TD + self.post_feedforward_layernorm.forward(mlp_TD), None
 
 

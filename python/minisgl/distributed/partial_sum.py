@@ -1,0 +1,43 @@
+"""A tensor of which each rank has a part; the whole is their sum."""
+
+# Dimensions: D model width, T tokens of a step, Y tokens whose hidden states are returned.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minisgl.distributed.communicator import DistributedCommunicator
+from minisgl.kernel import take_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """What a row-parallel layer returns: whoever reads it adds up the parts of the ranks.
+
+    A norm that reads it can do both at once. All ranks read it, in one way and in one order, and
+    each reads it once, since the part is overwritten.
+    """
+
+    part_TD: Tensor
+    comm: DistributedCommunicator
+
+    def add_up(self) -> Tensor:
+        """x_TD, equal on all ranks."""
+        return self.comm.all_reduce(self.part_TD)
+
+    def add_up_and_norm(
+        self, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernel.residual_norm` of the sum."""
+        return self.comm.add_up_and_norm(self.part_TD, residual_TD, weight_D, eps)
+
+    def take_rows(self, index_Y: Tensor) -> PartialSum:
+        """Some tokens of it."""
+        return PartialSum(take_rows(self.part_TD, index_Y), self.comm)
+
+
+def whole(x_TD: Tensor | PartialSum) -> Tensor:
+    """The tensor, or the sum."""
+    return x_TD.add_up() if isinstance(x_TD, PartialSum) else x_TD
