@@ -189,7 +189,7 @@ class Recorded:
         self.log.append((x.nbytes, protocol))
 
     def takes_rows(self, x_TD: torch.Tensor, protocol: Protocol) -> bool:
-        return self.takes(x_TD, protocol) and (protocol != Protocol.PUSH or len(x_TD) == 1)
+        return self.takes(x_TD, protocol) and protocol != Protocol.PUSH
 
     def add_up_and_norm(self, x_TD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self.log.append((x_TD.nbytes, rest[-1]))
@@ -205,8 +205,8 @@ class Closed:
         self.is_closed = True
 
 
-def test_a_norm_of_a_sum_takes_the_next_protocol_that_takes_its_rows(tmp_path: Path) -> None:
-    """What none takes is added up by itself, and then normed."""
+def test_a_norm_is_computed_with_the_sum_where_the_protocol_takes_rows(tmp_path: Path) -> None:
+    """Otherwise the sum comes first, and then the norm."""
     table = ProtocolTable((8, 16, 32), (Protocol.PUSH, Protocol.ONE_SHOT, None))
 
     def work(group: DistributedCommunicator) -> Any:
@@ -221,7 +221,7 @@ def test_a_norm_of_a_sum_takes_the_next_protocol_that_takes_its_rows(tmp_path: P
         return peer_sum.log, normed.tolist(), total.tolist(), halves[1].tolist()
 
     for log, normed, total, halves in in_group(2, tmp_path / "rendezvous", work):
-        assert log == [(4, Protocol.PUSH), (8, Protocol.ONE_SHOT), (12, Protocol.ONE_SHOT)]
+        assert log == [(4, Protocol.PUSH), (8, Protocol.PUSH), (12, Protocol.ONE_SHOT)]
         assert normed == [[1.0]] * 5
         assert total == [[3.0]] * 5
         assert halves == [[2.0]] * 2

@@ -341,7 +341,7 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     for number in ("BFloat16", "Float16", "Float32"):
         protocols = ("push", "one_shot", "two_shot")
         in_cuda |= {f"{name}<{number}>" for name in protocols}
-        in_cuda |= {f"{name}_rows<{number}>" for name in protocols}
+        in_cuda |= {f"{name}_rows<{number}>" for name in protocols[1:]}
     assert len(names - in_cuda) >= 18
     if find_cuda_toolkit():
         assert names >= in_cuda

@@ -56,8 +56,6 @@ class PeerCommunicator(DistributedCommunicator):
         self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         protocol = self._table.route(x_TD.nbytes)
-        if protocol is Protocol.PUSH and not self._peer_sum.takes_rows(x_TD, protocol):
-            protocol = Protocol.ONE_SHOT
         if protocol is None or not self._peer_sum.takes_rows(x_TD, protocol):
             return super().add_up_and_norm(x_TD, residual_TD, weight_D, eps)
         return self._peer_sum.add_up_and_norm(x_TD, residual_TD, weight_D, eps, protocol)

@@ -15,7 +15,8 @@
 // Ranks store and never load over the link: a store does not wait for its answer.
 //
 // A number is added up in float32 and in the order of the ranks, so that all ranks have equal bits.
-// With a norm, a block has whole rows, and a thread has one vector of each of its rows.
+// With a norm, a block has whole rows, and a thread has one vector of each of its rows. That pays
+// where a block has enough to do; so there is none for push.
 //
 // Block c of every rank are a channel. A channel has its own part of each memory and its own count
 // of calls, and waits for no other channel; so the number of blocks may change from call to call.
@@ -48,7 +49,6 @@ constexpr int64_t kMaxPushBytes = 8 * kPushThreads * kChannels;
 constexpr int64_t kMaxOneShotBytes = 1 << 20, kMaxTwoShotBytes = 8 << 20;
 constexpr int64_t kMaxBytes[] = {kMaxPushBytes, kMaxOneShotBytes, kMaxTwoShotBytes};
 constexpr int kMaxRowVectors = 1024;  // a thread has one of them
-constexpr int kPushRows = 32;
 constexpr uint64_t kMark = uint64_t(1) << 32;
 
 // What a channel receives in one turn, at most. Shares are rounded up to whole vectors or rows.
@@ -59,7 +59,6 @@ struct Memory {
   uint64_t num_calls[kChannels];
   uint64_t flags[kChannels][kMaxRanks];                       // from each rank
   ulonglong2 packets[kChannels][2][kMaxRanks][kPushThreads];  // from each rank
-  ulonglong2 row_packets[kPushRows][2][kMaxRanks][2][kMaxRowVectors];
   uint4 parts[kChannels][2][kPartVectors];  // of sums that this rank adds up
   uint4 sums[kChannels][2][kSumVectors];
 };
@@ -219,10 +218,6 @@ struct Channel {
   // Where two words from a rank arrive in the memory of another one, marked.
   __device__ ulonglong2* packet(int to, int from) const {
     return &memory(to).packets[c][turn][from][threadIdx.x];
-  }
-
-  __device__ ulonglong2* row_packet(int to, int from, int half) const {
-    return &memory(to).row_packets[c][turn][from][half][threadIdx.x];
   }
 
   // `packet` was read there before.
@@ -450,34 +445,6 @@ struct RowNorm {
   }
 };
 
-// A block has one row.
-template <class Number>
-__global__ void __launch_bounds__(kMaxRowVectors)
-    push_rows(const __grid_constant__ Group group, const __grid_constant__ Rows rows) {
-  RowNorm<Number> norm(rows);
-  wait_for_inputs();
-  let_next_start();
-  Channel channel(group);
-  int t = blockIdx.x;
-  Words<4> sum{}, residual = norm.residual(t);
-  if (rows.has_vector()) {
-    Words<4> mine = *rows.vector(rows.x, t);
-    Words<2> halves[] = {{mine.word[0], mine.word[1]}, {mine.word[2], mine.word[3]}};
-    for (int step = 1; step < group.size; ++step)
-      for (int half = 0; half < 2; ++half)
-        store_marked(channel.row_packet(channel.other(step), group.rank, half), halves[half]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      auto place_of = [&](int r) { return channel.row_packet(group.rank, r, half); };
-      Words<2> added = add_packets<Number>(channel, halves[half], place_of);
-      sum.word[2 * half] = added.word[0];
-      sum.word[2 * half + 1] = added.word[1];
-    }
-  }
-  norm.finish(t, 0, sum, residual);
-  channel.end();
-}
-
 template <class Number>
 __global__ void __launch_bounds__(kMaxRowVectors)
     one_shot_rows(const __grid_constant__ Group group, const __grid_constant__ Rows rows) {
@@ -550,12 +517,12 @@ __global__ void __launch_bounds__(kMaxRowVectors)
 struct Protocol {
   void (*add_up)(Group, Bytes);
   int num_threads, bytes_of_thread;
-  void (*add_up_rows)(Group, Rows);
+  void (*add_up_rows)(Group, Rows);  // may be null
 };
 
 template <class Number>
 Protocol protocol_of(int64_t number) {
-  if (number == 0) return {push<Number>, kPushThreads, 8, push_rows<Number>};
+  if (number == 0) return {push<Number>, kPushThreads, 8, nullptr};
   if (number == 1) return {one_shot<Number>, kThreads, 16, one_shot_rows<Number>};
   return {two_shot<Number>, kThreads, 16, two_shot_rows<Number>};
 }
@@ -590,7 +557,7 @@ bool takes_rows(int64_t num_rows, int64_t row_bytes, int64_t number, int64_t num
   int64_t vectors = row_bytes / 16, share = divide_up(num_rows, kChannels);
   if (row_bytes % 16 != 0 || vectors > kMaxRowVectors) return false;
   if (num_rows * row_bytes > kMaxBytes[number]) return false;
-  if (number == 0) return num_rows <= kPushRows;
+  if (number == 0) return false;
   int64_t parts = number == 1 ? share : (share + num_ranks - 2) / num_ranks + 1;
   return share * vectors <= kSumVectors && parts * num_ranks * vectors <= kPartVectors;
 }
