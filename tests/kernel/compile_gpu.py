@@ -133,6 +133,7 @@ def main() -> None:
     gpu.mask_logits(logits, ints[:4], ints.view(2, 32))
     gpu.one_token_linear(x[:1], x, None)
     gpu.one_token_linear(x[:1], x, x[0])
+    gpu.one_token_silu(x[:1], x)
     rows = (ints[:4], ints[:4], ints[:4])
     for number in (None, ints[:1]):
         gpu.attend_decode(q, *pool, table, 16, *rows, q, scale=0.1, num_shared_tokens_1=number)

@@ -235,6 +235,19 @@ def test_the_product_of_one_token(
     same(gpu.one_token_linear(x, weight, bias), expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(20, 1), (64, 7), (1024, 3), (1500, 5)])
+def test_the_gated_product_of_one_token_is_that_of_two_kernels(
+    random: torch.Generator, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x_1I = numbers(random, 1, inputs, dtype=dtype)
+    weight_UI = numbers(random, 2 * outputs, inputs, dtype=dtype) / inputs**0.5
+    gate_1F, up_1F = gpu.one_token_linear(x_1I, weight_UI, None).chunk(2, dim=1)
+    expected_1F = torch.empty_like(up_1F)
+    gpu.silu_and_mul(gate_1F, up_1F, expected_1F)
+    assert torch.equal(gpu.one_token_silu(x_1I, weight_UI), expected_1F)
+
+
 PAGES_AND_WIDTHS = [(1, 64), (16, 128), (3, 20)]
 GROUPS = range(1, 9)
 EVERY_SHAPE = [(group, *shape) for group in GROUPS for shape in PAGES_AND_WIDTHS]

@@ -178,4 +178,5 @@ def test_of_one_token(launches: Launches) -> None:
     x = torch.empty(9, 576, dtype=bf16)
     for row in range(9):
         gpu.one_token_linear(x[row : row + 1], weight, None)
-    check(launches, _one_token_linear=1)
+        gpu.one_token_silu(x[row : row + 1], weight)
+    check(launches, _one_token_linear=1, _one_token_gated=1)

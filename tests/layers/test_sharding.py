@@ -17,7 +17,7 @@ from minisgl.errors import ConfigError
 from minisgl.kernel import silu_and_mul
 from minisgl.layers import (
     Context,
-    LinearColParallelMerged,
+    LinearGated,
     LinearQKVMerged,
     LinearRowParallel,
     MoELayer,
@@ -37,12 +37,11 @@ Forward = Callable[[DistributedCommunicator, RandomSource], Any]
 
 
 def gated_mlp(comm: DistributedCommunicator, source: RandomSource) -> Tensor:
-    layers = {"gate_proj": MLP_WIDTH, "up_proj": MLP_WIDTH}
-    gate_up = LinearColParallelMerged.even(WIDTH, layers, comm.info, bias=True)
+    gate_up = LinearGated(WIDTH, MLP_WIDTH, silu_and_mul, comm.info, bias=True)
     down = LinearRowParallel(MLP_WIDTH, WIDTH, comm, bias=True)
     gate_up.load(source, "mlp.gate_up_proj")
     down.load(source, "mlp.down_proj")
-    return down.forward(silu_and_mul(*gate_up.forward(X_TD))).add_up()
+    return down.forward(gate_up.forward_gated(X_TD)).add_up()
 
 
 def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: bool) -> Tensor:
@@ -162,7 +161,7 @@ def test_heads_of_all_ranks_are_the_heads_of_one(size: int, num_kv_heads: int) -
         (lambda info: LinearQKVMerged(WIDTH, 6, 6, 2, info, bias=False), "6 attention heads"),
         (lambda info: LinearQKVMerged(WIDTH, 4, 3, 2, info, bias=False), "3 key/value heads"),
         (
-            lambda info: LinearColParallelMerged.even(WIDTH, {"gate_proj": 18}, info, bias=False),
+            lambda info: LinearGated(WIDTH, 18, silu_and_mul, info, bias=False),
             "18 outputs of gate_proj",
         ),
     ],

@@ -8,7 +8,8 @@ whether to make it. oneDNN keeps code for each number of tokens that it has seen
 the products of a layer; tokens are therefore padded to few numbers.
 """
 
-# Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+# Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
+# step, U both halves of a gated mlp.
 
 from __future__ import annotations
 
@@ -50,6 +51,18 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
     if kernels is None:
         return F.linear(x_TI, weight_OI, bias_O)
     return few_token_linear(kernels, x_TI, weight_OI, bias_O)
+
+
+def one_token_silu(x_1I: Tensor, weight_UI: Tensor) -> Tensor:
+    """Return silu(gate) * up of one token on a GPU, rounded as by `gpu_linear` and `silu_and_mul`.
+
+    Args:
+        weight_UI: the rows of the gate, and then those of up.
+    """
+    triton_kernels = triton_kernels_for(x_1I)
+    assert triton_kernels is not None
+    y_1F: Tensor = triton_kernels.one_token_silu(x_1I, weight_UI)
+    return y_1F
 
 
 def _suits_few_tokens(x_TI: Tensor, weight_OI: Tensor) -> bool:

@@ -8,7 +8,12 @@ from minisgl.layers.attention import AttentionLayer
 from minisgl.layers.base import BaseOP, OPList, StateLessOP, WeightSource
 from minisgl.layers.context import Context
 from minisgl.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minisgl.layers.linear import LinearColParallelMerged, LinearQKVMerged, LinearRowParallel
+from minisgl.layers.linear import (
+    LinearColParallelMerged,
+    LinearGated,
+    LinearQKVMerged,
+    LinearRowParallel,
+)
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import FullWidthQKNorm, RMSNorm, RMSNormFused
 from minisgl.layers.rotary import RotaryEmbedding, RotaryTables, get_rope, set_rope_device
@@ -20,6 +25,7 @@ __all__ = [
     "Context",
     "FullWidthQKNorm",
     "LinearColParallelMerged",
+    "LinearGated",
     "LinearQKVMerged",
     "LinearRowParallel",
     "MoELayer",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator, DistributedInfo, PartialSum
 from minisgl.layers.base import BaseOP, WeightSource
-from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
+from minisgl.layers.weights import Gated, LayerShard, LinearWeight, load_linear_weight
 
 
 class LinearBase(BaseOP):
@@ -62,14 +62,6 @@ class LinearColParallelMerged(LinearBase):
         self._sizes = [len(shard) for shard in shards.values()]
         self._has_bias = bias
 
-    @classmethod
-    def even(
-        cls, in_features: int, layers: dict[str, int], info: DistributedInfo, *, bias: bool
-    ) -> LinearColParallelMerged:
-        """Every layer is divided evenly over the ranks."""
-        shards = {name: info.shard(size, f"outputs of {name}") for name, size in layers.items()}
-        return cls(in_features, layers, shards, bias=bias)
-
     def load(self, source: WeightSource, name: str = "") -> None:
         parent = name.rpartition(".")[0]
         shards = [
@@ -87,6 +79,23 @@ class LinearColParallelMerged(LinearBase):
     def forward(self, x_TI: Tensor) -> Sequence[Tensor]:
         """The outputs of each layer on this rank; views of one tensor."""
         return self.multiply(x_TI).split_with_sizes(self._sizes, dim=1)
+
+
+class LinearGated(LinearColParallelMerged):
+    """Gate and up projection of a gated MLP, and its activation."""
+
+    def __init__(
+        self, width: int, mlp_width: int, activation: Gated, info: DistributedInfo, *, bias: bool
+    ) -> None:
+        names = ("gate_proj", "up_proj")
+        shard = info.shard(mlp_width, "outputs of gate_proj")
+        sizes = dict.fromkeys(names, mlp_width)
+        super().__init__(width, sizes, dict.fromkeys(names, shard), bias=bias)
+        self._activation = activation
+
+    def forward_gated(self, x_TI: Tensor) -> Tensor:
+        """activation(gate, up) on this rank: the inputs of the down projection."""
+        return self._weight.multiply_gated(x_TI, self._bias_O, self._activation)
 
 
 class LinearQKVMerged(LinearColParallelMerged):

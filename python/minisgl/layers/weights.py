@@ -11,16 +11,18 @@ what a checkpoint stores in fewer bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, gpu_linear
+from minisgl.kernel import CpuLinear, gpu_linear, one_token_silu, silu_and_mul
 from minisgl.layers.base import WeightSource
 from minisgl.moe import BaseMoeBackend
+
+Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,13 @@ class LinearWeight:
         if x_TI.is_cuda:
             return gpu_linear(x_TI, self._weight_OI, bias_O)
         return F.linear(x_TI, self._weight_OI, bias_O)
+
+    def multiply_gated(self, x_TI: Tensor, bias_U: Tensor | None, activation: Gated) -> Tensor:
+        """activation(gate, up) of the halves of y_TU."""
+        if x_TI.is_cuda and len(x_TI) == 1 and bias_U is None and activation is silu_and_mul:
+            return one_token_silu(x_TI, self._weight_OI)
+        gate_TF, up_TF = self.multiply(x_TI, bias_U).chunk(2, dim=1)
+        return activation(gate_TF, up_TF)
 
 
 def load_linear_weight(source: WeightSource, shards: Iterable[LayerShard]) -> LinearWeight:

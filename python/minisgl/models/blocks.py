@@ -17,7 +17,7 @@ from minisgl.layers import (
     AttentionLayer,
     BaseOP,
     Context,
-    LinearColParallelMerged,
+    LinearGated,
     LinearQKVMerged,
     LinearRowParallel,
     RMSNorm,
@@ -93,18 +93,16 @@ class GatedMLP(BaseOP):
             raise CheckpointError(
                 f"activation {config.activation!r} is not supported: {', '.join(_ACTIVATIONS)}"
             )
-        self._activation = _ACTIVATIONS[config.activation]
-        outputs = {"gate_proj": config.mlp_width, "up_proj": config.mlp_width}
-        self.gate_up_proj = LinearColParallelMerged.even(
-            config.width, outputs, comm.info, bias=config.mlp_bias
+        activation = _ACTIVATIONS[config.activation]
+        self.gate_up_proj = LinearGated(
+            config.width, config.mlp_width, activation, comm.info, bias=config.mlp_bias
         )
         self.down_proj = LinearRowParallel(
             config.mlp_width, config.width, comm, bias=config.mlp_bias
         )
 
     def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum:  # noqa: ARG002 - as of every MLP
-        gate_TF, up_TF = self.gate_up_proj.forward(x_TD)
-        return self.down_proj.forward(self._activation(gate_TF, up_TF))
+        return self.down_proj.forward(self.gate_up_proj.forward_gated(x_TD))
 
 
 class PreNormLayer(DecoderLayer):

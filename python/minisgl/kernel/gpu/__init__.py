@@ -15,7 +15,7 @@ from minisgl.kernel.gpu.experts import (
     route,
     sort_pairs,
 )
-from minisgl.kernel.gpu.linear import one_token_linear
+from minisgl.kernel.gpu.linear import one_token_linear, one_token_silu
 from minisgl.kernel.gpu.mask import mask_logits
 from minisgl.kernel.gpu.norm import add_rms_norm, rms_norm
 from minisgl.kernel.gpu.rotary import rotate_and_store
@@ -35,6 +35,7 @@ __all__ = [
     "moe_by_token",
     "multiply_blocks",
     "one_token_linear",
+    "one_token_silu",
     "rms_norm",
     "rotate_and_store",
     "route",

@@ -1,11 +1,14 @@
 """The product of one token with a weight, which is bound by reading the weight.
 
+The gate and the up projection of an MLP have their activation in the same kernel.
+
 A Triton program has a few rows of the weight. It loads them before it waits for the token, so that
 memory is busy while the previous kernel ends. A library's kernel is made for many tokens, and reads
 at half the speed.
 """
 
-# Dimensions: I inputs of a linear layer, O outputs of a linear layer.
+# Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, U both halves of
+# a gated mlp.
 
 from __future__ import annotations
 
@@ -63,3 +66,34 @@ def one_token_linear(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
         HAS_BIAS=bias_O is not None, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4, **pdl(x_1I),
     )  # fmt: skip
     return y_1O
+
+
+@triton.jit
+def _one_token_gated(
+    x, weight, y, inputs, outputs, stride_weight, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """A program for one output, of a row of the gate and of the row of up that belongs to it."""
+    f = tl.program_id(0)
+    half = tl.arange(0, 2)
+    i = tl.arange(0, BLOCK)
+    rows = weight + (f + half.to(tl.int64)[:, None] * outputs) * stride_weight
+    inside = (half < 2)[:, None]
+    w = tl.load(rows + i[None, :], mask=(i < inputs)[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    result = products(w, rows, x, inside, inputs, BLOCK)
+    result = result.to(y.dtype.element_ty).to(tl.float32)  # as if they were stored
+    gate = tl.sum(tl.where(half == 0, result, 0.0), axis=0)
+    up = tl.sum(tl.where(half == 1, result, 0.0), axis=0)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(y + f, value.to(y.dtype.element_ty))
+
+
+def one_token_silu(x_1I: Tensor, weight_UI: Tensor) -> Tensor:
+    inputs = weight_UI.shape[1]
+    outputs = len(weight_UI) // 2
+    y_1F = torch.empty(1, outputs, dtype=x_1I.dtype, device=x_1I.device)
+    _one_token_gated[(outputs,)](
+        x_1I, weight_UI, y_1F, inputs, outputs, weight_UI.stride(0),
+        BLOCK=_BLOCK, num_warps=4, **pdl(x_1I),
+    )  # fmt: skip
+    return y_1F
