@@ -186,7 +186,6 @@ def main() -> None:
     tp = options.get("tp", 1)
     limits = Limits(ModelConfig.from_folder(folder), tp * args.bandwidth, tp * args.flops)
     began = time.perf_counter()
-    figures = []
     with LLM(folder, skip_tokenizer_init=True, dummy_weight=True, **options) as llm:
         print(f"{args.model}: ready after {time.perf_counter() - began:.1f} s", flush=True)
         for name in args.work:
@@ -201,9 +200,8 @@ def main() -> None:
                     metric=row["metric"],
                     values=values,
                 )
-                figures.append(figure)
                 print(f"{name} {comparison(figure, row['limit'])}", flush=True)
-    append_figures(args.out, figures)
+                append_figures(args.out, [figure])
 
 
 if __name__ == "__main__":

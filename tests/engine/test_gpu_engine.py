@@ -222,7 +222,11 @@ def test_tokens_are_the_references(
 def test_any_number_of_ranks_chooses_the_references_tokens(
     models: Models, kind: str, tp: int
 ) -> None:
-    """Of every architecture; four ranks replicate the kv heads."""
+    """Of every architecture; four ranks replicate the kv heads.
+
+    Of mixtures that with all experts: rounding chooses others in the sparse one, in transformers,
+    too, and moves its logits by more than they differ.
+    """
     if torch.cuda.device_count() < tp:
         pytest.skip("needs more GPUs")
     folder, model = models(kind, 4, 2)

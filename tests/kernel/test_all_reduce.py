@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.errors import KernelInputError
 from minisgl.kernel import (
     PeerSum,
     Protocol,
@@ -27,7 +28,7 @@ from minisgl.kernel import (
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for a CPU")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-EPS = 1e-6
+EPS = 0.5  # large enough to be missed
 COUNTS_BYTES = 8 * 128  # of the channels' calls, at the beginning of the memory
 OF_ROWS = [Protocol.ONE_SHOT, Protocol.TWO_SHOT]
 protocols = pytest.mark.parametrize("protocol", list(Protocol))
@@ -236,6 +237,11 @@ def test_rows_that_do_not_fit_are_not_taken(cuda_kernels: Any, num_ranks: int) -
     assert most_rows(1028, Protocol.ONE_SHOT) == 0, "no whole vectors"
     assert most_rows(1028, Protocol.ONE_SHOT, torch.float32) == 103
     x_TD = torch.empty(4, 64)
+    residual_TD = torch.empty(4 * 64 + 1)[1:].view(4, 64)
+    with pytest.raises(KernelInputError, match="residual has to be contiguous and to begin at"):
+        peer_sum.add_up_and_norm(x_TD, residual_TD, x_TD[0], EPS, Protocol.ONE_SHOT)
+    with pytest.raises(KernelInputError, match="weight is of torch"):
+        peer_sum.add_up_and_norm(x_TD, x_TD, x_TD[0].half(), EPS, Protocol.ONE_SHOT)
     assert not peer_sum.takes_rows(x_TD[:, :32], Protocol.ONE_SHOT)
     assert not peer_sum.takes_rows(x_TD.int(), Protocol.ONE_SHOT)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minisgl.errors import KernelInputError
 from minisgl.kernel.native import load_cuda_kernels
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,12 +69,8 @@ class PeerSum:
         num_rows, width = x_TD.shape
         row_bytes = width * x_TD.itemsize
         num_ranks = len(self._address_X)
-        is_whole = x_TD.is_contiguous() and x_TD.data_ptr() % _VECTOR_BYTES == 0
-        return (
-            is_whole
-            and x_TD.dtype in _DTYPES
-            and self._kernels.takes_rows(num_rows, row_bytes, protocol, num_ranks)
-        )
+        fits: bool = self._kernels.takes_rows(num_rows, row_bytes, protocol, num_ranks)
+        return fits and x_TD.is_contiguous() and x_TD.dtype in _DTYPES
 
     def add_up_and_norm(
         self,
@@ -89,13 +86,19 @@ class PeerSum:
 
         Args:
             x_TD: one that `takes_rows`.
-            residual_TD: contiguous, and overwritten with the sum; None is taken for zero, and x is
-                overwritten instead.
+            residual_TD: overwritten with the sum; None is taken for zero, and x is overwritten
+                instead.
 
         Returns:
             normed_TD, and the sum.
+
+        Raises:
+            KernelInputError: a tensor is not contiguous, not of x's dtype, or begins between two
+                vectors of 16 bytes. Other ranks may not see it, and wait.
         """
         total_TD = x_TD if residual_TD is None else residual_TD
+        for name, each in {"x": x_TD, "residual": total_TD, "weight": weight_D}.items():
+            _check_rows(name, each, x_TD.dtype)
         y_TD = torch.empty_like(x_TD)
         if len(x_TD):
             self._kernels.all_reduce_rows(
@@ -103,6 +106,15 @@ class PeerSum:
                 protocol, self._address_X, self._rank, self._patience_ns,
             )  # fmt: skip
         return y_TD, total_TD
+
+
+def _check_rows(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise KernelInputError(f"{name} is of {x.dtype}, the rows are of {dtype}")
+    if not x.is_contiguous() or x.data_ptr() % _VECTOR_BYTES:
+        raise KernelInputError(
+            f"{name} has to be contiguous and to begin at a multiple of {_VECTOR_BYTES} bytes"
+        )
 
 
 def peer_sum_kernels(device: torch.device) -> Any | None:

@@ -217,7 +217,7 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
     thread.block = blocks[i / grid.block_size];
     thread.index = static_cast<unsigned>(i % grid.block_size);
     thread.at = Point::nowhere;
-    thread.turns_behind = 0;
+    thread.turns_behind = seed && random() % 4 == 0 ? random() % 64 : 0;
     thread.has_begun = false;
     getcontext(&thread.beginning);
     thread.beginning.uc_stack.ss_sp = &running.stacks[i * kStack];

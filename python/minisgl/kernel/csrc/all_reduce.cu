@@ -29,7 +29,8 @@
 // rank that begins call n has therefore heard that all others have begun call n - 1. A kernel
 // touches the memory only after `wait_for_inputs`, when all kernels before it have ended. So by then
 // all others have ended call n - 2, and what they had to read of that turn is read. The same holds
-// if the next kernel starts early, since it waits too.
+// if the next kernel starts early, since it waits too. Sums are stored only after the first meeting
+// of a call, to which a rank comes when it has ended the call before; so they need one turn.
 //
 // A mark is removed by the one who has read it, in the same call, so that the place is empty two
 // calls later. Flags only grow and have 64 bits.
@@ -51,8 +52,8 @@ constexpr int64_t kMaxBytes[] = {kMaxPushBytes, kMaxOneShotBytes, kMaxTwoShotByt
 constexpr int kMaxRowVectors = 1024;  // a thread has one of them
 constexpr uint64_t kMark = uint64_t(1) << 32;
 
-// What a channel receives in one turn, at most. Shares are rounded up to whole vectors or rows.
-constexpr int kPartVectors = 16384, kSumVectors = 8192;
+// What a channel receives in a call, at most: whole vectors or rows of each rank's share.
+constexpr int kPartVectors = 8192, kSumVectors = 5120;
 
 // The memory of one rank. It is zero at first. All but the counts is written by all ranks.
 struct Memory {
@@ -60,7 +61,7 @@ struct Memory {
   uint64_t flags[kChannels][kMaxRanks];                       // from each rank
   ulonglong2 packets[kChannels][2][kMaxRanks][kPushThreads];  // from each rank
   uint4 parts[kChannels][2][kPartVectors];  // of sums that this rank adds up
-  uint4 sums[kChannels][2][kSumVectors];
+  uint4 sums[kChannels][kSumVectors];       // one turn: written after a meeting of the same call
 };
 
 struct Group {
@@ -210,7 +211,7 @@ struct Channel {
   __device__ Memory& own() const { return memory(group.rank); }
 
   __device__ uint4* parts(int rank) const { return memory(rank).parts[c][turn]; }
-  __device__ uint4* sums(int rank) const { return memory(rank).sums[c][turn]; }
+  __device__ uint4* sums(int rank) const { return memory(rank).sums[c]; }
 
   // The ranks in an order in which not all begin with the same one; this rank is the last.
   __device__ int other(int step) const { return (group.rank + step) % group.size; }
@@ -395,7 +396,8 @@ __device__ float sum_over_block(float x, int num_warps, int parity) {
   return sum_over_warp(lane < num_warps ? of_warps[parity][lane] : 0);
 }
 
-// The norm of this block's rows. Numbers are rounded where separate kernels would round them.
+// The norm of this block's rows. Numbers are rounded where separate kernels would round them; only
+// the squares are added up in another order.
 template <class Number>
 struct RowNorm {
   const Rows& rows;
@@ -437,8 +439,8 @@ struct RowNorm {
       float number[2] = {}, factor[2] = {};
       Number::add(number, sum.word[w]);
       Number::add(factor, weight.word[w]);
-      number[0] *= scale * factor[0];
-      number[1] *= scale * factor[1];
+      number[0] = number[0] * scale * factor[0];
+      number[1] = number[1] * scale * factor[1];
       normed.word[w] = Number::round(number);
     }
     *rows.vector(rows.y, t) = normed;
@@ -486,15 +488,24 @@ __global__ void __launch_bounds__(kMaxRowVectors)
   int share = (rows.num + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
   int end = min(first + share, rows.num);
   auto part = [&](int to, int from, int t) {
-    int turn = t / group.size - first / group.size;
-    return channel.parts(to) + (turn * group.size + from) * rows.vectors + threadIdx.x;
+    int place = (t - first) / group.size * group.size + from;
+    return channel.parts(to) + place * rows.vectors + threadIdx.x;
   };
   auto sum_at = [&](int to, int t) {
     return channel.sums(to) + (t - first) * rows.vectors + threadIdx.x;
   };
   if (rows.has_vector())
-    for (int t = first; t < end; ++t)
-      store(part(t % group.size, group.rank, t), *rows.vector(rows.x, t));
+    for (int begin = first; begin < end; begin += kAtOnce) {
+      Words<4> value[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (begin + i < end) value[i] = *rows.vector(rows.x, begin + i);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        int t = begin + i;
+        if (t < end) store(part(t % group.size, group.rank, t), value[i]);
+      }
+    }
   channel.meet(0);
   if (rows.has_vector())
     for (int t = first; t < end; ++t) {
@@ -558,7 +569,7 @@ bool takes_rows(int64_t num_rows, int64_t row_bytes, int64_t number, int64_t num
   if (row_bytes % 16 != 0 || vectors > kMaxRowVectors) return false;
   if (num_rows * row_bytes > kMaxBytes[number]) return false;
   if (number == 0) return false;
-  int64_t parts = number == 1 ? share : (share + num_ranks - 2) / num_ranks + 1;
+  int64_t parts = number == 1 ? share : divide_up(share, num_ranks);
   return share * vectors <= kSumVectors && parts * num_ranks * vectors <= kPartVectors;
 }
 
@@ -586,7 +597,8 @@ void all_reduce_rows(TensorView x, TensorView residual, TensorView weight, doubl
   rows.width = static_cast<int>(x.size(1));
   rows.vectors = rows.width * x.dtype().bits / 128;
   int num_threads = static_cast<int>(divide_up(rows.vectors, 32)) * 32;
-  launch(x.device(), min(rows.num, kChannels), num_threads,
+  int64_t rows_of_block = divide_up(rows.num, kChannels);
+  launch(x.device(), static_cast<int>(divide_up(rows.num, rows_of_block)), num_threads,
          protocol_of(number, x.dtype()).add_up_rows, group_of(address, rank, patience_ns), rows);
 }
 

@@ -30,6 +30,16 @@ def pdl(x: Tensor) -> dict[str, Any]:
     return _options(x.get_device()) if x.is_cuda else {"PDL": False}
 
 
+def num_processors(x: Tensor) -> int:
+    """Return how many multiprocessors the device of a kernel's tensors has."""
+    return _num_processors(x.get_device()) if x.is_cuda else 1
+
+
+@functools.cache
+def _num_processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @functools.cache
 def _options(device: int) -> dict[str, Any]:
     is_supported = torch.cuda.get_device_capability(device) >= (9, 0)
