@@ -85,11 +85,14 @@ def _attend_suffix(
     split = tl.program_id(2)
     g = tl.arange(0, HEADS)
     h = tl.arange(0, WIDTH_2)
-    wait_for_inputs(PDL)
+    # Only the kernel before this one may still run, and it writes none of these.
     start = 0
     if HAS_SHARED:
         start = tl.load(num_shared_tokens)
     end = tl.load(position + b).to(tl.int32) + 1
+    q_row = q + tl.load(token + b).to(tl.int64) * stride_q
+    pages = page_table + tl.load(row + b).to(tl.int64) * stride_pages
+    wait_for_inputs(PDL)
     if HAS_WINDOW:
         start = tl.maximum(end - window, 0)
     length = tl.maximum(end - start, 0)
@@ -97,11 +100,10 @@ def _attend_suffix(
     begin = start + split * split_size
     head = kv_head * GROUP + g
     is_head = g < GROUP
-    q_rows = q + tl.load(token + b).to(tl.int64) * stride_q + head[:, None] * WIDTH + h[None, :]
+    q_rows = q_row + head[:, None] * WIDTH + h[None, :]
     queries = tl.load(q_rows, mask=is_head[:, None] & (h < WIDTH)[None, :], other=0.0)
     acc, top, total = _attend(
-        queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh,
-        page_table + tl.load(row + b).to(tl.int64) * stride_pages,
+        queries, k_pool + kv_head * stride_kh, v_pool + kv_head * stride_vh, pages,
         begin, tl.minimum(begin + split_size, end), scale, softcap,
         stride_ks, stride_vs, page_size, HEADS, WIDTH, WIDTH_2, BLOCK, HAS_SOFTCAP,
     )  # fmt: skip
@@ -162,16 +164,17 @@ def _merge_splits(
     head = tl.program_id(1)
     split = tl.arange(0, SPLITS_2)
     h = tl.arange(0, WIDTH_2)
-    wait_for_inputs(PDL)
-    place = (b * num_heads + head) * num_splits + split
-    mask = split < num_splits
-    top = tl.load(split_top + place, mask=mask, other=-1e30)
-    weight = tl.exp(top - tl.max(top, axis=0))
-    total = tl.sum(weight * tl.load(split_sum + place, mask=mask, other=0.0), axis=0)
-    inputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
-    acc = tl.load(inputs, mask=mask[:, None] & (h < WIDTH)[None, :], other=0.0)
-    result = tl.sum(acc * weight[:, None], axis=0) / total
     outputs = o + tl.load(token + b).to(tl.int64) * stride_o + head * WIDTH + h
+    place = (b * num_heads + head) * num_splits + split
+    inputs = split_o + place.to(tl.int64)[:, None] * WIDTH + h[None, :]
+    mask = split < num_splits
+    wait_for_inputs(PDL)
+    # All are read before the first is used.
+    top = tl.load(split_top + place, mask=mask, other=-1e30)
+    sums = tl.load(split_sum + place, mask=mask, other=0.0)
+    acc = tl.load(inputs, mask=mask[:, None] & (h < WIDTH)[None, :], other=0.0)
+    weight = tl.exp(top - tl.max(top, axis=0))
+    result = tl.sum(acc * weight[:, None], axis=0) / tl.sum(weight * sums, axis=0)
     tl.store(outputs, result.to(o.dtype.element_ty), mask=h < WIDTH)
 
 

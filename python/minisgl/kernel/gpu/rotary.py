@@ -29,6 +29,17 @@ def _rotate_and_store(
     is_k = (m >= num_heads) & (m < num_heads + num_kv_heads)
     inside = i < HALF
     mask = (m < num_heads + 2 * num_kv_heads) & inside
+    # Only the kernel before this one may still run, and it writes none of these.
+    if HAS_NORM:
+        q_a = tl.load(q_weight + i, mask=inside)
+        k_a = tl.load(k_weight + i, mask=inside)
+        q_b = tl.load(q_weight + HALF + i, mask=inside)
+        k_b = tl.load(k_weight + HALF + i, mask=inside)
+    place = tl.load(slot + t)
+    # The second half of a row of the tables holds cos and +sin.
+    angle = tl.load(position + t) * (2 * HALF) + HALF + i
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     x = qkv + t * stride_qkv + m * (2 * HALF) + i
     a = tl.load(x, mask=mask, other=0.0).to(tl.float32)
@@ -37,23 +48,14 @@ def _rotate_and_store(
         dtype = qkv.dtype.element_ty
         sum_of_squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
         scale = tl.rsqrt(sum_of_squares / (2 * HALF) + eps)[:, None]
-        q_a = tl.load(q_weight + i, mask=inside)
-        k_a = tl.load(k_weight + i, mask=inside)
-        q_b = tl.load(q_weight + HALF + i, mask=inside)
-        k_b = tl.load(k_weight + HALF + i, mask=inside)
         weight_a = tl.where(is_q, q_a, k_a).to(tl.float32)
         weight_b = tl.where(is_q, q_b, k_b).to(tl.float32)
         a = tl.where(is_v, a, (a * scale * weight_a).to(dtype).to(tl.float32))
         b = tl.where(is_v, b, (b * scale * weight_b).to(dtype).to(tl.float32))
-    # The second half of a row of the tables holds cos and +sin.
-    angle = tl.load(position + t) * (2 * HALF) + HALF + i
-    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     first = (a * c - b * s).to(qkv.dtype.element_ty)
     second = (b * c + a * s).to(qkv.dtype.element_ty)
     tl.store(x, first, mask=mask & ~is_v)
     tl.store(x + HALF, second, mask=mask & ~is_v)
-    place = tl.load(slot + t)
     to_k = k_pool + place * stride_ks + (m - num_heads) * stride_kh + i
     to_v = v_pool + place * stride_vs + (m - num_heads - num_kv_heads) * stride_vh + i
     tl.store(to_k, first, mask=mask & is_k)
