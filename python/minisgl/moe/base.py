@@ -23,6 +23,7 @@ class BaseMoeBackend(ABC):
         """Numbers of tokens that together need every kernel it has, if that depends on them.
 
         Args:
+            num_experts: of this rank.
             each: experts that a token chooses.
         """
         return []
