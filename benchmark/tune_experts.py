@@ -1,6 +1,6 @@
 """Tunes the tiles of experts for the GPU at hand and writes them where the engine looks for them.
 
-    python benchmark/tune_experts.py --model benchmark/models/qwen3-30b-a3b --tp 1 2 4
+    python benchmark/tune_experts.py --model benchmark/models/qwen3-30b-a3b --tp 1 2 4 --ep 2 4
 
 Each product (gate and up; down) is timed by itself for each number of tokens and each tile that
 may be good for it, on random weights and random routing, replayed from a CUDA graph. Variants are
@@ -20,7 +20,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -105,7 +105,7 @@ TimesByPairs = dict[int, tuple[Times, Times]]  # of gate and up, and of down
 
 def pairs_for(num_tokens: int, shape: ExpertShape) -> list[int]:
     """Sizes of blocks that are neither filled many times nor nearly empty."""
-    mean = num_tokens * shape.each / shape.num_experts
+    mean = num_tokens * shape.each / shape.num_routed
     return [p for p in CANDIDATES if min(mean / 2.5, 128) <= p <= max(16, 4 * mean)]
 
 
@@ -196,8 +196,8 @@ class Layer:
         return numbers.normal_(std=size[-1] ** -0.5, generator=self._random)
 
     def routings(self, num_tokens: int) -> list[Tensor]:
-        """Each int32 [T, A]."""
-        shape = (num_tokens, self.shape.num_experts)
+        """Each int32 [T, A]; the experts of other ranks have numbers, but no weights."""
+        shape = (num_tokens, self.shape.num_routed)
         routings = []
         for _ in range(ROUTINGS):
             score_TE = torch.rand(shape, generator=self._random, device=DEVICE)
@@ -250,7 +250,7 @@ class Layer:
 
     def time_layer(self, num_tokens: int, table: TileTable | None) -> float:
         """Seconds of all kernels after the router; table None takes the tiles of the rule."""
-        backend = FusedMoeBackend(table)
+        backend = FusedMoeBackend(table, self.shape.ep)
         x_TD = self.numbers(num_tokens, self.shape.width)
         weight_TA = self.numbers(num_tokens, self.shape.each)
         calls = [
@@ -360,8 +360,8 @@ def report(
     shape: ExpertShape, num_tokens: int, times: TimesByPairs, times_path: Path | None
 ) -> None:
     """Print the best of each size of block, with how much of the device it uses."""
-    flops = 6 * num_tokens * shape.each * shape.width * shape.mlp_width
-    hit = shape.num_experts * (1 - (1 - shape.each / shape.num_experts) ** num_tokens)
+    flops = 6 * num_tokens * shape.each / shape.ep * shape.width * shape.mlp_width
+    hit = shape.num_experts * (1 - (1 - shape.each / shape.num_routed) ** num_tokens)
     num_bytes = 6 * hit * shape.width * shape.mlp_width
     for pairs, products in times.items():
         best = [min(product, key=product.__getitem__) for product in products]
@@ -394,9 +394,14 @@ def compare(layer: Layer, sizes: list[int], table: TileTable) -> None:
         )
 
 
-def shapes_of(folder: Path, ranks: list[int]) -> list[ExpertShape]:
+def shapes_of(
+    folder: Path, by_width: Sequence[int], by_expert: Sequence[int] = ()
+) -> list[ExpertShape]:
+    """Those of groups of so many ranks, which divide the width of experts, or the experts."""
     model = ModelConfig.from_folder(folder)
-    shapes = [expert_shape(model, DistributedInfo(0, tp), DTYPE) for tp in ranks]
+    infos = [DistributedInfo(0, size) for size in by_width]
+    infos += [DistributedInfo(0, size, ep=True) for size in by_expert]
+    shapes = [expert_shape(model, info, DTYPE) for info in infos]
     assert all(shapes), f"{folder} has no experts"
     return [shape for shape in shapes if shape]
 
@@ -406,7 +411,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a folder with config.json")
-    parser.add_argument("--tp", type=positive, nargs="+", default=[1], help="numbers of ranks")
+    parser.add_argument("--tp", type=positive, nargs="*", default=[1], help="numbers of ranks")
+    parser.add_argument("--ep", type=positive, nargs="*", default=[], help="with whole experts")
     parser.add_argument("--tokens", type=positive, nargs="+", default=TOKENS, help="in a step")
     parser.add_argument("--seconds", type=duration, default=150, help="for all shapes together")
     parser.add_argument("--tolerance", type=float, default=0.015, help="of a step's time")
@@ -420,7 +426,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     began = time.monotonic()
-    shapes = shapes_of(args.model, args.tp)
+    shapes = shapes_of(args.model, args.tp, args.ep)
     compile_all(shapes[0].each, args.processes)
     print(f"compiled after {time.monotonic() - began:.1f} s", flush=True)
     for i, shape in enumerate(shapes):

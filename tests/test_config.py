@@ -127,6 +127,12 @@ def test_what_adds_up_on_gpus_is_refused_on_a_cpu(comm: str) -> None:
         EngineConfig(comm=comm, device="cpu").resolve(TWO_GPUS)
 
 
+def test_whole_experts_for_one_rank_are_refused() -> None:
+    assert EngineConfig(ep=True, tp=2).resolve(LAPTOP).ep
+    with pytest.raises(ConfigError, match="--ep needs --tp to be >= 2, got 1"):
+        EngineConfig(ep=True).resolve(LAPTOP)
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="--tp 4 on cuda needs 4 GPUs, 2 are there"):
         EngineConfig(tp=4).resolve(TWO_GPUS)

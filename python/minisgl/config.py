@@ -64,6 +64,9 @@ class EngineConfig:
         None, "of weights and KV; auto: bfloat16 where the processor has it", DTYPES
     )
     tp: int = option(1, "tensor-parallel ranks, one process each")
+    ep: bool = option(
+        False, "expert parallelism: each of the --tp ranks has whole experts, not a part of each"
+    )
     attn: str | None = option(
         None,
         f"attention backend of {', '.join(ATTENTION_BACKEND_NAMES)}, "
@@ -140,6 +143,8 @@ class EngineConfig:
             raise ConfigError(
                 f"--tp {self.tp} on cuda needs {self.tp} GPUs, {hardware.num_devices} are there"
             )
+        if self.ep and self.tp == 1:
+            raise ConfigError(f"--ep needs --tp to be >= 2, got {self.tp}")
         half = "float16" if device == "cuda" else "float32"
         dtype = self.dtype or ("bfloat16" if hardware.has_bf16 else half)
         is_half_on_gpu = device == "cuda" and dtype != "float32"

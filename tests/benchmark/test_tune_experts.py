@@ -71,6 +71,30 @@ def test_blocks_are_neither_nearly_empty_nor_filled_many_times(
 def test_shapes_are_those_of_a_rank(tune: ModuleType) -> None:
     shapes = tune.shapes_of(MODELS / "qwen3-30b-a3b", [1, 2, 4])
     assert shapes == [ExpertShape(128, 8, 2048, width, "bfloat16") for width in (768, 384, 192)]
+    shapes = tune.shapes_of(MODELS / "qwen3-30b-a3b", [], [2, 4])
+    assert shapes == [
+        ExpertShape(64, 8, 2048, 768, "bfloat16", ep=2),
+        ExpertShape(32, 8, 2048, 768, "bfloat16", ep=4),
+    ]
+
+
+def test_a_rank_of_several_gets_a_part_of_the_pairs(
+    tune: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "DEVICE", "cpu")
+    shape = ExpertShape(4, 2, 32, 16, "float32", ep=4)
+    for routing_TA in tune.Layer(shape).routings(1000):
+        assert routing_TA.shape == (1000, 2)
+        assert set(routing_TA.unique().tolist()) == set(range(16))
+        assert 400 < int((routing_TA < 4).sum()) < 600
+
+
+@pytest.mark.parametrize("num_tokens", [64, 256, 16384])
+def test_the_pairs_of_an_expert_do_not_depend_on_its_rank(
+    tune: ModuleType, num_tokens: int
+) -> None:
+    whole, part = tune.shapes_of(MODELS / "qwen3-30b-a3b", [1], [4])
+    assert tune.pairs_for(num_tokens, part) == tune.pairs_for(num_tokens, whole)
 
 
 def seconds_on_the_host(calls: list[Callable[[], object]], repeat: int) -> float:
@@ -79,8 +103,9 @@ def seconds_on_the_host(calls: list[Callable[[], object]], repeat: int) -> float
     return time.perf_counter() - began
 
 
+@pytest.mark.parametrize("ep", [1, 2])
 def test_a_file_is_written_that_the_engine_reads(
-    tune: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tune: ModuleType, ep: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In Triton's interpreter, with a clock of the host."""
     if torch.cuda.is_available():
@@ -103,7 +128,7 @@ def test_a_file_is_written_that_the_engine_reads(
     fault = tune.check_candidate((16, few[0], 2))
     assert fault.startswith("16 pairs, (32, 64, 4, 2): wrong by ")
 
-    shape = ExpertShape(4, 2, 32, 16, "float32")
+    shape = ExpertShape(4, 2, 32, 16, "float32", ep)
     args = argparse.Namespace(tokens=(9, 3), tolerance=0.1, out=tmp_path, times=tmp_path / "t")
     tune.tune(shape, args, time.monotonic() + 100)
     table = tiles_module.find_tuned_table("A GPU", shape)

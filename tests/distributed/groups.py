@@ -22,17 +22,23 @@ T = TypeVar("T")
 class Alone(SingleCommunicator):
     """A rank without its group: it can load its shards, but its collectives do nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, ep: bool = False) -> None:
         super().__init__()
-        self.info = DistributedInfo(rank, size)
+        self.info = DistributedInfo(rank, size, ep)
 
 
-def in_group(size: int, rendezvous: Path, work: Callable[[DistributedCommunicator], T]) -> list[T]:
+def in_group(
+    size: int,
+    rendezvous: Path,
+    work: Callable[[DistributedCommunicator], T],
+    *,
+    ep: bool = False,
+) -> list[T]:
     """What `work` returns on each rank; the ranks are threads."""
 
     def join(rank: int) -> T:
         comm = create_communicator(
-            DistributedInfo(rank, size), torch.device("cpu"), rendezvous, timeout_s=60
+            DistributedInfo(rank, size, ep), torch.device("cpu"), rendezvous, timeout_s=60
         )
         try:
             return work(comm)

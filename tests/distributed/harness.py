@@ -12,7 +12,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -147,6 +147,7 @@ def _run_all(jobs: list[Job], folder: Path, info: DistributedInfo) -> list[list[
 def _run(info: DistributedInfo, job: Job, folder: Path) -> list[Answer]:
     folder.mkdir(exist_ok=True, parents=True)
     config = config_of(job.model, tp=info.size, **job.options)
+    info = replace(info, ep=config.ep)
     inbox = _inbox(info, job, folder)
     engine = WatchedEngine(config, info, folder / "rendezvous")
     outbox = MemoryOutbox()

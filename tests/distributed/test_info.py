@@ -55,3 +55,25 @@ def test_heads_that_cannot_be_divided_are_refused_by_name() -> None:
 def test_kv_heads_that_fit_no_rank_are_refused_by_name(size: int, num_kv_heads: int) -> None:
     with pytest.raises(ConfigError, match=f"--tp {size} .*{num_kv_heads} key/value heads"):
         DistributedInfo(0, size).shard_kv_heads(num_kv_heads)
+
+
+@given(size=sizes, experts_each=st.integers(1, 20), columns_each=st.integers(1, 50))
+def test_a_rank_has_a_part_of_each_expert_or_with_ep_whole_ones(
+    size: int, experts_each: int, columns_each: int
+) -> None:
+    num_experts = size * experts_each
+    width = size * columns_each
+    for rank in range(size):
+        by_width = DistributedInfo(rank, size)
+        assert by_width.shard_experts(num_experts) == range(num_experts)
+        assert by_width.shard_expert_columns(width) == by_width.shard(width, "columns")
+        by_expert = DistributedInfo(rank, size, ep=True)
+        assert by_expert.shard_experts(num_experts) == by_width.shard(num_experts, "experts")
+        assert by_expert.shard_expert_columns(width) == range(width)
+
+
+def test_experts_that_cannot_be_divided_are_refused_by_name() -> None:
+    info = DistributedInfo(0, 4, ep=True)
+    with pytest.raises(ConfigError, match=r"--tp 4 does not divide the model's 6 experts.*--ep"):
+        info.shard_experts(6)
+    assert info.shard_expert_columns(7) == range(7)

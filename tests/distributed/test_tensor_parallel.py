@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from minisgl.layers import VocabShard
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, save_checkpoint, tiny_model
@@ -25,7 +26,8 @@ PROMPTS = random_prompts([1, 5, 17, 16, 40], VOCAB_SIZE)
 RELATED = [[*prompt[: len(prompt) // 2], 7, 8, 9] for prompt in PROMPTS[-2:]]
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 OPTIONS = {"page_size": 4, "num_pages": 16, "max_prefill_length": 24, "overlap": True}
-NAMES = (*ARCHITECTURES, "biased llama")
+WHOLE_EXPERTS = "qwen3_moe with whole experts"
+NAMES = (*ARCHITECTURES, "biased llama", WHOLE_EXPERTS)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -38,6 +40,8 @@ def answers(
     biased = save_checkpoint(tiny_model("llama", **BIASED), tmp_path_factory.mktemp("biased"))
     folders = [*map(checkpoint, ARCHITECTURES), biased]
     jobs = [Job(folder, [PROMPTS, RELATED], NUM_TOKENS, OPTIONS) for folder in folders]
+    by_expert = {**OPTIONS, "ep": True}
+    jobs.append(Job(checkpoint("qwen3_moe"), [PROMPTS, RELATED], NUM_TOKENS, by_expert))
     with TemporaryDirectory() as folder:  # short enough for the names of sockets
         answers_of_ranks = run_ranks(request.param, jobs, Path(folder))
     return {
@@ -50,9 +54,14 @@ def answers(
 def test_tokens_and_joined_logits_equal_the_oracles(
     name: str, answers: dict[str, list[list[Answer]]]
 ) -> None:
-    model = tiny_model("llama", **BIASED) if name == "biased llama" else tiny_model(name)
     joined = [join(list(of_ranks)) for of_ranks in zip(*answers[name], strict=True)]
-    assert_equals_oracle(Oracle(model), PROMPTS + RELATED, joined)
+    assert_equals_oracle(Oracle(model_of(name)), PROMPTS + RELATED, joined)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    if name == "biased llama":
+        return tiny_model("llama", **BIASED)
+    return tiny_model("qwen3_moe" if name == WHOLE_EXPERTS else name)
 
 
 def join(of_ranks: list[Answer]) -> Answer:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed import DistributedInfo, SingleCommunicator
 from minisgl.engine import Engine, EngineLimits, kernel_builds, memory, pool_size
 from minisgl.engine.memory import out_of_memory_is_explained
 from minisgl.engine.model_loader import may_pack
@@ -54,6 +54,12 @@ def test_the_context_cannot_be_lengthened(checkpoint: Checkpoints) -> None:
         ConfigError, match=rf"--max-seq-len must be <= {CONTEXT} \(the model's context\), got 257"
     ):
         limits_of(checkpoint("llama"), max_seq_len=CONTEXT + 1)
+
+
+def test_whole_experts_of_a_model_without_experts_are_refused(checkpoint: Checkpoints) -> None:
+    config = config_of(checkpoint("llama"), tp=2, ep=True)
+    with pytest.raises(ConfigError, match=r"--ep needs a model with experts, Llama.* has 0"):
+        Engine(config, DistributedInfo(0, 2, ep=True))
 
 
 def test_a_sliding_window_does_not_end_the_context(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -24,12 +25,14 @@ from minisgl.engine.kernel_warm_up import KernelSizes
 from minisgl.engine.warm_up import run_warm_up
 from minisgl.kernel import gpu
 from minisgl.kernel.gpu import launch
-from minisgl.layers import VocabShard
+from minisgl.layers import Context, MoELayer, VocabShard
 from minisgl.moe import FusedMoeBackend, fused
 from tests.checkpoints import ARCHITECTURES, CONTEXT
+from tests.distributed.groups import Alone
 from tests.engine.harness import WatchedEngine, config_of
 from tests.engine.test_warm_up import in_the_interpreter
 from tests.kernel.launches import Launches
+from tests.layers.sources import RandomSource
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a GPU")
 PAGE_SIZE = 4
@@ -124,6 +127,38 @@ def test_the_steps_of_a_model_meet_no_other_variant(
         call_all(sizes_of(checkpoint(arch), "torch"))
         called = launches.take()
     for name, variants in of_steps.items():
+        assert variants <= called[name], name
+
+
+def test_a_rank_with_whole_experts_meets_no_other_variant(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_for_a_gpu(monkeypatch)
+    backend = FusedMoeBackend(None, ep=2)
+    monkeypatch.setattr(kernel_warm_up, "create_moe_backend", lambda *_: backend)
+    launches = Launches(monkeypatch)
+    sizes = sizes_of(checkpoint("qwen3_moe"))
+    model = sizes.model
+    call_all(replace(sizes, info=DistributedInfo(1, 2, ep=True)))
+    called = launches.take()
+
+    comm = Alone(1, 2, ep=True)
+    layer = MoELayer(
+        model.width,
+        model.expert_width,
+        model.num_experts,
+        model.experts_per_token,
+        comm,
+        normalize=True,
+    )
+    layer.load(RandomSource(), "mlp")
+    nothing: Any = None
+    ctx = Context(nothing, nothing, nothing, nothing, backend)
+    for num_tokens in (*range(1, 40), 100, 300, 3000):
+        layer.forward(torch.zeros(num_tokens, model.width), ctx)
+    of_layer = launches.take()
+    assert {"_route", "_down_rows", "_multiply", "_sum_of_pairs"} <= of_layer.keys()
+    for name, variants in of_layer.items():
         assert variants <= called[name], name
 
 

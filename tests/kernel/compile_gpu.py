@@ -158,7 +158,7 @@ def experts() -> None:
             logits = torch.empty(tokens, num_experts, dtype=dtype)
             weight = logits[:, :each].contiguous()
             expert = torch.empty(tokens, each, dtype=torch.int32)
-            gpu.route(logits, weight, expert, tokens > 1)
+            gpu.route(logits, weight, expert, tokens > 1, 0)
             tiles = table.find(tokens)
             if tiles is None:
                 gpu.moe_by_token(x, gate_up, down, weight, expert, x)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -36,10 +38,12 @@ def distinct_logits(
     return (rank_TE / 16).to(dtype)
 
 
-def routed(logits_TE: Tensor, each: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+def routed(
+    logits_TE: Tensor, each: int, *, normalize: bool, first: int = 0
+) -> tuple[Tensor, Tensor]:
     weight_TA = logits_TE.new_empty(len(logits_TE), each)
     expert_TA = torch.empty_like(weight_TA, dtype=torch.int32)
-    gpu.route(logits_TE, weight_TA, expert_TA, normalize)
+    gpu.route(logits_TE, weight_TA, expert_TA, normalize, first)
     return weight_TA, expert_TA
 
 
@@ -61,6 +65,17 @@ def test_tokens_go_to_the_best_experts(
     weight_TA, expert_TA = routed(logits_TE, each, normalize=normalize)
     expected_weight_TA, expected_TA = route_reference(logits_TE, each, normalize)
     assert torch.equal(expert_TA, expected_TA)
+    same(weight_TA, expected_weight_TA)
+
+
+@pytest.mark.parametrize("first", [1, 2, 16])
+def test_the_numbers_of_chosen_experts_count_from_the_first_that_is_there(
+    random: torch.Generator, first: int
+) -> None:
+    logits_TE = distinct_logits(random, 3, 20, torch.float32)
+    weight_TA, number_TA = routed(logits_TE, 4, normalize=True, first=first)
+    expected_weight_TA, expected_TA = route_reference(logits_TE, 4, True, first)
+    assert torch.equal(number_TA, expected_TA)
     same(weight_TA, expected_weight_TA)
 
 
@@ -112,11 +127,51 @@ def test_blocks_have_the_pairs_of_each_expert_in_order(
     assert blocks.expert_X[: len(experts)].tolist() == experts
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("first", [0, 40, 300, -300, 100_000])
+@pytest.mark.parametrize("tokens", [9, 700])
+def test_blocks_have_no_pairs_of_experts_that_are_not_there(
+    random: torch.Generator,
+    tokens: int,
+    first: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three experts of 300 are there. Many pairs are sorted in chunks."""
+    monkeypatch.setattr(gpu.experts, "MOST_PAIRS_AT_ONCE", 1024)
+    monkeypatch.setattr(gpu.experts, "_CHUNK_PAIRS", 256)
+    shape = (tokens, 3)
+    expert_TA = torch.randint(300, shape, generator=random, device=DEVICE)
+    some = torch.rand(shape, generator=random, device=DEVICE) < 0.2
+    expert_TA[some] = torch.randint(40, 43, shape, generator=random, device=DEVICE)[some]
+    number_TA = expert_TA - first
+    blocks = gpu.sort_pairs(number_TA.to(dtype), 3, 16)
+    there = sorted(
+        (number, pair)
+        for pair, number in enumerate(number_TA.flatten().tolist())
+        if number in range(3)
+    )
+    placed = blocks.pair_Z[: int(blocks.num_blocks_1) * 16].tolist()
+    assert [pair for pair in placed if pair >= 0] == [pair for _, pair in there]
+    counts = [sum(number == e for number, _ in there) for e in range(3)]
+    assert int(blocks.num_blocks_1) == sum(-(-count // 16) for count in counts)
+
+
 def experts(
     random: torch.Generator, num: int, width: int, mlp_width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     gate_up_EUD = numbers(random, num, 2 * mlp_width, width, dtype=dtype) / width**0.5
     return gate_up_EUD, numbers(random, num, width, mlp_width, dtype=dtype) / mlp_width**0.5
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Torch fills what it allocates: with NaN, or with the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check(
@@ -127,10 +182,11 @@ def check(
     tiles: ExpertTiles = TILES,
 ) -> None:
     y_TD = torch.full_like(x_TD, torch.nan)
-    if len(x_TD) <= FEW:
-        gpu.moe_by_token(x_TD, *weights, weight_TA, expert_TA, y_TD)
-    else:
-        gpu.moe_by_expert(x_TD, *weights, weight_TA, expert_TA, y_TD, tiles)
+    with nan_in_new_memory():
+        if len(x_TD) <= FEW:
+            gpu.moe_by_token(x_TD, *weights, weight_TA, expert_TA, y_TD)
+        else:
+            gpu.moe_by_expert(x_TD, *weights, weight_TA, expert_TA, y_TD, tiles)
     wide = moe_reference(x_TD.float(), *(w.float() for w in weights), weight_TA.float(), expert_TA)
     same(y_TD, wide.to(x_TD.dtype))
 
@@ -222,27 +278,65 @@ def test_experts_that_all_tokens_or_none_chose(
     check(x_TD, (gate_up_EUD, down_EDF), weight_TA, expert_TA)
 
 
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("first", [0, 6, 12, -6])
+@pytest.mark.parametrize("tokens", [1, FEW, FEW + 1, 40])
+def test_experts_that_are_not_there_add_nothing(
+    random: torch.Generator, tokens: int, first: int, dtype: torch.dtype
+) -> None:
+    """Six are there of twelve: the first, the last, and none; a token may have chosen no other."""
+    weight_TA, expert_TA = torch.rand(tokens, 12, generator=random, device=DEVICE).topk(3)
+    expert_TA[0] = torch.tensor([1, 5, 0], device=DEVICE)
+    expert_TA[-1] = torch.tensor([11, 6, 9], device=DEVICE)
+    check(
+        numbers(random, tokens, 36, dtype=dtype),
+        experts(random, 6, 36, 20, dtype),
+        weight_TA.to(dtype),
+        expert_TA - first,
+    )
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("tokens", [1, FEW, FEW + 1, 40])
+def test_without_an_expert_that_is_there_the_sum_is_zero(
+    random: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
+    """And no weight is read."""
+    weights = [torch.full_like(w, torch.nan) for w in experts(random, 6, 36, 20, dtype)]
+    x_TD = numbers(random, tokens, 36, dtype=dtype)
+    weight_TA = numbers(random, tokens, 2, dtype=dtype)
+    expert_TA = torch.tensor([6, -1], device=DEVICE).repeat(tokens, 1)
+    for multiply in (gpu.moe_by_token, partial(gpu.moe_by_expert, tiles=TILES)):
+        y_TD = torch.full_like(x_TD, torch.nan)
+        with nan_in_new_memory():
+            multiply(x_TD, *weights, weight_TA, expert_TA.int(), y_TD)
+        assert torch.equal(y_TD, torch.zeros_like(y_TD))
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_there", [128, 32])
 @pytest.mark.parametrize("tokens", [1, 8, 100, 256, 500, 3000])
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_experts_of_real_widths_in_a_graph(
-    random: torch.Generator, is_sorted: bool, tokens: int, dtype: torch.dtype
+    random: torch.Generator, is_sorted: bool, tokens: int, num_there: int, dtype: torch.dtype
 ) -> None:
+    """All are there of 128, or the last 32."""
+    first = 128 - num_there
     tiles = rule_table(128, 8).find(max(tokens, FEW + 1))
     multiply = partial(gpu.moe_by_expert, tiles=tiles) if is_sorted else gpu.moe_by_token
-    weights = experts(random, 128, 2048, 768, dtype)
+    weights = experts(random, num_there, 2048, 768, dtype)
     x_TD = numbers(random, tokens, 2048, dtype=dtype)
     logits_TE = distinct_logits(random, tokens, 128, dtype)
     y_TD = torch.empty_like(x_TD)
-    multiply(x_TD, *weights, *route(logits_TE, 8, True), y_TD)  # compiles
+    multiply(x_TD, *weights, *route(logits_TE, 8, True, first), y_TD)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        multiply(x_TD, *weights, *route(logits_TE, 8, True), y_TD)
+        multiply(x_TD, *weights, *route(logits_TE, 8, True, first), y_TD)
     x_TD.copy_(numbers(random, tokens, 2048, dtype=dtype))
     logits_TE.copy_(distinct_logits(random, tokens, 128, dtype))
     graph.replay()
-    weight_TA, expert_TA = route_reference(logits_TE, 8, True)
+    weight_TA, expert_TA = route_reference(logits_TE, 8, True, first)
     wide = moe_reference(x_TD.float(), *(w.float() for w in weights), weight_TA.float(), expert_TA)
     same(y_TD, wide.to(dtype))
 

@@ -158,7 +158,8 @@ def test_of_experts(launches: Launches) -> None:
         logits = torch.empty(size, num_experts, dtype=bf16)
         weight = torch.empty(size, each, dtype=bf16)
         expert = ints(size * each).view(size, each)
-        gpu.route(logits, weight, expert, True)
+        for first in (0, 1, 5, 16):
+            gpu.route(logits, weight, expert, True, first)
         gpu.moe_by_token(x, gate_up, down, weight, expert, x)
         gpu.moe_by_expert(x, gate_up, down, weight, expert, x, table.find(max(size, 5)))
     check(

@@ -44,8 +44,14 @@ def gated_mlp(comm: DistributedCommunicator, source: RandomSource) -> Tensor:
     return down.forward(gate_up.forward_gated(X_TD)).add_up()
 
 
-def experts(comm: DistributedCommunicator, source: RandomSource, *, normalize: bool) -> Tensor:
-    layer = MoELayer(WIDTH, MLP_WIDTH, 5, 2, comm, normalize=normalize)
+def experts(
+    comm: DistributedCommunicator,
+    source: RandomSource,
+    *,
+    normalize: bool = True,
+    num_experts: int = 5,
+) -> Tensor:
+    layer = MoELayer(WIDTH, MLP_WIDTH, num_experts, 2, comm, normalize=normalize)
     layer.load(source, "mlp")
     nothing: Any = None
     return layer.forward(
@@ -72,7 +78,7 @@ def head(
 
 CASES: dict[str, Forward] = {
     "gated MLP": gated_mlp,
-    "experts": partial(experts, normalize=True),
+    "experts": experts,
     "experts as the router weights them": partial(experts, normalize=False),
     "embedding": partial(embedding, vocab_size=128),
     "embedding with a remainder": partial(embedding, vocab_size=101),
@@ -83,28 +89,49 @@ CASES: dict[str, Forward] = {
     "head tied to the embedding": partial(head, vocab_size=101, tied=True),
 }
 EVERYWHERE = {"mlp.gate.weight"}  # the router
+# Each with whether ranks have whole experts.
+SHARDED = [
+    *(pytest.param(forward, False, id=name) for name, forward in CASES.items()),
+    pytest.param(partial(experts, num_experts=8), True, id="whole experts"),
+]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("forward", CASES.values(), ids=CASES.keys())
-def test_a_sharded_layer_equals_the_whole_one(forward: Forward, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("forward", "ep"), SHARDED)
+def test_a_sharded_layer_equals_the_whole_one(
+    forward: Forward, ep: bool, size: int, tmp_path: Path
+) -> None:
     expected = forward(SingleCommunicator(), RandomSource())
     source = RandomSource()
-    outputs = in_group(size, tmp_path / "rendezvous", lambda comm: forward(comm, source))
+    outputs = in_group(size, tmp_path / "rendezvous", lambda comm: forward(comm, source), ep=ep)
     for output in outputs:
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("forward", CASES.values(), ids=CASES.keys())
-def test_the_ranks_together_read_each_weight_once(
-    forward: Forward, size: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("forward", "ep"), SHARDED)
+def test_the_ranks_together_read_each_weight_once(forward: Forward, ep: bool, size: int) -> None:
     source = RandomSource()
     for rank in range(size):
-        forward(Alone(rank, size), source)
+        forward(Alone(rank, size, ep=ep), source)
     for name, reads in source.reads.items():
         assert (reads == (size if name in EVERYWHERE else 1)).all(), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_with_ep_a_rank_reads_whole_experts(size: int) -> None:
+    for rank in range(size):
+        source = RandomSource()
+        experts(Alone(rank, size, ep=True), source, num_experts=8)
+        num_own = 8 // size
+        own = range(rank * num_own, (rank + 1) * num_own)
+        names = {
+            f"mlp.experts.{expert}.{part}_proj.weight"
+            for expert in own
+            for part in ("gate", "up", "down")
+        }
+        assert source.reads.keys() == names | EVERYWHERE
+        assert all((reads == 1).all() for reads in source.reads.values())
 
 
 def test_experts_are_stacked_as_they_are_read() -> None:

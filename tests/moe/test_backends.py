@@ -24,9 +24,13 @@ NUM_EXPERTS = 5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
-def arguments(num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def arguments(
+    num_tokens: int, dtype: torch.dtype, device: torch.device, first: int = 0
+) -> list[Tensor]:
+    """`first` is the expert that has the number 0; as many others are not there."""
     random = torch.Generator().manual_seed(num_tokens)
     weight_TA, expert_TA = torch.rand(num_tokens, NUM_EXPERTS, generator=random).topk(2)
+    expert_TA -= first
     floats = [
         torch.randn(num_tokens, 12, generator=random),
         torch.randn(NUM_EXPERTS, 20, 12, generator=random) / 12**0.5,
@@ -36,8 +40,10 @@ def arguments(num_tokens: int, dtype: torch.dtype, device: torch.device) -> list
     return [*(x.to(device, dtype) for x in floats), expert_TA.to(device)]
 
 
-def check(backend: BaseMoeBackend, num_tokens: int, dtype: torch.dtype, device: str) -> None:
-    x_TD, *others = arguments(num_tokens, dtype, torch.device(device))
+def check(
+    backend: BaseMoeBackend, num_tokens: int, dtype: torch.dtype, device: str, first: int = 0
+) -> None:
+    x_TD, *others = arguments(num_tokens, dtype, torch.device(device), first)
     before = x_TD.clone()
     y_TD = backend.forward(x_TD, *others)
     wide = [x.float() if x.is_floating_point() else x for x in (x_TD, *others)]
@@ -48,9 +54,12 @@ def check(backend: BaseMoeBackend, num_tokens: int, dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("first", [0, 3, -3, NUM_EXPERTS])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 40])
-def test_the_torch_backend_equals_the_reference(num_tokens: int, dtype: torch.dtype) -> None:
-    check(TorchMoeBackend(), num_tokens, dtype, "cpu")
+def test_the_torch_backend_equals_the_reference(
+    num_tokens: int, first: int, dtype: torch.dtype
+) -> None:
+    check(TorchMoeBackend(), num_tokens, dtype, "cpu", first)
 
 
 def test_the_torch_backend_does_not_read_experts_that_no_token_chose() -> None:
@@ -67,9 +76,12 @@ def test_the_torch_backend_does_not_read_experts_that_no_token_chose() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("first", [0, 3, -3, NUM_EXPERTS])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 5, 40])
-def test_the_fused_backend_equals_the_reference(num_tokens: int, dtype: torch.dtype) -> None:
-    check(FusedMoeBackend(), num_tokens, dtype, "cuda")
+def test_the_fused_backend_equals_the_reference(
+    num_tokens: int, first: int, dtype: torch.dtype
+) -> None:
+    check(FusedMoeBackend(), num_tokens, dtype, "cuda", first)
 
 
 class Kernels:

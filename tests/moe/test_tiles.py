@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import msgspec
 import pytest
 import torch
 
+from minisgl.checkpoint import ModelConfig
+from minisgl.distributed import DistributedInfo
 from minisgl.errors import ConfigError
 from minisgl.kernel import ExpertTiles, ProductTile, moe_reference
 from minisgl.moe import (
@@ -19,6 +22,7 @@ from minisgl.moe import (
     TiledSteps,
     TileTable,
     create_moe_backend,
+    expert_shape,
     find_tuned_table,
     rule_table,
     tuned_path,
@@ -51,12 +55,34 @@ def test_what_was_written_is_found() -> None:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("field", ["num_experts", "each", "width", "mlp_width"])
+@pytest.mark.parametrize("field", ["num_experts", "each", "width", "mlp_width", "ep"])
 def test_other_shapes_and_devices_have_no_tiles(field: str) -> None:
     other = msgspec.structs.replace(SHAPE, **{field: getattr(SHAPE, field) * 2})
     assert find_tuned_table(DEVICE, other) is None
     assert find_tuned_table(DEVICE, msgspec.structs.replace(SHAPE, dtype="float16")) is None
     assert find_tuned_table("NVIDIA GPU", SHAPE) is None
+
+
+def model(num_experts: int) -> ModelConfig:
+    folder = Path(__file__).parents[2] / "benchmark" / "models" / "qwen3-30b-a3b"
+    return replace(ModelConfig.from_folder(folder), num_experts=num_experts)
+
+
+def test_a_rank_has_a_part_of_each_expert_or_with_ep_whole_ones() -> None:
+    bf16 = torch.bfloat16
+    by_width = expert_shape(model(128), DistributedInfo(1, 4), bf16)
+    by_expert = expert_shape(model(128), DistributedInfo(1, 4, ep=True), bf16)
+    assert by_width == ExpertShape(128, 8, 2048, 192, "bfloat16")
+    assert by_expert == ExpertShape(32, 8, 2048, 768, "bfloat16", ep=4)
+    assert by_expert.file_name == "e32-ep4-a8-d2048-f768-bfloat16.json"
+    assert expert_shape(model(0), DistributedInfo(1, 4, ep=True), bf16) is None
+
+
+def test_the_rule_counts_the_pairs_that_experts_of_all_ranks_have() -> None:
+    """A rank with 32 of 128 experts takes the tiles of one with all 128."""
+    assert FusedMoeBackend(None, ep=4)._table(32, 8) == rule_table(128, 8)
+    whole = FusedMoeBackend().nums_of_tokens(128, 8)
+    assert FusedMoeBackend(None, ep=4).nums_of_tokens(32, 8) == whole
 
 
 def test_a_file_that_was_renamed_is_refused(path: Path) -> None:
@@ -134,6 +160,9 @@ def test_the_backend_of_a_gpu_takes_the_tiles_of_its_name(monkeypatch: pytest.Mo
     ruled = create_moe_backend(cuda, torch.bfloat16, msgspec.structs.replace(SHAPE, width=128))
     assert isinstance(tuned, FusedMoeBackend)
     assert isinstance(ruled, FusedMoeBackend)
+    by_expert = create_moe_backend(cuda, torch.bfloat16, msgspec.structs.replace(SHAPE, ep=2))
+    assert isinstance(by_expert, FusedMoeBackend)
+    assert by_expert._table(16, 4) == rule_table(32, 4)
     assert tuned._table(16, 4) == TileTable(2, STEPS)
     assert ruled._table(16, 4) == rule_table(16, 4)
 

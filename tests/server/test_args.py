@@ -21,6 +21,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "dtype": (["--dtype", "float32"], "float32"),
     "tp": (["--tp", "2"], 2),
+    "ep": (["--ep"], True),
     "attn": (["--attn", "torch"], "torch"),
     "comm": (["--comm", "peer"], "peer"),
     "page_size": (["--page-size", "4"], 4),

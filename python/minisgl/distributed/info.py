@@ -13,10 +13,14 @@ class DistributedInfo:
 
     A shard is a `range` of units (heads, columns, experts, tokens of the vocabulary).
     The ranges of ranks 0, 1, … stand in this order and cover all units.
+
+    Attributes:
+        ep: whether the ranks divide the experts of a layer, and not the width of each.
     """
 
     rank: int = 0
     size: int = 1
+    ep: bool = False
 
     @property
     def leads(self) -> bool:
@@ -63,3 +67,19 @@ class DistributedInfo:
             )
         head = self.rank * total // self.size
         return range(head, head + 1)
+
+    def shard_experts(self, total: int) -> range:
+        """Return the range of a layer's experts that this rank has; without `ep` all of them.
+
+        Raises:
+            ConfigError: the ranks do not divide them.
+        """
+        return self.shard(total, "experts, as --ep needs") if self.ep else range(total)
+
+    def shard_expert_columns(self, total: int) -> range:
+        """Return the range of an expert's width that this rank has; with `ep` all of it.
+
+        Raises:
+            ConfigError: the ranks do not divide it.
+        """
+        return range(total) if self.ep else self.shard(total, "columns of an expert")

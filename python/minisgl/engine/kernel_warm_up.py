@@ -90,12 +90,6 @@ class KernelSizes:
             return None
         return len(self.info.shard(self.model.mlp_width, "columns of an mlp"))
 
-    @property
-    def expert_width(self) -> int | None:
-        if not self.model.num_experts:
-            return None
-        return len(self.info.shard(self.model.expert_width, "columns of an expert"))
-
     def numbers(self, *shape: int) -> Tensor:
         """Zeros in the dtype of activations."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -284,19 +278,18 @@ def _masks(sizes: KernelSizes) -> None:
 
 def _experts(sizes: KernelSizes) -> None:
     """The router's choice, and the products of one token and of as many as take each tile."""
-    width = sizes.expert_width
-    if width is None:
-        return
     model = sizes.model
-    each = model.experts_per_token
+    shape = expert_shape(model, sizes.info, sizes.dtype)
+    if shape is None:
+        return
+    each = shape.each
     route(sizes.numbers(1, model.num_experts), each, model.normalize_experts)
 
-    shape = expert_shape(model, sizes.info, sizes.dtype)
     backend = create_moe_backend(sizes.device, sizes.dtype, shape)
-    num_experts = min(model.num_experts, _EXPERTS_FOR_EACH * each)
+    num_experts = min(shape.num_experts, _EXPERTS_FOR_EACH * each)
     for num_tokens in backend.nums_of_tokens(num_experts, each):
         # For one token, the width of an expert is a constant of a kernel.
-        mlp_width = width if num_tokens == 1 else _small(width)
+        mlp_width = shape.mlp_width if num_tokens == 1 else _small(shape.mlp_width)
         x_TD = sizes.numbers(num_tokens, _small(model.width))
         gate_up_UD = sizes.numbers(2 * mlp_width, x_TD.shape[1])
         down_DF = sizes.numbers(x_TD.shape[1], mlp_width)

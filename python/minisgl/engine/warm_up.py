@@ -32,6 +32,7 @@ from minisgl.engine.memory import reserve_pinned_memory
 from minisgl.engine.model_loader import LoadedModel
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.steps import PreparedStep
+from minisgl.moe import expert_shape
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +67,10 @@ def run_warm_up(runner: ModelRunner, config: EngineConfig, loaded: LoadedModel) 
     started = time.monotonic()
     if loaded.device.type == "cuda":
         reserve_pinned_memory()
-    model = loaded.config
+    shape = expert_shape(loaded.config, loaded.comm.info, loaded.dtype)
     nums_of_tokens: list[int] = []
-    if model.num_experts:
-        nums_of_tokens = runner.context.moe_backend.nums_of_tokens(
-            model.num_experts, model.experts_per_token
-        )
+    if shape is not None:
+        nums_of_tokens = runner.context.moe_backend.nums_of_tokens(shape.num_experts, shape.each)
     num_steps = 0
     for plan in warm_up_plans(config, runner.limits, nums_of_tokens):
         if not runner.captures(plan):

@@ -39,7 +39,7 @@ from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, Product
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear, one_token_silu, sizes_without_padding
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
-from minisgl.kernel.moe import moe_reference, route, route_reference
+from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.norm import add_rms_norm, residual_norm, rms_norm, rms_norm_reference
 from minisgl.kernel.radix import common_prefix_length
@@ -70,6 +70,7 @@ __all__ = [
     "causal_softmax",
     "choose_scored_tokens",
     "choose_tokens",
+    "chosen_experts",
     "common_prefix_length",
     "cuda_kernels_for",
     "embed",

@@ -1,4 +1,4 @@
-"""A mixture-of-experts MLP: the router, and this rank's shard of every expert."""
+"""A mixture-of-experts MLP: the router, and what this rank has of the experts."""
 
 # Dimensions: A experts that a token chooses, D model width, E experts, T tokens of a step.
 
@@ -15,7 +15,10 @@ from minisgl.layers.weights import load_expert_bank
 
 
 class MoELayer(BaseOP):
-    """softmax(router) picks A experts a token; each expert is a gated MLP, sharded over its width.
+    """softmax(router) picks A experts a token; each expert is a gated MLP.
+
+    The ranks divide the width of each expert, or the experts (`DistributedInfo.ep`). All of them
+    route all tokens, and add up what their experts give.
 
     Args:
         normalize: whether the A weights of a token are scaled to sum to one.
@@ -33,7 +36,8 @@ class MoELayer(BaseOP):
     ) -> None:
         self._width = width
         self._mlp_width = mlp_width
-        self._num_experts = num_experts
+        self._own_experts = comm.info.shard_experts(num_experts)
+        self._own_columns = comm.info.shard_expert_columns(mlp_width)
         self._experts_per_token = experts_per_token
         self._comm = comm
         self._normalize = normalize
@@ -43,14 +47,15 @@ class MoELayer(BaseOP):
 
     def load(self, source: WeightSource, name: str = "") -> None:
         self.gate.load(source, f"{name}.gate")
-        columns = self._comm.info.shard(self._mlp_width, "columns of an expert")
         shape = (self._mlp_width, self._width)
         self._experts = load_expert_bank(
-            source, f"{name}.experts", self._num_experts, shape, columns
+            source, f"{name}.experts", self._own_experts, shape, self._own_columns
         )
 
     def forward(self, x_TD: Tensor, ctx: Context) -> PartialSum:
         (logits_TE,) = self.gate.forward(x_TD)
-        weight_TA, expert_TA = route(logits_TE, self._experts_per_token, self._normalize)
+        weight_TA, expert_TA = route(
+            logits_TE, self._experts_per_token, self._normalize, self._own_experts.start
+        )
         y_TD = self._experts.multiply(x_TD, weight_TA, expert_TA, ctx.moe_backend)
         return PartialSum(y_TD, self._comm)

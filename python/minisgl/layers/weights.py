@@ -92,7 +92,7 @@ def load_linear_weight(source: WeightSource, shards: Iterable[LayerShard]) -> Li
 
 
 class ExpertBank:
-    """The weights of all experts of a layer, stacked, on one rank; each expert is a gated MLP.
+    """The weights of a rank's experts of a layer, stacked; each expert is a gated MLP.
 
     Args:
         gate_up_EUD: the gate's rows over the up projection's.
@@ -112,27 +112,29 @@ class ExpertBank:
 def load_expert_bank(
     source: WeightSource,
     name: str,
-    num_experts: int,
+    experts: range,
     shape: tuple[int, int],
     columns: range,
 ) -> ExpertBank:
-    """Read the experts of a layer; as `load_linear_weight`, it chooses the class that holds them.
+    """Read a rank's experts of a layer.
 
-    They are read expert by expert into the stack, because memory may not hold the experts twice.
+    As `load_linear_weight`, it chooses the class that holds them. They are read expert by expert
+    into the stack, because memory may not hold them twice.
 
     Args:
+        experts: of the layer, those of this rank.
         shape: the whole width of an expert's MLP, and the model width.
         columns: of the width of an expert's MLP, those of this rank.
     """
     mlp_width, width = shape
-    for expert in range(num_experts):
+    for place, expert in enumerate(experts):
         prefix = f"{name}.{expert}"
         gate_FD = source.read(f"{prefix}.gate_proj.weight", shape, rows=columns)
         up_FD = source.read(f"{prefix}.up_proj.weight", shape, rows=columns)
         down_DF = source.read(f"{prefix}.down_proj.weight", (width, mlp_width), cols=columns)
-        if expert == 0:
-            gate_up_EUD = gate_FD.new_empty(num_experts, 2 * len(columns), width)
-            down_EDF = down_DF.new_empty(num_experts, width, len(columns))
-        torch.cat((gate_FD, up_FD), out=gate_up_EUD[expert])
-        down_EDF[expert] = down_DF
+        if place == 0:
+            gate_up_EUD = gate_FD.new_empty(len(experts), 2 * len(columns), width)
+            down_EDF = down_DF.new_empty(len(experts), width, len(columns))
+        torch.cat((gate_FD, up_FD), out=gate_up_EUD[place])
+        down_EDF[place] = down_DF
     return ExpertBank(gate_up_EUD, down_EDF)

@@ -37,7 +37,7 @@ def create_moe_backend(
         return TorchMoeBackend()
     if shape is None:
         return FusedMoeBackend()
-    return FusedMoeBackend(find_tuned_table(torch.cuda.get_device_name(device), shape))
+    return FusedMoeBackend(find_tuned_table(torch.cuda.get_device_name(device), shape), shape.ep)
 
 
 __all__ = [

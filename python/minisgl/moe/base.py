@@ -23,6 +23,7 @@ class BaseMoeBackend(ABC):
         """Numbers of tokens that together need every kernel it has, if that depends on them.
 
         Args:
+            num_experts: of this rank.
             each: experts that a token chooses.
         """
         return []
@@ -41,10 +42,10 @@ class BaseMoeBackend(ABC):
             gate_up_EUD: the gate's rows over the up projection's. A row of x, gate_up and down is
                 contiguous.
             weight_TA: routing weights, in x's dtype.
-            expert_TA: any integer dtype, distinct within a row. Not range-checked on CUDA, because
-                the host would wait for the device.
+            expert_TA: any integer dtype, distinct within a row. A number outside [0, E) is that of
+                an expert on another rank, which adds nothing and costs next to nothing.
 
         Returns:
             y_TD: a new tensor in x's dtype; the sum over a token's experts of
-                weight * down(silu(gate(x)) * up(x)).
+                weight * down(silu(gate(x)) * up(x)). Zero for a token that has none of them here.
         """

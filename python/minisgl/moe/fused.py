@@ -23,10 +23,12 @@ class FusedMoeBackend(BaseMoeBackend):
 
     Args:
         tuned: the tiles of steps; those of the rule if it is None.
+        ep: ranks that divide the experts of a layer.
     """
 
-    def __init__(self, tuned: TileTable | None = None) -> None:
+    def __init__(self, tuned: TileTable | None = None, ep: int = 1) -> None:
         self._tuned = tuned
+        self._ep = ep
 
     @classmethod
     def runs(cls, device: torch.device, dtype: torch.dtype) -> bool:
@@ -37,7 +39,7 @@ class FusedMoeBackend(BaseMoeBackend):
         return sorted({*by_tiles, MOST_PAIRS_AT_ONCE // each + 1})
 
     def _table(self, num_experts: int, each: int) -> TileTable:
-        return self._tuned or rule_table(num_experts, each)
+        return self._tuned or rule_table(num_experts * self._ep, each)
 
     def forward(
         self,

@@ -2,8 +2,8 @@
 
 A file in `tuned/` is for one device and one shape of experts; docs/extending.md has the command
 that writes it. The choice depends on the number of tokens alone, so a captured step keeps it.
-Ranks need not choose alike: each adds up its own columns of the experts, and the sum over ranks
-is one for all.
+Ranks need not choose alike: each adds up its own columns of the experts, or its own experts, and
+the sum over ranks is one for all.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _TILES = {
 _LARGEST_TILES = _tiles(128, 256, 128, 8, 3)
 
 
-class ExpertShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExpertShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The experts of a layer on one rank.
 
     Attributes:
-        each: experts that a token chooses.
+        each: experts that a token chooses, among those of all ranks.
         dtype: its name without "torch.".
+        ep: ranks that divide the experts of a layer; each has `num_experts`.
     """
 
     num_experts: _Count
@@ -59,10 +60,17 @@ class ExpertShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: _Count
     mlp_width: _Count
     dtype: str
+    ep: _Count = 1
+
+    @property
+    def num_routed(self) -> int:
+        """The experts that a token chooses among."""
+        return self.num_experts * self.ep
 
     @property
     def file_name(self) -> str:
-        sizes = f"e{self.num_experts}-a{self.each}-d{self.width}-f{self.mlp_width}"
+        experts = f"e{self.num_experts}" if self.ep == 1 else f"e{self.num_experts}-ep{self.ep}"
+        sizes = f"{experts}-a{self.each}-d{self.width}-f{self.mlp_width}"
         return f"{sizes}-{self.dtype}.json"
 
 
@@ -72,13 +80,18 @@ def expert_shape(
     """The shape of a layer's experts on a rank; None if the model has none.
 
     Raises:
-        ConfigError: the ranks do not divide the width of an expert.
+        ConfigError: the ranks do not divide the width of an expert, or the experts.
     """
     if not model.num_experts:
         return None
-    columns = info.shard(model.expert_width, "columns of an expert")
-    name = str(dtype).removeprefix("torch.")
-    return ExpertShape(model.num_experts, model.experts_per_token, model.width, len(columns), name)
+    return ExpertShape(
+        num_experts=len(info.shard_experts(model.num_experts)),
+        each=model.experts_per_token,
+        width=model.width,
+        mlp_width=len(info.shard_expert_columns(model.expert_width)),
+        dtype=str(dtype).removeprefix("torch."),
+        ep=info.size if info.ep else 1,
+    )
 
 
 class TiledSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +147,11 @@ class _TunedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def rule_table(num_experts: int, each: int) -> TileTable:
-    """The tiles of steps where nothing was tuned, by how many pairs an expert has in the mean."""
+    """The tiles of steps where nothing was tuned, by how many pairs an expert has in the mean.
+
+    Args:
+        num_experts: that a token chooses among.
+    """
     steps: list[TiledSteps] = []
     for pairs_an_expert, tiles in _TILES.items():
         most = pairs_an_expert * num_experts // each

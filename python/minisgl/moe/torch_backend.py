@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear
+from minisgl.kernel import CpuLinear, chosen_experts
 from minisgl.moe.base import BaseMoeBackend
 
 
@@ -34,7 +34,7 @@ class TorchMoeBackend(BaseMoeBackend):
         expert_TA: Tensor,
     ) -> Tensor:
         y_TD = torch.zeros_like(x_TD)
-        for expert in expert_TA.unique().tolist():
+        for expert in chosen_experts(expert_TA, len(down_EDF)):
             token, choice = (expert_TA == expert).nonzero(as_tuple=True)
             gate_up = CpuLinear(gate_up_EUD[expert], pack=False)
             down = CpuLinear(down_EDF[expert], pack=False)

@@ -52,7 +52,7 @@ def scheduler_worker(
     model = ModelConfig.from_folder(Path(config.model))
     grammar_tools = GrammarTools.of(config, model, leads=rank == 0)
     grammar_tools.start()  # it takes seconds, while the engine is made
-    engine = Engine(config, DistributedInfo(rank, config.tp), addresses.rendezvous)
+    engine = Engine(config, DistributedInfo(rank, config.tp, config.ep), addresses.rendezvous)
     scheduler = Scheduler(
         config,
         engine,

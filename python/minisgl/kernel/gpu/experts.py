@@ -5,6 +5,9 @@
 blocks of one expert each. Then programs multiply blocks with tiles of the weights, tile after tile.
 How many blocks there are is known on the device alone, so the launches can be captured in a CUDA
 graph. `moe/fused.py` chooses between the two, and `moe/tiles.py` the sizes of tiles.
+
+A pair whose expert is on another rank has a number outside [0, E). It has a place in the grids, but
+its programs end at once, and it is in no block.
 """
 
 # Dimensions: A experts that a token chooses, D model width, E experts, F mlp width,
@@ -48,13 +51,13 @@ class PairBlocks(NamedTuple):
     num_blocks_1: Tensor
 
 
-@triton.jit(do_not_specialize_on_alignment=["weight", "expert"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["weight", "expert"])
 def _route(
-    logits, weight, expert, stride_logits, num_experts,
+    logits, weight, expert, stride_logits, num_experts, first,
     EACH: tl.constexpr, EACH_2: tl.constexpr, EXPERTS_2: tl.constexpr, NORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose EACH experts of a token, one after the other."""
+    """Choose EACH experts of a token, one after the other; `first` gets the number 0."""
     t = tl.program_id(0).to(tl.int64)
     a = tl.arange(0, EACH_2)
     e = tl.arange(0, EXPERTS_2)
@@ -75,25 +78,27 @@ def _route(
     if NORMALIZE:
         total = tl.sum(value, axis=0)
     tl.store(weight + t * EACH + a, (value / total).to(weight.dtype.element_ty), mask=a < EACH)
-    tl.store(expert + t * EACH + a, chosen, mask=a < EACH)
+    tl.store(expert + t * EACH + a, chosen - first, mask=a < EACH)
 
 
-def route(logits_TE: Tensor, weight_TA: Tensor, expert_TA: Tensor, normalize: bool) -> None:
+def route(
+    logits_TE: Tensor, weight_TA: Tensor, expert_TA: Tensor, normalize: bool, first: int
+) -> None:
     tokens, num_experts = logits_TE.shape
     each = weight_TA.shape[1]
     if tokens == 0:
         return
     _route[(tokens,)](
-        logits_TE, weight_TA, expert_TA, logits_TE.stride(0), num_experts,
+        logits_TE, weight_TA, expert_TA, logits_TE.stride(0), num_experts, first,
         EACH=each, EACH_2=triton.next_power_of_2(each),
         EXPERTS_2=triton.next_power_of_2(num_experts),
         NORMALIZE=normalize, num_warps=1, **pdl(logits_TE),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["expert"])
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["expert"])
 def _gate_up_rows(
-    x, weight, expert, h, width, mlp_width, stride_x, stride_expert, stride_row,
+    x, weight, expert, h, num_experts, width, mlp_width, stride_x, stride_expert, stride_row,
     EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h[j] = silu(gate) * up for some of the mlp's columns f, of one pair j.
@@ -105,22 +110,24 @@ def _gate_up_rows(
     u = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (u < 2 * mlp_width)[:, None]
     wait_for_inputs(PDL)
-    rows = weight + tl.load(expert + j).to(tl.int64) * stride_expert
+    e = tl.load(expert + j).to(tl.int64)
+    width = tl.where((e >= 0) & (e < num_experts), width, 0)  # nothing is read for another rank's
+    rows = weight + e * stride_expert
     rows += (u // 2 + u % 2 * mlp_width)[:, None] * stride_row
     w = tl.load(rows + d, mask=inside & (d < width), other=0.0)
-    total = products(w, rows, x + j // EACH * stride_x, inside, width, BLOCK)
+    total = products(w, rows, x + j // EACH * stride_x, inside, True, width, BLOCK)
     gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
     f = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     value = gate * tl.sigmoid(gate) * up
     tl.store(h + j * mlp_width + f, value.to(h.dtype.element_ty), mask=f < mlp_width)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "expert"])
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["scale", "expert"])
 def _down_rows(
-    h, weight, scale, expert, y, mlp_width, width, stride_expert, stride_row,
+    h, weight, scale, expert, y, num_experts, mlp_width, width, stride_expert, stride_row,
     EACH: tl.constexpr, EACH_2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, d]: the weighted sum of row d of each of the token's experts.
+    """y[t, d]: the weighted sum of row d of each of the token's experts that are here.
 
     The ids of the experts, and the weights, need no wait here. The kernel before this one waited
     for them before it let this one start.
@@ -129,13 +136,13 @@ def _down_rows(
     t = tl.program_id(1).to(tl.int64)
     a = tl.arange(0, EACH_2)
     f = tl.arange(0, BLOCK)[None, :]
-    inside = (a < EACH)[:, None]
     j = t * EACH + tl.minimum(a, EACH - 1)
     chosen = tl.load(expert + j, cache_modifier=".cg").to(tl.int64)
+    inside = ((a < EACH) & (chosen >= 0) & (chosen < num_experts))[:, None]
     rows = weight + chosen[:, None] * stride_expert + d * stride_row
     w = tl.load(rows + f, mask=inside & (f < mlp_width), other=0.0)
     wait_for_inputs(PDL)
-    total = products(w, rows, h + j[:, None] * mlp_width, inside, mlp_width, BLOCK)
+    total = products(w, rows, h + j[:, None] * mlp_width, inside, inside, mlp_width, BLOCK)
     result = tl.sum(total * tl.load(scale + j).to(tl.float32), axis=0)
     tl.store(y + t * width + d, result.to(y.dtype.element_ty))
 
@@ -144,13 +151,12 @@ def _down_rows(
 def _count_pairs(
     expert, count, num_pairs, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Count each expert's pairs in a chunk."""
+    """Count each expert's pairs in a chunk; bins after the last expert are not read."""
     c = tl.program_id(0)
     j = c * BLOCK + tl.arange(0, BLOCK)
-    is_pair = j < num_pairs
     wait_for_inputs(PDL)
-    chosen = tl.load(expert + j, mask=is_pair, other=0).to(tl.int32)
-    counts = tl.histogram(chosen, BINS, mask=is_pair)
+    chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
+    counts = tl.histogram(chosen, BINS, mask=(chosen >= 0) & (chosen < BINS))
     tl.store(count + c * BINS + tl.arange(0, BINS), counts)
 
 
@@ -168,11 +174,10 @@ def _sort_pairs(
     c = tl.program_id(1)
     b = tl.arange(0, BINS)
     j = c * BLOCK + tl.arange(0, BLOCK)
-    is_pair = j < num_pairs
     wait_for_inputs(PDL)
-    chosen = tl.load(expert + j, mask=is_pair, other=0).to(tl.int32)
+    chosen = tl.load(expert + j, mask=j < num_pairs, other=-1).to(tl.int32)
     if IS_ONE_CHUNK:
-        total = tl.histogram(chosen, BINS, mask=is_pair)
+        total = tl.histogram(chosen, BINS, mask=(chosen >= 0) & (chosen < BINS))
         before = 0
     else:
         total = tl.zeros((BINS,), tl.int32)
@@ -184,7 +189,7 @@ def _sort_pairs(
             before += tl.sum(tl.where((k < c) & (b == e)[None, :], counts, 0))
     first_block = tl.sum(tl.where(b < e, tl.cdiv(total, block_size), 0), axis=0)
     first = first_block * block_size
-    is_match = is_pair & (chosen == e)
+    is_match = chosen == e
     place = first + before + tl.cumsum(is_match.to(tl.int32), axis=0) - 1
     tl.store(pairs + place, j, mask=is_match)
     if c == 0:
@@ -200,7 +205,7 @@ def _sort_pairs(
 
 
 def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBlocks:
-    """Sort the pairs by experts, those of an expert in ascending order.
+    """Sort the pairs of experts that are here by experts, those of one in ascending order.
 
     Args:
         block_size: pairs of a block; at most 512.
@@ -297,18 +302,22 @@ def _multiply(
         tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["scale", "expert"])
 def _sum_of_pairs(
-    y, scale, total, width, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """total[t] = sum of scale[j] * y[j] over the pairs j of a token."""
+    y, scale, expert, total, num_experts, width,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """total[t] = sum of scale[j] * y[j] over the pairs j of a token that were multiplied here."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     wait_for_inputs(PDL)
     for a in tl.static_range(EACH):
-        value = tl.load(y + (t * EACH + a) * width + d, mask=d < width, other=0.0)
-        acc += value.to(tl.float32) * tl.load(scale + t * EACH + a).to(tl.float32)
+        j = t * EACH + a
+        chosen = tl.load(expert + j)
+        columns = tl.where((chosen >= 0) & (chosen < num_experts), width, 0)
+        value = tl.load(y + j * width + d, mask=d < columns, other=0.0)
+        acc += value.to(tl.float32) * tl.load(scale + j).to(tl.float32)
     tl.store(total + t * width + d, acc.to(total.dtype.element_ty), mask=d < width)
 
 
@@ -331,7 +340,10 @@ def moe_by_expert(
     y_JD = x_TD.new_empty(expert_TA.numel(), width)
     multiply_blocks(h_ZF, down_EDF, blocks, y_JD, tiles.down)
     grid = (tokens, triton.cdiv(width, _BLOCK))
-    _sum_of_pairs[grid](y_JD, weight_TA, y_TD, width, EACH=each, BLOCK=_BLOCK, **pdl(x_TD))
+    _sum_of_pairs[grid](
+        y_JD, weight_TA, expert_TA, y_TD, len(down_EDF), width,
+        EACH=each, BLOCK=_BLOCK, **pdl(x_TD),
+    )  # fmt: skip
 
 
 def multiply_blocks(
@@ -380,12 +392,12 @@ def moe_by_token(
     each = expert_TA.shape[1]
     each_2 = triton.next_power_of_2(each)
     _gate_up_rows[(triton.cdiv(2 * mlp_width, _ROWS), num_pairs)](
-        x_TD, gate_up_EUD, expert_TA, h_JF, width, mlp_width,
+        x_TD, gate_up_EUD, expert_TA, h_JF, len(gate_up_EUD), width, mlp_width,
         x_TD.stride(0), gate_up_EUD.stride(0), gate_up_EUD.stride(1),
         EACH=each, ROWS=_ROWS, BLOCK=_BLOCK, **pdl(x_TD),
     )  # fmt: skip
     _down_rows[(width, tokens)](
-        h_JF, down_EDF, weight_TA, expert_TA, y_TD, mlp_width, width,
+        h_JF, down_EDF, weight_TA, expert_TA, y_TD, len(down_EDF), mlp_width, width,
         down_EDF.stride(0), down_EDF.stride(1),
         EACH=each, EACH_2=each_2,
         BLOCK=min(triton.next_power_of_2(mlp_width), _DOWN_NUMBERS // each_2), **pdl(x_TD),

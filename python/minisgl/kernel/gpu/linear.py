@@ -56,18 +56,20 @@ def _tile(outputs: int, inputs: int, num_processors: int) -> _Tile:
 
 
 @triton.jit
-def products(w, rows, x, inside, inputs, BLOCK: tl.constexpr):
+def products(w, rows, x, inside, has_x, inputs, BLOCK: tl.constexpr):
     """The product of each row of a weight with x, or with the row of x that belongs to it.
 
-    `w` holds the first block of the rows, which the caller loaded already.
+    `w` holds the first block of the rows, which the caller loaded already. Rows that are not
+    `inside`, and those of x that `has_x` lacks, are not read and count as zero.
     """
     i = tl.arange(0, BLOCK)[None, :]
-    total = w.to(tl.float32) * tl.load(x + i, mask=i < inputs, other=0.0).to(tl.float32)
+    total = w.to(tl.float32) * tl.load(x + i, mask=has_x & (i < inputs), other=0.0).to(tl.float32)
     begin = BLOCK
     while begin < inputs:
         j = begin + i
         w = tl.load(rows + j, mask=inside & (j < inputs), other=0.0)
-        total += w.to(tl.float32) * tl.load(x + j, mask=j < inputs, other=0.0).to(tl.float32)
+        value = tl.load(x + j, mask=has_x & (j < inputs), other=0.0)
+        total += w.to(tl.float32) * value.to(tl.float32)
         begin += BLOCK
     return tl.sum(total, axis=1)
 
@@ -83,7 +85,7 @@ def _one_token_linear(
     inside = (o < outputs)[:, None]
     w = tl.load(rows + i[None, :], mask=inside & (i < inputs)[None, :], other=0.0)
     wait_for_inputs(PDL)
-    result = products(w, rows, x, inside, inputs, BLOCK)
+    result = products(w, rows, x, inside, True, inputs, BLOCK)
     if HAS_BIAS:
         result += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)
     tl.store(y + o, result.to(y.dtype.element_ty), mask=o < outputs)
@@ -115,7 +117,7 @@ def _one_token_gated(
     i = tl.arange(0, BLOCK)
     w = tl.load(rows + i[None, :], mask=inside & (i < inputs)[None, :], other=0.0)
     wait_for_inputs(PDL)
-    result = products(w, rows, x, inside, inputs, BLOCK)
+    result = products(w, rows, x, inside, True, inputs, BLOCK)
     result = result.to(y.dtype.element_ty).to(tl.float32)  # as if they were stored
     gate, up = tl.split(tl.reshape(result, (ROWS, 2)))
     f = first + tl.arange(0, ROWS)
