@@ -43,6 +43,7 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are taken for those of a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_options", lambda device: {"PDL": False})
+    monkeypatch.setattr(launch, "_num_processors", lambda device: 132)
     monkeypatch.setattr(kernel_warm_up, "create_moe_backend", lambda *_: FusedMoeBackend())
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 528)
 

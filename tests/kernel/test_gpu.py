@@ -235,6 +235,24 @@ def test_the_product_of_one_token(
     same(gpu.one_token_linear(x, weight, bias), expected.to(dtype))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tile"),
+    [
+        (6144, 1024, (4, 512, 2)),
+        (1024, 3072, (4, 2048, 8)),
+        (2560, 5120, (2, 1024, 4)),
+        (3584, 5120, (4, 1024, 4)),
+        (5120, 6400, (2, 1024, 4)),
+        (37984, 5120, (2, 1024, 4)),
+    ],
+)
+def test_the_tile_of_one_token_is_what_was_fastest(
+    outputs: int, inputs: int, tile: tuple[int, ...]
+) -> None:
+    """On an H200, in benchmark/results/h200-kernels.jsonl."""
+    assert gpu.linear._tile(outputs, inputs, 132) == tile
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(20, 1), (64, 7), (1024, 3), (1500, 5)])
 def test_the_gated_product_of_one_token_is_that_of_two_kernels(

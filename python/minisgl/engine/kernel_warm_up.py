@@ -39,6 +39,7 @@ from minisgl.kernel import (
     choose_tokens,
     gpu_linear,
     look_up,
+    one_token_silu,
     rms_norm,
     rotate_and_store,
     route,
@@ -93,6 +94,10 @@ class KernelSizes:
     def numbers(self, *shape: int) -> Tensor:
         """Zeros in the dtype of activations."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def weight(self, outputs: int, inputs: int) -> Tensor:
+        """Zeros of this shape, in the memory of one row."""
+        return self.numbers(1, inputs).expand(outputs, inputs)
 
     def floats(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -233,7 +238,10 @@ def _attend_splits(
 
 
 def _linears(sizes: KernelSizes) -> None:
-    """Multiply one token with weights of each shape, with a bias and without."""
+    """Multiply one token with weights of each shape, with a bias and without.
+
+    The tile of a program is chosen by the shape. Gate and up projection of an MLP also have their activation.
+    """
     model = sizes.model
     width = model.width
     attended = sizes.num_heads * model.head_dim
@@ -247,11 +255,12 @@ def _linears(sizes: KernelSizes) -> None:
         shapes += [(2 * sizes.mlp_width, width), (width, sizes.mlp_width)]
     if model.num_experts:
         shapes.append((model.num_experts, width))
-    for outputs, inputs in {(_small(outputs), _small(inputs)) for outputs, inputs in shapes}:
+    for outputs, inputs in set(shapes):
         x_1I = sizes.numbers(1, inputs)
-        weight_OI = sizes.numbers(outputs, inputs)
         for bias_O in (None, sizes.numbers(outputs)):
-            gpu_linear(x_1I, weight_OI, bias_O)
+            gpu_linear(x_1I, sizes.weight(outputs, inputs), bias_O)
+    if sizes.mlp_width is not None:
+        one_token_silu(sizes.numbers(1, width), sizes.weight(2 * sizes.mlp_width, width))
 
 
 def _sampling(sizes: KernelSizes) -> None:

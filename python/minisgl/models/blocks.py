@@ -1,6 +1,6 @@
 """Blocks that the layers of several architectures are made of."""
 
-# Dimensions: D model width, F mlp width, H head width, M all heads of a token, T tokens of a step.
+# Dimensions: D model width, H head width, M all heads of a token, T tokens of a step.
 
 from __future__ import annotations
 
