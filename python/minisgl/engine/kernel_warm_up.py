@@ -240,7 +240,8 @@ def _attend_splits(
 def _linears(sizes: KernelSizes) -> None:
     """Multiply one token with weights of each shape, with a bias and without.
 
-    The tile of a program is chosen by the shape. Gate and up projection of an MLP also have their activation.
+    The tile of a program is chosen by the shape. Gate and up projection of an MLP also have their
+    activation.
     """
     model = sizes.model
     width = model.width
