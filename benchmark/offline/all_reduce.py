@@ -5,7 +5,7 @@ NCCL is called by torch (`torch`) and by the engine itself (`pynccl`).
     python benchmark/offline/all_reduce.py [--tp 2] [--repeat 3] [--width 5120] [--probe] \\
         [--out results.jsonl]
 
-Sums of bfloat16 from 1 KiB to 16 MiB; rank 0's times, which are those of 1,000 sums in a row.
+Sums of bfloat16 from 1 KiB to 16 MiB; rank 0's times, by the fastest of ten graphs of 100 sums.
 --probe also tries torch's symmetric memory, which is another way to memory of peers, without
 multicast.
 """

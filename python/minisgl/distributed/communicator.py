@@ -131,7 +131,7 @@ class TorchCommunicator(DistributedCommunicator):
         # In one piece, one x after the other; so numbers are copied once.
         gathered = x.new_empty(self.info.size, *x.shape)
         options = _options(AllgatherOptions)
-        _wait(self._group._allgather_base(gathered.flatten(), x.flatten(), options))
+        _wait(self._group._allgather_base(gathered.flatten(), x.contiguous().flatten(), options))
         return side_by_side(gathered)
 
     def gather(self, x: Tensor) -> Tensor | None:

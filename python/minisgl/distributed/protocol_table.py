@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
@@ -71,10 +71,12 @@ def _name(route: Route) -> str:
     return "NCCL" if route is None else route.name.lower()
 
 
-def seconds_a_call(call: Callable[[], object], num_calls: int = 20, num_replays: int = 5) -> float:
-    """Measure a call on the GPU in a CUDA graph of so many calls.
+def seconds_a_call(call: Callable[[], object], num_calls: int = 20, num_replays: int = 10) -> float:
+    """Measure a call on the GPU in a CUDA graph of so many calls, by the fastest of its replays.
 
-    A call of a collective waits for that of the other ranks, so all have to measure it.
+    A call of a collective waits for that of the other ranks, so all have to measure it. Where the
+    host of another rank is late, a replay of this one takes as much longer: at a start, when
+    kernels are compiled beside it, that can be most of its time.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -87,12 +89,11 @@ def seconds_a_call(call: Callable[[], object], num_calls: int = 20, num_replays:
             call()
         graph.capture_end()
         graph.replay()
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(num_replays):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
             graph.replay()
-        end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1e3 / (num_calls * num_replays)
+            mark.record()
+    marks[-1].synchronize()
+    milliseconds: float = min(begin.elapsed_time(end) for begin, end in pairwise(marks))
+    return milliseconds / 1e3 / num_calls
