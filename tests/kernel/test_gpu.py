@@ -249,7 +249,7 @@ def test_the_product_of_one_token(
 def test_the_tile_of_one_token_is_what_was_fastest(
     outputs: int, inputs: int, tile: tuple[int, ...]
 ) -> None:
-    """On an H200, in benchmark/results/h200-kernels.jsonl."""
+    """On an H200: docs/decisions/0013-what-was-tried-for-speed.md."""
     assert gpu.linear._tile(outputs, inputs, 132) == tile
 
 
