@@ -411,8 +411,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a folder with config.json")
-    parser.add_argument("--tp", type=positive, nargs="*", default=[1], help="numbers of ranks")
-    parser.add_argument("--ep", type=positive, nargs="*", default=[], help="with whole experts")
+    parser.add_argument("--tp", type=positive, nargs="+", help="numbers of ranks")
+    parser.add_argument("--ep", type=positive, nargs="+", help="of ranks with whole experts")
     parser.add_argument("--tokens", type=positive, nargs="+", default=TOKENS, help="in a step")
     parser.add_argument("--seconds", type=duration, default=150, help="for all shapes together")
     parser.add_argument("--tolerance", type=float, default=0.015, help="of a step's time")
@@ -426,7 +426,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     began = time.monotonic()
-    shapes = shapes_of(args.model, args.tp, args.ep)
+    own_width = args.tp or ([] if args.ep else [1])
+    shapes = shapes_of(args.model, own_width, args.ep or [])
     compile_all(shapes[0].each, args.processes)
     print(f"compiled after {time.monotonic() - began:.1f} s", flush=True)
     for i, shape in enumerate(shapes):

@@ -182,6 +182,20 @@ def test_torch_calls_nccl_where_it_cannot_be_loaded(
     assert is_told == (comm != "torch")
 
 
+def test_ranks_that_nccl_cannot_connect_are_told_of_torch(
+    joined: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise NcclError("ncclCommInitRank failed: no space")
+
+    monkeypatch.setattr(distributed, "load_nccl", lambda: None)
+    monkeypatch.setattr(distributed, "nccl_version", lambda nccl: "2.0.0")
+    monkeypatch.setattr(distributed, "NcclCommunicator", fail)
+    with pytest.raises(ConfigError, match=r"no space; --comm torch leaves that to torch"):
+        create_communicator(DistributedInfo(0, 2), GPU, tmp_path / "rendezvous")
+    assert joined == []
+
+
 def test_pynccl_is_refused_where_nccl_cannot_be_loaded(joined: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--comm pynccl does not work here: NCCL cannot"):
         create_communicator(DistributedInfo(0, 2), GPU, tmp_path / "rendezvous", "pynccl")

@@ -21,7 +21,7 @@ from minisgl.distributed.communicator import (
 from minisgl.distributed.info import DistributedInfo
 from minisgl.distributed.nccl_communicator import NcclCommunicator
 from minisgl.distributed.nccl_library import NcclError, load_nccl, nccl_version
-from minisgl.distributed.partial_sum import PartialSum, whole
+from minisgl.distributed.partial_sum import PartialSum, rows_of, whole
 from minisgl.distributed.peer_communicator import PeerCommunicator, with_peer_memory
 from minisgl.errors import ConfigError
 
@@ -34,6 +34,7 @@ __all__ = [
     "SingleCommunicator",
     "TorchCommunicator",
     "create_communicator",
+    "rows_of",
     "whole",
 ]
 
@@ -86,4 +87,9 @@ def _join_nccl(
         logger.info("torch calls NCCL: %s", error)
         return TorchCommunicator(info, device, rendezvous, timeout_s)
     logger.debug("NCCL %s", nccl_version(nccl))
-    return NcclCommunicator(nccl, info, device, rendezvous, timeout_s)
+    try:
+        return NcclCommunicator(nccl, info, device, rendezvous, timeout_s)
+    except NcclError as error:  # perhaps on this rank alone, so there is no other way to go on
+        raise ConfigError(
+            f"NCCL cannot connect the ranks: {error}; --comm torch leaves that to torch"
+        ) from None

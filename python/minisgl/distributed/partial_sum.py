@@ -33,11 +33,14 @@ class PartialSum:
         """As `kernel.residual_norm` of the sum."""
         return self.comm.add_up_and_norm(self.part_TD, residual_TD, weight_D, eps)
 
-    def take_rows(self, index_Y: Tensor) -> PartialSum:
-        """Some tokens of it."""
-        return PartialSum(take_rows(self.part_TD, index_Y), self.comm)
-
 
 def whole(x_TD: Tensor | PartialSum) -> Tensor:
     """The tensor, or the sum."""
     return x_TD.add_up() if isinstance(x_TD, PartialSum) else x_TD
+
+
+def rows_of(x_TD: Tensor | PartialSum, index_Y: Tensor) -> Tensor | PartialSum:
+    """Some tokens of the tensor, or of the sum."""
+    if isinstance(x_TD, PartialSum):
+        return PartialSum(take_rows(x_TD.part_TD, index_Y), x_TD.comm)
+    return take_rows(x_TD, index_Y)

@@ -75,8 +75,8 @@ def seconds_a_call(call: Callable[[], object], num_calls: int = 20, num_replays:
     """Measure a call on the GPU in a CUDA graph of so many calls, by the fastest of its replays.
 
     A call of a collective waits for that of the other ranks, so all have to measure it. Where the
-    host of another rank is late, a replay of this one takes as much longer: at a start, when
-    kernels are compiled beside it, that can be most of its time.
+    host of another rank is late, a replay includes the wait for it. At a start, when kernels are
+    compiled beside it, the wait can be most of the time.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -96,7 +96,11 @@ class KernelSizes:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def weight(self, outputs: int, inputs: int) -> Tensor:
-        """Zeros of this shape, in the memory of one row."""
+        """Zeros of this shape, in the memory of one row.
+
+        Its rows are 0 numbers apart, which Triton takes for a multiple of 16, as those of nearly
+        all models are.
+        """
         return self.numbers(1, inputs).expand(outputs, inputs)
 
     def floats(self, *shape: int) -> Tensor:

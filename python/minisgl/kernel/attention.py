@@ -39,7 +39,8 @@ def attend_decode(
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
-        token_B, row_B, position_B: integers of 32 or 64 bits.
+        token_B, row_B, position_B: integers of 32 or 64 bits. On a GPU the kernel launched just
+            before writes none of these.
         scale, window, softcap: as in `AttentionSpec`.
         num_shared_tokens_1: int32 [1], the number of leading tokens whose pages all rows have in
             common. A GPU reads those once for all requests. Not together with a window.

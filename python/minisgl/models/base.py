@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import Batch
-from minisgl.distributed import DistributedCommunicator, PartialSum
+from minisgl.distributed import DistributedCommunicator, PartialSum, rows_of
 from minisgl.kernel import take_rows
 from minisgl.layers import (
     BaseOP,
@@ -31,7 +31,8 @@ from minisgl.layers import (
     VocabParallelEmbedding,
 )
 
-Stream: TypeAlias = Tensor | PartialSum
+# What is still to be added to the residual stream, perhaps over the ranks before.
+Addend: TypeAlias = Tensor | PartialSum
 
 
 class DecoderLayer(BaseOP, ABC):
@@ -56,14 +57,14 @@ class DecoderLayer(BaseOP, ABC):
 
     @abstractmethod
     def attention_sublayer(
-        self, x_TD: Stream, residual_TD: Tensor | None, batch: Batch, ctx: Context
-    ) -> tuple[Stream, Tensor | None]:
+        self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
+    ) -> tuple[Addend, Tensor | None]:
         """Attention and its norms: tokens see each other."""
 
     @abstractmethod
     def mlp_sublayer(
-        self, x_TD: Stream, residual_TD: Tensor | None, ctx: Context
-    ) -> tuple[Stream, Tensor | None]:
+        self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context
+    ) -> tuple[Addend, Tensor | None]:
         """The MLP and its norms: each token is computed by itself."""
 
 
@@ -79,7 +80,7 @@ class Decoder(BaseOP):
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
         """x_YD, the normed last hidden states of the tokens that `batch.returned_Y` selects."""
-        x_TD: Stream = self.embed_tokens.forward(batch.input_ids_T)
+        x_TD: Addend = self.embed_tokens.forward(batch.input_ids_T)
         residual_TD: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:
@@ -90,10 +91,7 @@ class Decoder(BaseOP):
         # No token attends to the others any more: what follows is computed for those alone whose
         # hidden states are returned.
         if batch.returned_Y is not None:
-            if isinstance(x_TD, PartialSum):
-                x_TD = x_TD.take_rows(batch.returned_Y)
-            else:
-                x_TD = take_rows(x_TD, batch.returned_Y)
+            x_TD = rows_of(x_TD, batch.returned_Y)
             if residual_TD is not None:
                 residual_TD = take_rows(residual_TD, batch.returned_Y)
         x_TD, residual_TD = last.mlp_sublayer(x_TD, residual_TD, ctx)

@@ -24,7 +24,7 @@ from minisgl.layers import (
     RMSNormFused,
     RotaryTables,
 )
-from minisgl.models.base import DecoderLayer, Stream
+from minisgl.models.base import Addend, DecoderLayer
 
 _ACTIVATIONS = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 
@@ -117,13 +117,13 @@ class PreNormLayer(DecoderLayer):
     mlp: MLP
 
     def attention_sublayer(
-        self, x_TD: Stream, residual_TD: Tensor | None, batch: Batch, ctx: Context
+        self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.input_layernorm.forward(x_TD, residual_TD)
         return self.self_attn.forward(x_TD, batch, ctx), residual_TD
 
     def mlp_sublayer(
-        self, x_TD: Stream, residual_TD: Tensor | None, ctx: Context
+        self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context
     ) -> tuple[PartialSum, Tensor]:
         x_TD, residual_TD = self.post_attention_layernorm.forward(x_TD, residual_TD)
         return self.mlp.forward(x_TD, ctx), residual_TD

@@ -17,7 +17,7 @@ from minisgl.layers import (
     RMSNorm,
     RotaryTables,
 )
-from minisgl.models.base import BaseLLMModel, DecoderLayer, Stream
+from minisgl.models.base import Addend, BaseLLMModel, DecoderLayer
 from minisgl.models.blocks import GatedMLP, output_projection, qkv_projection
 
 
@@ -48,7 +48,8 @@ class Olmo2Attention(BaseOP):
 class Olmo2Layer(DecoderLayer):
     """Attention, norm, MLP, norm: a sublayer is normed after it is computed, not before.
 
-    No norm of a layer reads the residual stream, so x is the whole stream, and residual stays None.
+    No norm of a layer reads the residual stream, so x is the whole stream, a tensor on each rank,
+    and residual stays None.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Olmo2Layer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(config.width, config.norm_eps)
 
     def attention_sublayer(
-        self, x_TD: Stream, residual_TD: Tensor | None, batch: Batch, ctx: Context
+        self, x_TD: Addend, residual_TD: Tensor | None, batch: Batch, ctx: Context
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
         x_TD = whole(x_TD)
@@ -72,7 +73,7 @@ class Olmo2Layer(DecoderLayer):
         return x_TD + self.post_attention_layernorm.forward(attended_TD), None
 
     def mlp_sublayer(
-        self, x_TD: Stream, residual_TD: Tensor | None, ctx: Context
+        self, x_TD: Addend, residual_TD: Tensor | None, ctx: Context
     ) -> tuple[Tensor, None]:
         assert residual_TD is None
         x_TD = whole(x_TD)

@@ -4,7 +4,7 @@ A kernel may start while the previous kernel of the stream still runs. It calls 
 before it reads what that kernel wrote. The work before the wait (addresses, weights) overlaps the
 end of the previous kernel. Every kernel here waits before it lets the next one start: when one has
 started, all but the one before it have ended. So it may read before the wait what any kernel but
-that one wrote.
+that one wrote, if that one is of this package or is launched without PDL.
 On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
 """
 

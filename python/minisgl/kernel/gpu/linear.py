@@ -44,7 +44,7 @@ _USUAL = _Tile(2, 1024, 4)
 def _tile(outputs: int, inputs: int, num_processors: int) -> _Tile:
     """The fastest tile of those that were measured on an H200, with weights of four models.
 
-    Small weights are read in so little time that few large loads are best. Where a second wave of
+    Short rows take small programs. Other small weights take few large loads. Where a second wave of
     programs would be less than 60 % full, programs have more rows, so that there is none.
     """
     if inputs <= 1024:

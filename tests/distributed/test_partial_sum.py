@@ -1,0 +1,51 @@
+"""What the ranks still have to add up."""
+
+# Dimensions: D model width, T tokens of a step, Y tokens whose hidden states are returned.
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.distributed import DistributedCommunicator, PartialSum, rows_of, whole
+from minisgl.kernel import residual_norm
+from tests.distributed.groups import in_group
+
+T = 5
+D = 8
+PARTS = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0))
+INDEX_Y = torch.tensor([4, 0])
+
+
+def part_of(comm: DistributedCommunicator) -> PartialSum:
+    return PartialSum(PARTS[comm.info.rank].clone(), comm)
+
+
+def test_rows_are_taken_before_or_after_the_sum(tmp_path: Path) -> None:
+    def work(comm: DistributedCommunicator) -> tuple[Tensor, Tensor]:
+        before = whole(rows_of(part_of(comm), INDEX_Y))
+        after = whole(rows_of(whole(part_of(comm)), INDEX_Y))
+        return before, after
+
+    for before, after in in_group(2, tmp_path / "rendezvous", work):
+        torch.testing.assert_close(before, PARTS.sum(dim=0)[INDEX_Y])
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_a_norm_adds_up_first(has_residual: bool, tmp_path: Path) -> None:
+    weight_D = torch.rand(D, generator=torch.Generator().manual_seed(1))
+    residual_TD = PARTS[0].flip(0) if has_residual else None
+
+    def own_residual() -> Tensor | None:
+        return None if residual_TD is None else residual_TD.clone()
+
+    def work(comm: DistributedCommunicator) -> tuple[Tensor, Tensor]:
+        return part_of(comm).add_up_and_norm(own_residual(), weight_D, 1e-5)
+
+    expected = residual_norm(PARTS.sum(dim=0), own_residual(), weight_D, 1e-5)
+    for result in in_group(2, tmp_path / "rendezvous", work):
+        torch.testing.assert_close(result, expected)
