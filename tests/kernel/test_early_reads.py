@@ -1,0 +1,53 @@
+"""What a kernel of a GPU reads before it waits for the kernel before it (`kernel/gpu/launch.py`).
+
+On a CPU no kernel starts early, so nothing else could notice a read that comes too soon. Each name
+stands here for a reason: it is a weight or a table of the model, or a number of the step that its
+first kernels write.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from minisgl.kernel import gpu
+
+WEIGHTS = {"weight", "rows", "q_weight", "k_weight", "cos", "sin"}
+NUMBERS_OF_THE_STEP = {"position", "slot", "token", "row", "num_shared_tokens"}
+# `_route` has chosen the experts, and `_gate_up_rows` has waited for it.
+CHOSEN_EXPERTS = {"_down_rows": {"expert"}}
+FUNCTIONS = [
+    node
+    for path in sorted(Path(gpu.__file__).parent.glob("*.py"))
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+]
+
+
+def called(node: ast.AST) -> str:
+    """The name of the function that a call calls; empty for other nodes."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def address(load: ast.Call) -> str:
+    """The pointer that a load begins with."""
+    names = [node for node in ast.walk(load.args[0]) if isinstance(node, ast.Name)]
+    return min(names, key=lambda name: (name.lineno, name.col_offset)).id
+
+
+def early_reads(function: ast.FunctionDef) -> set[str]:
+    """The pointers of the loads before the wait; none if the function does not wait."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    waits = [call.lineno for call in calls if called(call) == "wait_for_inputs"]
+    if not waits:
+        return set()
+    loads = [call for call in calls if called(call) == "tl.load" and call.lineno < waits[0]]
+    return {address(load) for load in loads}
+
+
+def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:
+    found = {function.name: early_reads(function) for function in FUNCTIONS}
+    for name, reads in found.items():
+        known = WEIGHTS | NUMBERS_OF_THE_STEP | CHOSEN_EXPERTS.get(name, set())
+        assert reads <= known, name
+    assert found["_rotate_and_store"] >= {"position", "slot", "cos"}, "the test finds what is read"
