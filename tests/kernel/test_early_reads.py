@@ -41,8 +41,8 @@ def early_reads(function: ast.FunctionDef) -> set[str]:
     waits = [call.lineno for call in calls if called(call) == "wait_for_inputs"]
     if not waits:
         return set()
-    loads = [call for call in calls if called(call) == "tl.load" and call.lineno < waits[0]]
-    return {address(load) for load in loads}
+    early = [call for call in calls if call.lineno < waits[0]]
+    return {address(call) for call in early if called(call) == "tl.load"}
 
 
 def test_only_what_no_kernel_just_before_writes_is_read_early() -> None:
