@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minisgl.kernel.gpu.launch import num_processors, pdl, wait_for_inputs
 
-# Programs of the usual tile that a multiprocessor holds at a time.
+# About: programs of the usual tile that a multiprocessor holds at a time.
 _PROGRAMS = 10
 
 
