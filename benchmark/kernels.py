@@ -158,7 +158,8 @@ def heads(data: Data, T: int, context: int) -> Iterator[Case]:
 def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) -> Iterator[Case]:
     """Attention of each query to its context, up to the last position.
 
-    `attend_decode` divides all contexts into as many splits, `BalancedDecode` into equal ranges.
+    `attend_decode` divides all contexts into as many splits, `BalancedDecode` into equal ranges, or
+    has clusters.
     """
     row = torch.arange(len(q), device=q.device)
     o = torch.empty_like(q)
@@ -170,9 +171,14 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     balanced = kernel.BalancedDecode.create_if_supported(pages, PAGE_SIZE, (N, K, H), q.dtype)
     if balanced is None:
         return
-    balanced.plan(row.int(), last.int())
-    attend_ranges = lambda: balanced.attend(q, k, v, o, scale, starts_early=True)
-    yield Case("BalancedDecode", shape, attend_ranges, num_bytes, attend, reference_waits=True)
+    for in_clusters in (False, True):
+        if in_clusters and not balanced.suits_clusters(len(q)):
+            continue
+        balanced.plan(row.int(), last.int(), in_clusters=in_clusters)
+        options = {"in_clusters": in_clusters, "starts_early": True}
+        planned = lambda options=options: balanced.attend(q, k, v, o, scale, **options)
+        name = "BalancedDecode in clusters" if in_clusters else "BalancedDecode"
+        yield Case(name, shape, planned, num_bytes, attend, reference_waits=True)
 
 
 def tables(data: Data, T: int, context: int) -> Iterator[Case]:

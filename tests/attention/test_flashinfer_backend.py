@@ -242,7 +242,10 @@ def test_decodes_that_take_all_processors_do_not_start_before_prompts(
         flashinfer_decodes.BalancedDecode, "create_if_supported", lambda *_: balanced
     )
     World(SPANS[spans], num_heads=4, num_kv_heads=2, page_size=4).attend(0, "fi")
-    assert balanced.attend.call_args.kwargs == {"starts_early": starts_early}
+    assert balanced.attend.call_args.kwargs == {
+        "in_clusters": False,
+        "starts_early": starts_early,
+    }
 
 
 def test_prompts_take_whole_waves_of_flash_attention_3() -> None:

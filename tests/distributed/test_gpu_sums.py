@@ -197,7 +197,7 @@ def norms_in_a_graph(rendezvous: Path, info: DistributedInfo) -> None:
         for shape in [(1, 5120), (3, 1024), (25, 5120), (32, 256), (300, 2048), (512, 8192)]:
             x_TD = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             if peer_sum.takes_rows(x_TD, protocol):
-                weight_D = torch.rand(shape[1], device=device).bfloat16()
+                _, weight_D = numbers.draw(shape[1], torch.bfloat16)  # equal on all ranks
                 cases.append((x_TD, torch.zeros_like(x_TD), weight_D, protocol))
 
     def call_all() -> list[tuple[Tensor, Tensor]]:

@@ -187,15 +187,19 @@ def cuda(nvcc: str, source: Path) -> None:
         )
         size = cubin.stat().st_size
         code = {kernel.partition("(")[0]: kernel for kernel in ptx.read_text().split(".entry ")[1:]}
+        sass = output_of(triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin))
+    machine_code = {part.split()[0]: part for part in sass.split("Function : ")[1:]}
     for about in usage.split("Compiling entry function '")[1:]:
         symbol = about.partition("'")[0]
         plain = output_of("c++filt", symbol).replace("(anonymous namespace)::", "")
-        name = re.search(r"(\w+(?:<\w+>)?)\(", plain)
+        name = re.search(r"(\w+(?:<[\w, ]+>)?)\(", plain)
+        before_wait = machine_code[symbol].partition("ACQBULK")[0]
         waits = "waits" if "griddepcontrol.wait" in code[symbol] else "does not wait"
         facts = [
             f"{size} bytes for all of {source.name}",
             f"{total_of('registers', about)} registers",
             f"{total_of('bytes smem', about)} of shared memory",
+            f"{before_wait.count(' LDG.')} loads before it waits",
             f"{total_of('bytes (?:stack|spill)', about)} spilled of torch.bfloat16",
             waits if may_start_early else "follows",
         ]

@@ -1,4 +1,4 @@
-"""Decodes in ranges of equal length: CUDA on a GPU, or else the source built for a CPU."""
+"""Decodes in ranges of equal length, or in clusters: CUDA on a GPU, or the source for a CPU."""
 
 # Dimensions: B requests of a step, H head width, K kv heads, L positions of a sequence,
 # N query heads, P pages, R rows of the tables, S kv slots, Z entries of a flat list.
@@ -28,6 +28,9 @@ TOLERANCE = {"atol": 6e-3, "rtol": 6e-3}  # weights and results have 8 bits
 MIXED = [1, 15, 16, 17, 300, 31, 2, 33, 160, 32]
 LENGTHS = [[1], [16], [17], [700], [1] * 40, MIXED, [1, 600, 1, 1], [48] * 12, [33] * NUM_ROWS]
 NUM_RANGES = [1, 3, 132]
+# Clusters of all sizes, by the number of kv heads: of one request 16 blocks for 2 heads, 1 for 128.
+NUM_KV_HEADS = [2, 8, 16, 32, 128]
+both_ways = pytest.mark.parametrize("in_clusters", [False, True], ids=["ranges", "clusters"])
 
 
 class Step:
@@ -77,20 +80,27 @@ class Step:
         self.qkv_BNH = 3 * numbers(len(lengths), num_heads + 2 * num_kv_heads, width)
         self.q_BNH = self.qkv_BNH[:, :num_heads]
 
-    def decode(self, kernels: Any, num_ranges: int) -> BalancedDecode:
+    def decode(self, kernels: Any, num_ranges: int, *, in_clusters: bool = False) -> BalancedDecode:
         """Make a decode and plan this step."""
         balanced = BalancedDecode(kernels, self.pages_RP, self.page_size, self.shape, num_ranges)
-        balanced.plan(self.row_B, self.position_B)
+        balanced.plan(self.row_B, self.position_B, in_clusters=in_clusters)
         return balanced
 
-    def attend(self, balanced: BalancedDecode) -> Tensor:
+    def attend(self, balanced: BalancedDecode, *, in_clusters: bool = False) -> Tensor:
         """Attend in the middle of a tensor, and check that nothing else of it is written."""
         num_heads, _, width = self.shape
         o_BNH = torch.full(
             (len(self.row_B) + 1, num_heads + 1, width), UNTOUCHED, device=DEVICE
         ).bfloat16()
-        o = o_BNH[:-1, :-1]
-        balanced.attend(self.q_BNH, self.k_SKH, self.v_SKH, o, self.scale, starts_early=True)
+        balanced.attend(
+            self.q_BNH,
+            self.k_SKH,
+            self.v_SKH,
+            o_BNH[:-1, :-1],
+            self.scale,
+            in_clusters=in_clusters,
+            starts_early=True,
+        )
         assert (o_BNH[-1] == UNTOUCHED).all()
         assert (o_BNH[:, -1] == UNTOUCHED).all()
         assert not balanced._num_done.any()
@@ -122,9 +132,45 @@ def blocks(cuda_kernels: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("page_size", [16, 64, 48])
-def test_every_shape(cuda_kernels: Any, page_size: int, width: int, group: int) -> None:
+@both_ways
+def test_every_shape(
+    cuda_kernels: Any, in_clusters: bool, page_size: int, width: int, group: int
+) -> None:
     step = Step([1, 17, 100, 16, 49], group=group, width=width, page_size=page_size)
-    same(step.attend(step.decode(cuda_kernels, 4)), step.reference())
+    balanced = step.decode(cuda_kernels, 4, in_clusters=in_clusters)
+    same(step.attend(balanced, in_clusters=in_clusters), step.reference())
+
+
+@pytest.mark.parametrize("num_kv_heads", NUM_KV_HEADS)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("length", [1, 16, 130, 1000])
+def test_clusters_of_every_size(
+    cuda_kernels: Any, length: int, width: int, num_kv_heads: int
+) -> None:
+    step = Step([length], group=2, num_kv_heads=num_kv_heads, width=width)
+    balanced = step.decode(cuda_kernels, 1, in_clusters=True)
+    same(step.attend(balanced, in_clusters=True), step.reference())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "suits"),
+    [
+        ([16 * 16 * 8 * 24], True),
+        ([16 * 16 * 8 * 24 + 1], False),
+        ([512, 1, 1, 1], True),
+        ([1000, 480], True),
+        ([2000, 300, 1], False),
+        ([2000] + [100] * 7, False),
+    ],
+)
+def test_uneven_or_long_contexts_are_cut_into_ranges(
+    cuda_kernels: Any, lengths: list[int], suits: bool
+) -> None:
+    step = Step(lengths)
+    balanced = step.decode(cuda_kernels, 1, in_clusters=True)
+    same(step.attend(balanced, in_clusters=True), step.reference())
+    assert bool(balanced._plan[2]) == suits
+    assert bool(balanced._split_outputs.any()) == (not suits)
 
 
 @pytest.mark.parametrize("num_ranges", NUM_RANGES)
@@ -139,44 +185,72 @@ def test_contexts_are_cut_anywhere(cuda_kernels: Any, lengths: list[int], num_ra
     assert torch.equal(step.attend(balanced), o_BNH)
 
 
+@pytest.mark.parametrize(
+    "lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} up to {max(lengths)}"
+)
+def test_clusters_take_any_contexts(cuda_kernels: Any, lengths: list[int]) -> None:
+    step = Step(lengths)
+    balanced = step.decode(cuda_kernels, 1, in_clusters=True)
+    o_BNH = step.attend(balanced, in_clusters=True)
+    same(o_BNH, step.reference())
+    assert torch.equal(step.attend(balanced, in_clusters=True), o_BNH)
+
+
 def test_a_plan_takes_the_place_of_the_one_before(cuda_kernels: Any) -> None:
     step = Step(MIXED)
     balanced = step.decode(cuda_kernels, 5)
     o_BNH = step.attend(balanced)
-    balanced.plan(step.row_B[:1], step.position_B[:1])
-    step.attend(balanced)
-    balanced.plan(step.row_B, step.position_B)
+    for num in (1, len(MIXED)):
+        for in_clusters in (True, False):
+            q_BNH = step.q_BNH
+            balanced.plan(step.row_B[:num], step.position_B[:num], in_clusters=in_clusters)
+            balanced.attend(
+                q_BNH[:num],
+                step.k_SKH,
+                step.v_SKH,
+                torch.empty_like(q_BNH[:num]),
+                step.scale,
+                in_clusters=in_clusters,
+                starts_early=True,
+            )
     assert torch.equal(step.attend(balanced), o_BNH)
 
 
-def test_heads_may_lie_apart(cuda_kernels: Any) -> None:
+@both_ways
+def test_heads_may_lie_apart(cuda_kernels: Any, in_clusters: bool) -> None:
     step = Step(MIXED)
     step.k_SKH, step.v_SKH = (
         x_SKH.transpose(0, 1).contiguous().transpose(0, 1) for x_SKH in (step.k_SKH, step.v_SKH)
     )
-    same(step.attend(step.decode(cuda_kernels, 5)), step.reference())
+    balanced = step.decode(cuda_kernels, 5, in_clusters=in_clusters)
+    same(step.attend(balanced, in_clusters=in_clusters), step.reference())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_scores_may_be_large(cuda_kernels: Any, sign: int) -> None:
+@both_ways
+def test_scores_may_be_large(cuda_kernels: Any, in_clusters: bool, sign: int) -> None:
     """All have one sign and grow or shrink along the context, so earlier weights nearly vanish."""
-    step = Step([500, 40])
+    step = Step([500, 140])
     step.q_BNH.abs_()
     for slots in step.slots_B:
         growth = torch.arange(1, 1 + len(slots), device=DEVICE)[:, None, None] / 10
         step.k_SKH[slots] = (sign * step.k_SKH[slots].abs() * growth).bfloat16()
-    same(step.attend(step.decode(cuda_kernels, 7)), step.reference())
+    balanced = step.decode(cuda_kernels, 7, in_clusters=in_clusters)
+    same(step.attend(balanced, in_clusters=in_clusters), step.reference())
 
 
 lengths_and_ranges = {
     "lengths": st.lists(st.integers(1, 130), min_size=1, max_size=12),
     "num_ranges": st.integers(1, 20),
+    "in_clusters": st.booleans(),
 }
 
 
 @settings(max_examples=30, deadline=None)
 @given(**lengths_and_ranges)
-def test_each_token_counts_once(cuda_kernels: Any, lengths: list[int], num_ranges: int) -> None:
+def test_each_token_counts_once(
+    cuda_kernels: Any, lengths: list[int], num_ranges: int, in_clusters: bool
+) -> None:
     """Queries of zero weigh all tokens alike; a value has a one in the dimension of its tile."""
     step = Step(lengths, num_kv_heads=1, group=2)
     step.q_BNH.zero_()
@@ -185,7 +259,8 @@ def test_each_token_counts_once(cuda_kernels: Any, lengths: list[int], num_range
         tile_L = torch.arange(length, device=DEVICE) // TILE
         step.v_SKH[slots] = torch.nn.functional.one_hot(tile_L, 64)[:, None].bfloat16()
         expected_BNH[b] = torch.bincount(tile_L, minlength=64) / length
-    same(step.attend(step.decode(cuda_kernels, num_ranges)), expected_BNH)
+    balanced = step.decode(cuda_kernels, num_ranges, in_clusters=in_clusters)
+    same(step.attend(balanced, in_clusters=in_clusters), expected_BNH)
 
 
 @settings(max_examples=100, deadline=None)
@@ -198,15 +273,18 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
     balanced = BalancedDecode(
         cuda_kernels, torch.zeros(NUM_ROWS, 1, device=DEVICE).int(), 16, (1, 1, 64), num_ranges
     )
-    balanced.plan(row_B.to(DEVICE), torch.tensor(lengths, device=DEVICE).int() - 1)
+    position_B = torch.tensor(lengths, device=DEVICE).int() - 1
+    balanced.plan(row_B.to(DEVICE), position_B, in_clusters=False)
 
     plan = balanced._plan.cpu()
-    size, num_tiles = plan[:2].tolist()
-    starts = plan[2 : 2 * (num_ranges + 1)].view(-1, 2).tolist()
-    requests = plan[4 * (num_ranges // 2 + 1) :].view(-1, 4)[: len(lengths)].tolist()
+    size, num_tiles, suits_clusters, _ = plan[:4].tolist()
+    requests = plan[4:].view(-1, 2).view(-1, 2)[: 2 * len(lengths)].view(-1, 4).tolist()
+    starts = plan[4 * (1 + len(lengths)) :].view(-1, 2)[:num_ranges].tolist()
     tiles_B = [-(-length // TILE) for length in lengths]
     assert num_tiles == sum(tiles_B)
-    assert size == max(-(-num_tiles // num_ranges), LEAST_TILES)
+    best_of_longest = math.isqrt(max(tiles_B) // 2)
+    assert size == max(-(-num_tiles // num_ranges), LEAST_TILES, best_of_longest)
+    assert not suits_clusters
     assert [request[1:] for request in requests] == torch.tensor(
         [tiles_B, lengths, row_B.tolist()]
     ).T.tolist()
@@ -221,15 +299,15 @@ def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
     balanced = BalancedDecode(
         cuda_kernels, torch.zeros(num_requests, 1, device=DEVICE).int(), 16, (1, 1, 64), 33
     )
-    balanced.plan(
-        torch.arange(num_requests, device=DEVICE).int(), (tiles_B * TILE - 1).to(DEVICE).int()
-    )
+    row_B = torch.arange(num_requests, device=DEVICE).int()
+    balanced.plan(row_B, (tiles_B * TILE - 1).to(DEVICE).int(), in_clusters=False)
     plan = balanced._plan.cpu()
     first_B = tiles_B.cumsum(0) - tiles_B
     size, num_tiles = plan[:2].tolist()
     assert num_tiles == tiles_B.sum()
-    assert torch.equal(plan[4 * 17 :].view(-1, 4)[:, 0], first_B.int())
-    for i, (b, begin) in enumerate(plan[2 : 2 * 34].view(-1, 2).tolist()):
+    requests = plan[4 : 4 * (1 + num_requests)].view(-1, 4)
+    assert torch.equal(requests[:, 0], first_B.int())
+    for i, (b, begin) in enumerate(plan[4 * (1 + num_requests) :].view(-1, 2)[:33].tolist()):
         assert first_B[b] + begin == i * size
         assert begin < tiles_B[b]
 
@@ -237,29 +315,39 @@ def test_a_plan_of_more_requests_than_threads(cuda_kernels: Any) -> None:
 @pytest.mark.parametrize("num_together", [1, 100])
 @pytest.mark.parametrize("seed", range(1, 13))
 @pytest.mark.parametrize(
-    "lengths", [[100, 5, 90, 161, 40], [64] * 12], ids=["cut anywhere", "cut into halves"]
+    "lengths",
+    [[100, 5, 90, 161, 40], [64] * 12, [1500, 1, 90]],
+    ids=["cut anywhere", "cut into halves", "uneven"],
 )
+@both_ways
 def test_any_block_may_be_the_last(
-    cuda_kernels: Any, blocks: Any, lengths: list[int], seed: int, num_together: int
+    cuda_kernels: Any,
+    blocks: Any,
+    in_clusters: bool,
+    lengths: list[int],
+    seed: int,
+    num_together: int,
 ) -> None:
     step = Step(lengths, num_kv_heads=4)
-    balanced = step.decode(cuda_kernels, 24)
-    o_BNH = step.attend(balanced)
+    balanced = step.decode(cuda_kernels, 24, in_clusters=in_clusters)
+    o_BNH = step.attend(balanced, in_clusters=in_clusters)
     same(o_BNH, step.reference())
     for splits in (balanced._split_outputs, balanced._split_stats):
         splits.fill_(torch.nan)  # else those of the first time would do
     blocks(seed, num_together)
-    assert torch.equal(step.attend(balanced), o_BNH)
+    assert torch.equal(step.attend(balanced, in_clusters=in_clusters), o_BNH)
 
 
 @pytest.mark.parametrize("num_ranges", [1, 4, 50])
+@pytest.mark.parametrize("lengths", [MIXED, [100, 33, 128, 1]], ids=["uneven", "even"])
+@both_ways
 def test_queries_and_last_tokens_may_come_late(
-    cuda_kernels: Any, blocks: Any, num_ranges: int
+    cuda_kernels: Any, blocks: Any, in_clusters: bool, lengths: list[int], num_ranges: int
 ) -> None:
     """The kernel before may still be writing them when this one starts."""
-    step = Step(MIXED)
+    step = Step(lengths)
     expected_BNH = step.reference()
-    balanced = step.decode(cuda_kernels, num_ranges)
+    balanced = step.decode(cuda_kernels, num_ranges, in_clusters=in_clusters)
     late = [step.qkv_BNH]
     for slots in step.slots_B:
         late += [step.k_SKH[slots[-1]], step.v_SKH[slots[-1]]]
@@ -267,7 +355,7 @@ def test_queries_and_last_tokens_may_come_late(
         for place in late:
             value = place.clone()
             cuda_kernels.arrives_late(place.fill_(torch.nan), value)
-        same(step.attend(balanced), expected_BNH)
+        same(step.attend(balanced, in_clusters=in_clusters), expected_BNH)
     finally:
         cuda_kernels.forget_late()
 
@@ -319,7 +407,8 @@ def test_a_cpu_has_none() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
+@both_ways
+def test_a_graph_follows_the_lengths(cuda_kernels: Any, in_clusters: bool, width: int) -> None:
     """As many ranges as the device has room for; plans and layers replayed, while contexts grow."""
     step = Step(
         [137 * i % 925 + 140 for i in range(NUM_ROWS)],
@@ -330,17 +419,30 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, width: int) -> None:
     )
     balanced = BalancedDecode.create_if_supported(step.pages_RP, 64, step.shape, torch.bfloat16)
     assert balanced
-    balanced.plan(step.row_B, step.position_B)
-    same(step.attend(balanced), step.reference())
     end_B = step.position_B.clone()
     o_2BNH = torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16()
+    num = NUM_ROWS if not in_clusters else 128 // 8
+    tokens = slice(num)
+
+    def call() -> None:
+        balanced.plan(step.row_B[tokens], step.position_B[tokens], in_clusters=in_clusters)
+        for o_BNH in o_2BNH:
+            balanced.attend(
+                step.q_BNH[tokens],
+                step.k_SKH,
+                step.v_SKH,
+                o_BNH[tokens],
+                step.scale,
+                in_clusters=in_clusters,
+                starts_early=True,
+            )
+
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        balanced.plan(step.row_B, step.position_B)
-        for o_BNH in o_2BNH:
-            balanced.attend(step.q_BNH, step.k_SKH, step.v_SKH, o_BNH, step.scale)
+        call()
     for missing in (139, 60, 1, 0):
         step.position_B.copy_(end_B - missing)
         graph.replay()
-        same(o_2BNH[0], step.reference())
-        assert torch.equal(o_2BNH[0], o_2BNH[1])
+        same(o_2BNH[0][tokens], step.reference()[tokens])
+        assert torch.equal(o_2BNH[0][tokens], o_2BNH[1][tokens])

@@ -369,6 +369,7 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     lines = done.stdout.splitlines()
     names = {line.split(":")[0] for line in lines}
     in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
+    in_cuda |= {"attend_in_clusters<64>", "attend_in_clusters<128>", "multiply_few<6, 4, true>"}
     for number in ("BFloat16", "Float16", "Float32"):
         protocols = ("push", "one_shot", "two_shot")
         in_cuda |= {f"{name}<{number}>" for name in protocols}
@@ -377,6 +378,9 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     if find_cuda_toolkit():
         assert names >= in_cuda
     for line in lines:
+        if line.startswith(("multiply_few", "attend_ranges", "attend_in_clusters")):
+            early = int(line.split(" loads before it waits")[0].split()[-1])
+            assert early >= 8, f"the compiler has moved them: {line}"
         assert line.endswith(", follows" if line.startswith("find_lowest") else ", waits"), line
         assert int(line.split(" of shared memory")[0].split()[-1]) < SHARED_MEMORY, line
         if "spilled of torch.float32" not in line:  # float32 need not be fast

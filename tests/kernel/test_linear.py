@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import CpuLinear, dispatch, sizes_without_padding
-from minisgl.kernel.linear import few_token_linear
+from minisgl.kernel.linear import few_token_linear, few_token_silu
 
-# Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+# Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
+# step, U both halves of a gated mlp.
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INPUTS = 96
@@ -161,7 +162,7 @@ def test_tokens_of_another_dtype_are_refused() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17), (2056, 33), (3336, 5)]
+    ("inputs", "outputs"), [(8, 1), (256, 40), (264, 2056), (1096, 17), (2056, 33), (3336, 5)]
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_tokens_on_a_gpu_equal_float64(
@@ -183,6 +184,23 @@ def test_few_tokens_on_a_gpu_equal_float64(
     expected_TO, size_TO = products(x_TI, weight_OI, bias_O)
     assert y_TO.shape == expected_TO.shape
     assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[torch.bfloat16] * size_TO).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17)])
+def test_few_tokens_and_their_activation_equal_two_kernels(
+    cuda_kernels: Any, inputs: int, outputs: int, num_tokens: int
+) -> None:
+    random = torch.Generator().manual_seed(num_tokens)
+    x_TI = torch.randn(num_tokens, inputs, generator=random).bfloat16().to(DEVICE)
+    weight_UI = torch.randn(2 * outputs, inputs, generator=random).bfloat16().to(DEVICE)
+    weight_UI /= inputs**0.5
+
+    y_TF = few_token_silu(cuda_kernels, x_TI, weight_UI)
+
+    gate_TF, up_TF = few_token_linear(cuda_kernels, x_TI, weight_UI, None).float().chunk(2, dim=1)
+    expected_TF = torch.nn.functional.silu(gate_TF) * up_TF
+    torch.testing.assert_close(y_TF.float(), expected_TF, atol=1e-6, rtol=2**-8)
 
 
 def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:

@@ -10,6 +10,7 @@ takes the others; it is planned on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -22,10 +23,18 @@ from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch, IntArray
 from minisgl.kernel import BalancedDecode, attend_decode
 
-# Requests times kv heads up to which equally many splits of each context are faster.
+# Requests times kv heads up to which equally many splits of each context are faster than ranges.
 _FEW_HEADS = 16
 # Query heads a kv head for which decoding without tensor cores is faster.
 _CUDA_CORE_GROUPS = (1, 2, 3)
+
+
+class DecodeKernel(Enum):
+    """What takes decodes."""
+
+    SPLITS = auto()  # attend_decode: each context is cut into as many splits
+    RANGES = auto()  # BalancedDecode
+    CLUSTERS = auto()  # BalancedDecode, in clusters
 
 
 @dataclass(slots=True)
@@ -33,14 +42,12 @@ class OwnDecodes:
     """Decodes at the head of a batch that our own kernels take.
 
     Attributes:
-        uses_splits: whether each of them is cut into as many splits (`attend_decode`), and not all
-            of them into ranges of equal length (`BalancedDecode`).
         num_shared_tokens_1: int32 [1], on the device; how many leading tokens they share. None if
             a kernel does not use it.
     """
 
     num_decodes: int
-    uses_splits: bool
+    kernel: DecodeKernel
     num_shared_tokens_1: Tensor | None = None
 
 
@@ -61,33 +68,42 @@ class OwnDecodeKernels:
 
     def take(self, num_decodes: int) -> OwnDecodes | None:
         """Take the decodes of a step that is not captured; None if no kernel of ours can."""
-        if self._balanced or self._needs_splits:
-            return OwnDecodes(num_decodes, uses_splits=self._balanced is None)
+        if self._balanced:
+            return OwnDecodes(num_decodes, DecodeKernel.RANGES)
+        if self._needs_splits:
+            return OwnDecodes(num_decodes, DecodeKernel.SPLITS)
         return None
 
-    def take_captured(self, slices: CapturedSlices) -> OwnDecodes | None:
+    def take_captured(self, slices: CapturedSlices, *, beside_prompts: bool) -> OwnDecodes | None:
         """Take the decodes of a graph; None if no kernel of ours can.
 
         Args:
             slices: decodes alone.
+            beside_prompts: whether the graph has prompts. Then decodes get single processors as
+                prompts leave them, and no clusters.
         """
         num_decodes = slices.num_decodes
-        num_shared_tokens_1 = slices.num_shared_tokens_1
-        is_few = num_decodes * self._pool.shape[1] <= _FEW_HEADS
-        uses_splits = is_few or num_shared_tokens_1 is not None or self._needs_splits
-        if not uses_splits and not self._balanced:
-            return None
-        if self._spec.window is not None:
-            num_shared_tokens_1 = None
-        return OwnDecodes(num_decodes, uses_splits, num_shared_tokens_1)
+        if self._needs_splits or slices.num_shared_tokens_1 is not None:
+            shared = slices.num_shared_tokens_1 if self._spec.window is None else None
+            return OwnDecodes(num_decodes, DecodeKernel.SPLITS, shared)
+        suits_clusters = self._balanced and self._balanced.suits_clusters(num_decodes)
+        if suits_clusters and not beside_prompts:
+            return OwnDecodes(num_decodes, DecodeKernel.CLUSTERS)
+        if num_decodes * self._pool.shape[1] <= _FEW_HEADS:
+            return OwnDecodes(num_decodes, DecodeKernel.SPLITS)
+        return OwnDecodes(num_decodes, DecodeKernel.RANGES) if self._balanced else None
 
     def plan(self, batch: Batch, decodes: OwnDecodes) -> None:
         """Divide the work over the device, on the device, once a step."""
-        if decodes.uses_splits:
+        if decodes.kernel is DecodeKernel.SPLITS:
             return
         assert self._balanced
         tokens = slice(decodes.num_decodes)
-        self._balanced.plan(batch.row_T[tokens], batch.position_T[tokens].int())
+        self._balanced.plan(
+            batch.row_T[tokens],
+            batch.position_T[tokens].int(),
+            in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
+        )
 
     def run(
         self,
@@ -107,7 +123,7 @@ class OwnDecodeKernels:
         pool = self._pool
         k_SKH, v_SKH = pool.caches[layer]
         tokens = slice(decodes.num_decodes)
-        if not decodes.uses_splits:
+        if decodes.kernel is not DecodeKernel.SPLITS:
             assert self._balanced
             self._balanced.attend(
                 q_TNH[tokens],
@@ -115,6 +131,7 @@ class OwnDecodeKernels:
                 v_SKH,
                 o_TNH[tokens],
                 self._spec.scale,
+                in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
                 starts_early=not beside_prompts,
             )
             return

@@ -151,7 +151,9 @@ class StepAttention:
         metadata = StepMetadata()
         if slices.num_decodes:
             decodes = slices.decodes
-            metadata.own_decodes = self._own_kernels.take_captured(decodes)
+            metadata.own_decodes = self._own_kernels.take_captured(
+                decodes, beside_prompts=slices.num_prompt_tokens > 0
+            )
             if metadata.own_decodes is None:
                 metadata.groups.append(self._captured_decodes(decodes))
         if slices.num_prompt_tokens:

@@ -38,8 +38,8 @@ from minisgl.kernel import (
     choose_scored_tokens,
     choose_tokens,
     gpu_linear,
+    gpu_linear_silu,
     look_up,
-    one_token_silu,
     rms_norm,
     rotate_and_store,
     route,
@@ -265,7 +265,7 @@ def _linears(sizes: KernelSizes) -> None:
         for bias_O in (None, sizes.numbers(outputs)):
             gpu_linear(x_1I, sizes.weight(outputs, inputs), bias_O)
     if sizes.mlp_width is not None:
-        one_token_silu(sizes.numbers(1, width), sizes.weight(2 * sizes.mlp_width, width))
+        gpu_linear_silu(sizes.numbers(1, width), sizes.weight(2 * sizes.mlp_width, width))
 
 
 def _sampling(sizes: KernelSizes) -> None:

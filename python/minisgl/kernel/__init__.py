@@ -37,7 +37,7 @@ from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernel
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
 from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
-from minisgl.kernel.linear import CpuLinear, gpu_linear, one_token_silu, sizes_without_padding
+from minisgl.kernel.linear import CpuLinear, gpu_linear, gpu_linear_silu, sizes_without_padding
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
@@ -76,6 +76,7 @@ __all__ = [
     "embed",
     "gelu_and_mul",
     "gpu_linear",
+    "gpu_linear_silu",
     "gumbel_noise",
     "kernels_for",
     "load_cpu_kernels",
@@ -86,7 +87,6 @@ __all__ = [
     "mask_logits_reference",
     "memory_bytes",
     "moe_reference",
-    "one_token_silu",
     "peer_sum_kernels",
     "residual_norm",
     "rms_norm",

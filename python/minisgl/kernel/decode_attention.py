@@ -1,8 +1,13 @@
-"""Attention of many single queries on a GPU, with the work of a step divided evenly over its warps.
+"""Attention of single queries on a GPU, with the work of a step divided evenly over its warps.
 
-The kernels (csrc/decode_attention.cu) take bfloat16, heads of 64 or 128 numbers, up to 8 query
-heads a kv head, and pages of a multiple of 16 tokens. The host plans nothing: `plan` reads the
-lengths of a step on the device, and `attend` follows that plan once a layer.
+The kernels take bfloat16, heads of 64 or 128 numbers, up to 8 query heads a kv head, and pages of a
+multiple of 16 tokens. The host plans nothing: `plan` reads the lengths of a step on the device, and
+`attend` follows that plan once a layer.
+
+All contexts of a step, laid end to end, are cut into ranges of equal length, one for each warp
+(csrc/decode_attention.cu). A few requests are faster with a cluster of blocks for each of their kv
+heads (csrc/cluster_attention.cu), whose blocks join in shared memory what their warps have found.
+The plan says whether the contexts are short enough, and none much longer than the others.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages,
@@ -19,15 +24,19 @@ from minisgl.kernel.dispatch import cuda_kernels_for
 
 _TILE = 16  # tokens that a warp reads at a time
 _LEAST_TILES = 2  # in a range: to merge two splits costs as much as to read these
-_WARPS = 8  # that a multiprocessor holds
+_WARPS = 8  # that a multiprocessor holds, and of a block of a cluster
 _WIDTHS = (64, 128)
 _MAX_GROUP = 8
+# How many blocks a cluster has, by the most clusters of a step. On an H200 of 132 processors these
+# run at a time; 16 clusters of 8 blocks, or 32 of 4, do not.
+_BLOCKS_OF_CLUSTER = {4: 16, 8: 8, 16: 4, 64: 2, 128: 1}
+_MOST_CLUSTERS = max(_BLOCKS_OF_CLUSTER)
+_MOST_TILES = 24  # that a warp of a cluster reads: from there on ranges are faster
 
 
 class BalancedDecode:
     """Attention over one page table and over pools of one shape.
 
-    All contexts of a step, laid end to end, are cut into ranges of equal length, one for each warp.
     A cut inside a context makes splits of it, for whose results the object holds buffers.
     `attend` must run after `plan`, on the same stream. See `create_if_supported`.
     """
@@ -46,14 +55,16 @@ class BalancedDecode:
         self._kernels = kernels
         self._page_table_RP = page_table_RP
         self._page_size = page_size
+        self._num_kv_heads = num_kv_heads
         self._num_ranges = num_ranges
+        most_ranges = max(num_ranges, _MOST_CLUSTERS * _WARPS // num_kv_heads)
 
-        # The layout is that of `Plan` in decode_attention.cu: two numbers a range, four a request.
-        plan_numbers = 4 * (num_ranges // 2 + 1 + num_rows)
+        # The layout is that of `Plan` in decode_ranges.cuh: four numbers a request, two a range.
+        plan_numbers = 4 * (1 + num_rows) + 2 * most_ranges
         self._plan = torch.zeros(plan_numbers, dtype=torch.int32, device=device)
 
         # A range has at most two splits that are merged with others: at its begin and at its end.
-        num_splits = 2 * num_ranges
+        num_splits = 2 * most_ranges
         self._split_outputs = torch.zeros(num_splits * num_heads * width, device=device)
         # The maximum and the sum of each row of scores.
         stats_numbers = num_splits * num_kv_heads * 2 * _MAX_GROUP
@@ -83,13 +94,28 @@ class BalancedDecode:
         num_warps = torch.cuda.get_device_properties(device).multi_processor_count * _WARPS
         return cls(kernels, page_table_RP, page_size, shape, max(1, num_warps // num_kv_heads))
 
-    def plan(self, row_B: Tensor, position_B: Tensor) -> None:
+    def suits_clusters(self, num_queries: int) -> bool:
+        """Whether so many queries are few enough for clusters, and the device has them."""
+        device = self._page_table_RP.device
+        has_clusters = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+        return has_clusters and num_queries * self._num_kv_heads <= _MOST_CLUSTERS
+
+    def plan(self, row_B: Tensor, position_B: Tensor, *, in_clusters: bool) -> None:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 
         Args:
             row_B, position_B: int32.
+            in_clusters: whether `attend` is told so, too.
         """
-        self._kernels.plan_decode(position_B, row_B, self._num_ranges, _LEAST_TILES, self._plan)
+        num_ranges = self._num_ranges
+        most_of_cluster = 0
+        if in_clusters:
+            num_warps = self._blocks_of_cluster(len(row_B)) * _WARPS
+            num_ranges = len(row_B) * num_warps
+            most_of_cluster = num_warps * _MOST_TILES
+        self._kernels.plan_decode(
+            position_B, row_B, num_ranges, _LEAST_TILES, most_of_cluster, self._plan
+        )
 
     def attend(
         self,
@@ -98,6 +124,8 @@ class BalancedDecode:
         v_SKH: Tensor,
         o_BNH: Tensor,
         scale: float,
+        *,
+        in_clusters: bool,
         starts_early: bool,
     ) -> None:
         """Write each query's attention to its context, as it was planned.
@@ -107,10 +135,22 @@ class BalancedDecode:
             k_SKH, v_SKH: the kernel just before this one may write the last token of a context;
                 all other tokens must come from earlier kernels.
             scale: what scores are multiplied by.
+            in_clusters: each request and kv head has a cluster of blocks, if the plan has found
+                that this suits the contexts. Else the warps take ranges all the same.
             starts_early: whether the kernel may start while the one before it still runs. Its
                 warps take all registers of the device at once, so nothing else starts after it.
         """
-        self._kernels.attend_ranges(
-            q_BNH, k_SKH, v_SKH, self._page_table_RP, self._page_size, self._plan, self._num_ranges,
+        if in_clusters:
+            attend = self._kernels.attend_in_clusters
+            size = self._blocks_of_cluster(len(q_BNH))
+        else:
+            attend = self._kernels.attend_ranges
+            size = self._num_ranges
+        attend(
+            q_BNH, k_SKH, v_SKH, self._page_table_RP, self._page_size, self._plan, size,
             self._split_outputs, self._split_stats, self._num_done, o_BNH, scale, starts_early,
         )  # fmt: skip
+
+    def _blocks_of_cluster(self, num_queries: int) -> int:
+        num_clusters = num_queries * self._num_kv_heads
+        return next(size for most, size in _BLOCKS_OF_CLUSTER.items() if num_clusters <= most)

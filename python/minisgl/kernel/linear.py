@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel.activation import silu_and_mul
 from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for, triton_kernels_for
 
 # What the compiled kernel of a CPU takes; of more tokens oneDNN sees multiples of a number. All
@@ -29,10 +30,10 @@ _TOKENS_OF_ONEDNN = 32
 # Sizes that are told to those who choose one are no smaller; the compiled kernel takes any.
 _FEWEST_TOKENS = 8
 # The compiled kernel of a GPU takes so many tokens, and is faster than torch if the weight has no
-# more numbers than this. On an H200, 8 tokens: 2048 to 1024 in 3.4 instead of 5.9 µs, 1024 to 4096
-# in 4.5 instead of 5.3; but 1024 to 6144 in 6.5 instead of 5.9.
+# more numbers than this, or with the activation of a gated MLP than that.
 _MOST_OF_FEW = 16
 _LARGEST_WEIGHT_FOR_FEW = 1 << 22
+_LARGEST_GATED_WEIGHT_FOR_FEW = 1 << 23
 _PACK_FOR_TOKENS = 32
 
 
@@ -47,28 +48,38 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
         assert triton_kernels is not None
         y_1O: Tensor = triton_kernels.one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
-    kernels = cuda_kernels_for(weight_OI) if _suits_few_tokens(x_TI, weight_OI) else None
+    suits = _suits_few_tokens(x_TI, weight_OI, _LARGEST_WEIGHT_FOR_FEW)
+    kernels = cuda_kernels_for(weight_OI) if suits else None
     if kernels is None:
         return F.linear(x_TI, weight_OI, bias_O)
     return few_token_linear(kernels, x_TI, weight_OI, bias_O)
 
 
-def one_token_silu(x_1I: Tensor, weight_UI: Tensor) -> Tensor:
-    """Return silu(gate) * up of one token on a GPU, rounded as by `gpu_linear` and `silu_and_mul`.
+def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
+    """Return silu(gate) * up of tokens on a GPU, rounded as by `gpu_linear` and `silu_and_mul`.
+
+    For one token and for a few the product and the activation are one kernel.
 
     Args:
         weight_UI: the rows of the gate, and then those of up.
     """
-    triton_kernels = triton_kernels_for(x_1I)
-    assert triton_kernels is not None
-    y_1F: Tensor = triton_kernels.one_token_silu(x_1I, weight_UI)
-    return y_1F
+    if len(x_TI) == 1:
+        triton_kernels = triton_kernels_for(x_TI)
+        assert triton_kernels is not None
+        y_1F: Tensor = triton_kernels.one_token_silu(x_TI, weight_UI)
+        return y_1F
+    suits = _suits_few_tokens(x_TI, weight_UI, _LARGEST_GATED_WEIGHT_FOR_FEW)
+    kernels = cuda_kernels_for(weight_UI) if suits else None
+    if kernels is None:
+        gate_TF, up_TF = gpu_linear(x_TI, weight_UI, None).chunk(2, dim=1)
+        return silu_and_mul(gate_TF, up_TF)
+    return few_token_silu(kernels, x_TI, weight_UI)
 
 
-def _suits_few_tokens(x_TI: Tensor, weight_OI: Tensor) -> bool:
+def _suits_few_tokens(x_TI: Tensor, weight_OI: Tensor, largest_weight: int) -> bool:
     """Whether the kernel for a few tokens takes a product, and less time than torch."""
     num_tokens, inputs = x_TI.shape
-    if num_tokens > _MOST_OF_FEW or weight_OI.numel() > _LARGEST_WEIGHT_FOR_FEW:
+    if num_tokens > _MOST_OF_FEW or weight_OI.numel() > largest_weight:
         return False
     return inputs % 8 == 0 and x_TI.is_contiguous() and weight_OI.is_contiguous()
 
@@ -88,6 +99,20 @@ def few_token_linear(
     no_bias_O = weight_OI.new_empty(0)
     kernels.few_token_linear(x_TI, weight_OI, no_bias_O if bias_O is None else bias_O, y_TO)
     return y_TO
+
+
+def few_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
+    """Return silu(gate) * up for up to 16 tokens, computed by csrc/linear.cu.
+
+    Gate and up are rounded before the activation.
+
+    Args:
+        kernels: those of csrc/*.cu.
+        x_TI, weight_UI: as those of `few_token_linear`; the rows of the gate, and then those of up.
+    """
+    y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
+    kernels.few_token_silu(x_TI, weight_UI, y_TF)
+    return y_TF
 
 
 def _onednn_multiplies_bf16() -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel import CpuLinear, gpu_linear, one_token_silu, silu_and_mul
+from minisgl.kernel import CpuLinear, gpu_linear, gpu_linear_silu, silu_and_mul
 from minisgl.layers.base import WeightSource
 from minisgl.moe import BaseMoeBackend
 
@@ -68,8 +68,8 @@ class LinearWeight:
 
     def multiply_gated(self, x_TI: Tensor, bias_U: Tensor | None, activation: Gated) -> Tensor:
         """activation(gate, up) of the halves of y_TU."""
-        if x_TI.is_cuda and len(x_TI) == 1 and bias_U is None and activation is silu_and_mul:
-            return one_token_silu(x_TI, self._weight_OI)
+        if x_TI.is_cuda and bias_U is None and activation is silu_and_mul:
+            return gpu_linear_silu(x_TI, self._weight_OI)
         gate_TF, up_TF = self.multiply(x_TI, bias_U).chunk(2, dim=1)
         return activation(gate_TF, up_TF)
 

@@ -74,6 +74,7 @@ inline dim3 gridDim, blockIdx, threadIdx;
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int atomicAdd(int* x, int y) { return std::exchange(*x, *x + y); }
+inline int atomicMax(int* x, int y) { return std::exchange(*x, std::max(*x, y)); }
 inline int atomicMin(int* x, int y) { return std::exchange(*x, std::min(*x, y)); }
 inline void __threadfence() {}
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
@@ -91,7 +92,7 @@ namespace cuda_on_cpu {
 constexpr unsigned kWarp = 32;
 
 // Where a thread waits for others; it runs on from `nowhere`.
-enum class Point { nowhere, block, warp, shuffle, vote, product, end };
+enum class Point { nowhere, cluster, block, warp, shuffle, vote, product, end };
 
 struct Thread {
   unsigned block, index;
@@ -105,7 +106,7 @@ struct Thread {
 
 // A launch: what each thread of it does.
 struct Grid {
-  unsigned num_blocks, block_size;
+  unsigned num_blocks, block_size, cluster_size;
   std::function<void()> body;
 };
 
@@ -131,6 +132,7 @@ struct Running {
 };
 
 inline const Grid* current_grid;
+inline Running* current_running;
 inline Thread* current;
 inline jmp_buf scheduler;
 inline bool has_failed = false;
@@ -162,8 +164,10 @@ inline void run_thread() {
 
 // Contexts are used to begin threads only: changing them takes a system call, and a jump takes
 // none.
-[[gnu::noinline]] inline void resume(const Grid& grid, Thread& thread) {
+[[gnu::noinline]] inline void resume(Running& running, Thread& thread) {
+  const Grid& grid = *running.grid;
   current_grid = &grid;
+  current_running = &running;
   current = &thread;
   gridDim.x = grid.num_blocks;
   blockIdx.x = thread.block;
@@ -192,11 +196,14 @@ inline bool release(Thread* warp_or_block, size_t num) {
 inline bool release_some(Running& running) {
   std::vector<Thread>& threads = running.threads;
   size_t block_size = running.grid->block_size;
+  size_t cluster_size = block_size * running.grid->cluster_size;
   bool any = false;
   for (size_t i = 0; i < threads.size(); i += kWarp)
-    if (threads[i].at != Point::block) any |= release(&threads[i], kWarp);
+    if (threads[i].at > Point::block) any |= release(&threads[i], kWarp);
   for (size_t i = 0; i < threads.size(); i += block_size)
     if (threads[i].at == Point::block) any |= release(&threads[i], block_size);
+  for (size_t i = 0; i < threads.size(); i += cluster_size)
+    if (threads[i].at == Point::cluster) any |= release(&threads[i], cluster_size);
   return any;
 }
 
@@ -240,7 +247,7 @@ inline bool take_turn(Running& running) {
     }
     size_t block = static_cast<size_t>(&thread - running.threads.data()) / running.grid->block_size;
     use_shared_memory(&running.shared_of_block[block]);
-    resume(*running.grid, thread);
+    resume(running, thread);
   }
   any_runs |= release_some(running);
   if (std::exchange(has_failed, false)) throw std::runtime_error("a thread ended its kernel");
@@ -259,13 +266,35 @@ inline void run_blocks(const Grid& grid, const unsigned* blocks, size_t num_bloc
   }
 }
 
+// The blocks of a grid; in any order if there is a seed, but those of a cluster side by side.
+inline std::vector<unsigned> blocks_of(const Grid& grid) {
+  std::vector<unsigned> clusters(grid.num_blocks / grid.cluster_size), blocks;
+  std::iota(clusters.begin(), clusters.end(), 0);
+  if (seed) std::shuffle(clusters.begin(), clusters.end(), random);
+  for (unsigned cluster : clusters)
+    for (unsigned i = 0; i < grid.cluster_size; ++i)
+      blocks.push_back(cluster * grid.cluster_size + i);
+  return blocks;
+}
+
 inline void run_grid(const Grid& grid) {
-  std::vector<unsigned> blocks(grid.num_blocks);
-  std::iota(blocks.begin(), blocks.end(), 0);
   random.seed(seed);
-  if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
-  for (size_t i = 0; i < blocks.size(); i += num_together)
-    run_blocks(grid, &blocks[i], std::min(num_together, blocks.size() - i));
+  std::vector<unsigned> blocks = blocks_of(grid);
+  size_t step = num_together * grid.cluster_size;
+  for (size_t i = 0; i < blocks.size(); i += step)
+    run_blocks(grid, &blocks[i], std::min(step, blocks.size() - i));
+}
+
+// Stores to the same place of shared memory in a block of this thread's cluster.
+template <class T>
+void store_in_cluster(T* place, const T& x, int block) {
+  unsigned size = current_grid->cluster_size;
+  size_t own = static_cast<size_t>(current - current_running->threads.data()) /
+               current_grid->block_size;
+  auto& shared = current_running->shared_of_block[own / size * size + static_cast<size_t>(block)];
+  size_t offset = static_cast<size_t>(reinterpret_cast<char*>(place) - __start_shared_memory);
+  char* to = has_section == &shared ? __start_shared_memory : shared.data();
+  std::memcpy(to + offset, &x, sizeof x);
 }
 
 // What waits on each stream, and the stream of the next launch; without one, launches run at once.
@@ -285,9 +314,7 @@ inline void run_streams() {
   current_stream = nullptr;
   auto begin_next = [](Stream& stream) {
     const Grid& grid = stream.grids.front();
-    std::vector<unsigned> blocks(grid.num_blocks);
-    std::iota(blocks.begin(), blocks.end(), 0);
-    if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
+    std::vector<unsigned> blocks = blocks_of(grid);
     begin(stream.running, grid, blocks.data(), blocks.size());
   };
   random.seed(seed);
@@ -366,7 +393,9 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline const char* cudaGetErrorName(cudaError_t) { return ""; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
 
-struct cudaLaunchAttribute {};
+struct cudaLaunchAttribute {
+  unsigned cluster_size = 0;
+};
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -379,7 +408,12 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
   auto body = [=] { kernel(arguments...); };
-  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, body};
+  unsigned cluster_size = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    cluster_size = max(cluster_size, config->attrs[i].cluster_size);
+  if (config->gridDim.x % cluster_size != 0)
+    throw std::runtime_error("a grid has to consist of whole clusters");
+  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, cluster_size, body};
   if (cuda_on_cpu::current_stream) cuda_on_cpu::current_stream->push_back(grid);
   else cuda_on_cpu::run_grid(grid);
   return cudaSuccess;

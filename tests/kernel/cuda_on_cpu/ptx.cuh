@@ -86,6 +86,21 @@ inline void wait_for_inputs() { cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput:
 
 inline void let_next_start() {}
 
+inline void arrive_at_cluster() {}
+
+inline void wait_for_cluster() { cuda_on_cpu::meet(cuda_on_cpu::Point::cluster); }
+
+inline void store_in_cluster(float* place, float4 x, int block) {
+  cuda_on_cpu::store_in_cluster(reinterpret_cast<float4*>(place), x, block);
+}
+
+inline cudaLaunchAttribute in_clusters(int num_blocks) { return {unsigned(num_blocks)}; }
+
+template <class Kernel>
+cudaError_t allow_large_clusters(Kernel*) {
+  return cudaSuccess;
+}
+
 inline bool can_start_early(int) { return true; }
 
 inline cudaLaunchAttribute may_start_early() { return {}; }

@@ -15,25 +15,35 @@ T* data_of(const tvm::ffi::TensorView& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// Launches on the current stream of the device. A kernel that may start early has to wait for its
-// inputs.
+// How blocks start: early where the GPU can, which needs a kernel that waits for its inputs; and how
+// many of them are a cluster, or 0 if they are none.
+struct Start {
+  bool early = true;
+  int cluster = 0;
+};
+
+// Launches on the current stream of the device.
 template <class... Parameters, class... Arguments>
-void launch(bool starts_early, DLDevice device, int num_blocks, int num_threads,
+void launch(Start start, DLDevice device, int num_blocks, int num_threads,
             void (*kernel)(Parameters...), Arguments... arguments) {
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  cudaLaunchAttribute early = may_start_early();
+  cudaLaunchAttribute attributes[2];
+  unsigned num_attributes = 0;
+  if (start.early && can_start_early(device.device_id))
+    attributes[num_attributes++] = may_start_early();
+  if (start.cluster) attributes[num_attributes++] = in_clusters(start.cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
   auto stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = starts_early && can_start_early(device.device_id);
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 template <class... Parameters, class... Arguments>
 void launch(DLDevice device, int num_blocks, int num_threads, void (*kernel)(Parameters...),
             Arguments... arguments) {
-  launch(true, device, num_blocks, num_threads, kernel, arguments...);
+  launch(Start{}, device, num_blocks, num_threads, kernel, arguments...);
 }

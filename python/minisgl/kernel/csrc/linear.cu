@@ -1,13 +1,15 @@
-// The product of a few tokens with a weight, which is bound by reading the weight.
+// The product of a few tokens with a weight, which is bound by reading the weight; alone, or of the
+// gate and up projections of an MLP together with the activation.
 //
-// At most 16 tokens. A block has 16 or 32 rows of the weight, and its 8 warps divide their inputs
-// among themselves. A warp asks for its numbers of the weight before it waits for the tokens, so
-// memory is busy while the kernel before this one ends. They go to the tensor cores as they lie:
-// any order of the inputs gives the same product, so a thread loads 16 bytes of a row and uses them
-// as its words of fragments. The sums of the warps are added up in a fixed order. The contract
-// stands in linear.py.
+// At most 16 tokens. A block has some rows of the weight, and its 8 warps divide their inputs among
+// themselves. A warp asks for its numbers of the weight before it waits for the tokens, so memory is
+// busy while the kernel before this one ends. They go to the tensor cores as they lie: any order of
+// the inputs gives the same product, so a thread loads 16 bytes of a row and uses them as its words
+// of fragments. The sums of the warps are added up in a fixed order. The contract stands in
+// linear.py.
 //
-// Dimensions: I inputs of a linear layer, O outputs of a linear layer, T tokens of a step.
+// Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
+// step, U both halves of a gated mlp.
 
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
@@ -23,7 +25,10 @@ namespace {
 using tvm::ffi::TensorView;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kPiece = 32;  // inputs that a warp multiplies at once: 8 a thread
+constexpr int kPiece = 32;   // inputs that a warp multiplies at once: 8 a thread
+constexpr int kTile = 8;     // rows of the weight, of a fragment
+constexpr int kTokens = 16;  // of a fragment
+constexpr int kMostRows = 48;
 
 struct Product {
   const uint16_t* x;
@@ -34,119 +39,147 @@ struct Product {
   int tokens, inputs, outputs;
 };
 
-// The words of a fragment of 16 inputs, of the 32 that two threads' vectors have.
-__device__ uint4 weight_fragment(uint4 upper, uint4 lower, int half) {
-  if (half) return {upper.z, lower.z, upper.w, lower.w};
-  return {upper.x, lower.x, upper.y, lower.y};
+// The sums of each warp. Tokens lie apart so that no two threads wait for one bank.
+struct Sums {
+  float of_warp[kWarps][kTokens][kMostRows + 8];
+};
+
+// Not in a template, where the stand-in for CUDA would not find it.
+__device__ Sums& shared_sums() {
+  __shared__ Sums sums;
+  return sums;
 }
 
-__device__ uint2 token_fragment(uint4 x, int half) {
-  return half ? uint2{x.z, x.w} : uint2{x.x, x.y};
-}
+__device__ float silu(float x) { return x / (1 + expf(-x)); }
 
-// kRowTiles of 16 rows a block, kTokenTiles of 8 tokens; a warp loads kAhead pieces of its rows
-// before it waits for the tokens.
-template <int kRowTiles, int kTokenTiles, int kAhead>
-__global__ void __launch_bounds__(kThreads) multiply_few(const Product in) {
-  constexpr int kRows = 16 * kRowTiles, kTokens = 8 * kTokenTiles;
-  __shared__ float sum_of_warps[kWarps][kTokens][kRows];
+// A block computes kTiles tiles of 8 outputs; if kIsGated half as many, each of a row of the gate
+// and a row of up. A warp loads kAhead pieces of its rows before it waits for the tokens.
+template <int kTiles, int kAhead, bool kIsGated>
+__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it asks for
+    multiply_few(const Product in) {
+  constexpr int kOutputs = kTile * kTiles / (kIsGated ? 2 : 1);
+  Sums& sums = shared_sums();
   int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-  int first_row = blockIdx.x * kRows;
+  int first = blockIdx.x * kOutputs;
 
-  auto first_input = [&](int round) { return (round * kWarps + warp) * kPiece + 8 * column; };
-  auto weight_at = [&](int round, int row_tile, int half) {
-    int row = first_row + 16 * row_tile + 8 * half + group, i = first_input(round);
-    if (row >= in.outputs || i >= in.inputs) return uint4{};
-    return load_constant(reinterpret_cast<const uint4*>(in.weight + row * in.weight_stride + i));
+  // A place that is not there stands for the last one, so that no load waits for a condition. What
+  // rows and tokens that are not there give is not written; inputs that are not there count as zero.
+  auto inputs_at = [&](auto load, const uint16_t* row, int round) {
+    int i = (round * kWarps + warp) * kPiece + 8 * column;
+    uint4 numbers = load(reinterpret_cast<const uint4*>(row + min(i, in.inputs - 8)));
+    return i < in.inputs ? numbers : uint4{};
   };
-  auto token_at = [&](int round, int token_tile) {
-    int token = 8 * token_tile + group, i = first_input(round);
-    if (token >= in.tokens || i >= in.inputs) return uint4{};
-    return load_fresh(reinterpret_cast<const uint4*>(in.x + token * in.x_stride + i));
+  auto weight_at = [&](int round, int tile) {
+    int of_tile = kIsGated ? tile % (kTiles / 2) : tile;
+    int64_t row = min(first + kTile * of_tile + group, in.outputs - 1);
+    if (kIsGated && tile >= kTiles / 2) row += in.outputs;
+    return inputs_at(load_constant, in.weight + row * in.weight_stride, round);
+  };
+  auto token_at = [&](int round, int half) {
+    int64_t token = min(kTokens / 2 * half + group, in.tokens - 1);
+    return inputs_at(load_fresh<uint4>, in.x + token * in.x_stride, round);
   };
 
-  uint4 ahead[kAhead][kRowTiles][2];
+  uint4 weight[kAhead][kTiles], x[kAhead][2];
 #pragma unroll
   for (int round = 0; round < kAhead; ++round)
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      ahead[round][r][0] = weight_at(round, r, 0);
-      ahead[round][r][1] = weight_at(round, r, 1);
-    }
+    for (int tile = 0; tile < kTiles; ++tile) weight[round][tile] = weight_at(round, tile);
   wait_for_inputs();
   let_next_start();
 
-  float sum[kRowTiles][kTokenTiles][4] = {};
-  auto add = [&](int round, const uint4(&weight)[kRowTiles][2]) {
+  float sum[kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
+  auto add = [&](const uint4(&weight)[kTiles], const uint4(&x)[2]) {
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      uint4 x = token_at(round, t);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r)
-          multiply(sum[r][t], weight_fragment(weight[r][0], weight[r][1], half),
-                   token_fragment(x, half));
+    for (int tile = 0; tile < kTiles; ++tile) {
+      multiply(sum[tile][0], {x[0].x, x[1].x, x[0].y, x[1].y}, {weight[tile].x, weight[tile].y});
+      multiply(sum[tile][1], {x[0].z, x[1].z, x[0].w, x[1].w}, {weight[tile].z, weight[tile].w});
     }
   };
 #pragma unroll
-  for (int round = 0; round < kAhead; ++round) add(round, ahead[round]);
+  for (int round = 0; round < kAhead; ++round)
+    for (int half = 0; half < 2; ++half) x[round][half] = token_at(round, half);
+#pragma unroll
+  for (int round = 0; round < kAhead; ++round) add(weight[round], x[round]);
   int num_rounds = (in.inputs + kWarps * kPiece - 1) / (kWarps * kPiece);
 #pragma unroll 4
   for (int round = kAhead; round < num_rounds; ++round) {
-    uint4 weight[kRowTiles][2];
+    uint4 more[kTiles], more_x[2] = {token_at(round, 0), token_at(round, 1)};
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      weight[r][0] = weight_at(round, r, 0);
-      weight[r][1] = weight_at(round, r, 1);
-    }
-    add(round, weight);
+    for (int tile = 0; tile < kTiles; ++tile) more[tile] = weight_at(round, tile);
+    add(more, more_x);
   }
 
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r)
+  for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sum_of_warps[warp][8 * t + 2 * column + i % 2][16 * r + 8 * (i / 2) + group] =
-            sum[r][t][i];
+    for (int half = 0; half < 2; ++half) {
+      float* place = &sums.of_warp[warp][kTokens / 2 * half + group][kTile * tile + 2 * column];
+      *reinterpret_cast<float2*>(place) = {sum[tile][0][2 * half] + sum[tile][1][2 * half],
+                                           sum[tile][0][2 * half + 1] + sum[tile][1][2 * half + 1]};
+    }
   __syncthreads();
-  for (int i = threadIdx.x; i < kTokens * kRows; i += kThreads) {
-    int token = i / kRows, row = first_row + i % kRows;
-    if (token >= in.tokens || row >= in.outputs) continue;
-    float total = in.bias ? bfloat16_to_float(in.bias[row]) : 0.0f;
-    for (int w = 0; w < kWarps; ++w) total += sum_of_warps[w][token][i % kRows];
-    in.y[token * in.y_stride + row] = static_cast<uint16_t>(pack(total, 0.0f));
+  for (int i = threadIdx.x; i < kTokens * kOutputs; i += kThreads) {
+    int token = i / kOutputs, output = i % kOutputs;
+    if (token >= in.tokens || first + output >= in.outputs) continue;
+    auto total = [&](int row) {
+      float total = 0;
+      for (int w = 0; w < kWarps; ++w) total += sums.of_warp[w][token][row];
+      return total;
+    };
+    float y;
+    if constexpr (kIsGated) {
+      auto rounded = [&](int row) {
+        return bfloat16_to_float(static_cast<uint16_t>(pack(total(row), 0.0f)));
+      };
+      y = silu(rounded(output)) * rounded(kOutputs + output);
+    } else {
+      float bias = in.bias ? bfloat16_to_float(in.bias[first + output]) : 0.0f;
+      y = bias + total(output);
+    }
+    in.y[token * in.y_stride + first + output] = static_cast<uint16_t>(pack(y, 0.0f));
   }
 }
 
-template <int kRowTiles, int kAhead>
-auto kernel_for(int num_tokens) {
-  return num_tokens <= 8 ? multiply_few<kRowTiles, 1, kAhead>
-                         : multiply_few<kRowTiles, 2, kAhead>;
+Product product_of(TensorView x_TI, TensorView weight, TensorView y) {
+  return {data_of<const uint16_t>(x_TI),
+          data_of<const uint16_t>(weight),
+          nullptr,
+          data_of<uint16_t>(y),
+          x_TI.stride(0),
+          weight.stride(0),
+          y.stride(0),
+          static_cast<int>(x_TI.size(0)),
+          static_cast<int>(x_TI.size(1)),
+          static_cast<int>(y.size(1))};
+}
+
+void start(const Product& in, DLDevice device, int outputs_of_block, void (*kernel)(Product)) {
+  int num_blocks = (in.outputs + outputs_of_block - 1) / outputs_of_block;
+  launch(device, num_blocks, kThreads, kernel, in);
 }
 
 }  // namespace
 
 void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
-  Product in{data_of<const uint16_t>(x_TI),
-             data_of<const uint16_t>(weight_OI),
-             bias_O.numel() ? data_of<const uint16_t>(bias_O) : nullptr,
-             data_of<uint16_t>(y_TO),
-             x_TI.stride(0),
-             weight_OI.stride(0),
-             y_TO.stride(0),
-             static_cast<int>(x_TI.size(0)),
-             static_cast<int>(x_TI.size(1)),
-             static_cast<int>(weight_OI.size(0))};
-  // Short rows are asked for whole, and two at a time.
+  Product in = product_of(x_TI, weight_OI, y_TO);
+  if (bias_O.numel()) in.bias = data_of<const uint16_t>(bias_O);
+  // Blocks have as many rows as leave one for each multiprocessor, and all rounds are asked for
+  // before the wait if a thread has room for them.
   int num_rounds = (in.inputs + kWarps * kPiece - 1) / (kWarps * kPiece);
-  auto kernel = num_rounds <= 4   ? kernel_for<2, 4>(in.tokens)
-                : num_rounds <= 8 ? kernel_for<1, 8>(in.tokens)
-                                  : kernel_for<1, 12>(in.tokens);
-  int rows = num_rounds <= 4 ? 32 : 16;
-  launch(x_TI.device(), (in.outputs + rows - 1) / rows, kThreads, kernel, in);
+  if (num_rounds <= 4 && in.outputs > 2048) {
+    start(in, x_TI.device(), 32, multiply_few<4, 4, false>);
+  } else if (num_rounds <= 8) {
+    start(in, x_TI.device(), 8, multiply_few<1, 8, false>);
+  } else {
+    start(in, x_TI.device(), 8, multiply_few<1, 12, false>);
+  }
+}
+
+void few_token_silu(TensorView x_TI, TensorView weight_UI, TensorView y_TF) {
+  Product in = product_of(x_TI, weight_UI, y_TF);
+  start(in, x_TI.device(), 24, multiply_few<6, 4, true>);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_token_linear, few_token_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_token_silu, few_token_silu);

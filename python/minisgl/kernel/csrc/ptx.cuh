@@ -28,7 +28,7 @@ __device__ inline float bfloat16_to_float(uint16_t bits) { return __uint_as_floa
 // Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor.
 __device__ inline uint4 load_constant(const uint4* place) {
   uint4 x;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
       : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
       : "l"(place));
   return x;
@@ -101,6 +101,48 @@ __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// A cluster: blocks that run together on neighbouring multiprocessors, and reach each other's shared
+// memory. What its threads have stored before they arrive is there for all that have waited.
+__device__ inline void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Stores to the same place of shared memory in a block of the cluster.
+__device__ inline void store_in_cluster(float* place, float4 x, int block) {
+#if __CUDA_ARCH__ >= 900
+  auto own = static_cast<uint32_t>(__cvta_generic_to_shared(place));
+  asm volatile(
+      "{ .reg .b32 place; mapa.shared::cluster.u32 place, %0, %1;"
+      "  st.shared::cluster.v4.f32 [place], {%2, %3, %4, %5}; }" ::"r"(own),
+      "r"(block), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+#endif
+}
+
+inline cudaLaunchAttribute in_clusters(int num_blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(num_blocks);
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
+// More than eight blocks have to be asked for.
+template <class Kernel>
+cudaError_t allow_large_clusters(Kernel* kernel) {
+  auto function = reinterpret_cast<const void*>(kernel);
+  return cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
 inline bool can_start_early(int device) {

@@ -1,0 +1,138 @@
+// Attention of a few single queries over paged contexts: each request and kv head has a cluster of
+// blocks, if that suits the contexts; else the warps take ranges of equal length.
+//
+// The warps of a cluster take the tiles of the context in turn. Each softmaxes what it has by itself
+// ("Flash-Decoding", Dao et al. 2023), a block joins what its warps have found, and sends every
+// block of the cluster some of the dimensions, which that joins and writes. So nothing goes through
+// global memory, and there is one launch; with few requests a step is bound by such latencies.
+// What a warp does is in decode_warp.cuh and decode_ranges.cuh, and the contract stands in decode_attention.py.
+
+#include <cstdint>
+
+#include "decode_ranges.cuh"
+#include "launch.cuh"
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kMaxBlocks = 16, kMaxWidth = 128;
+
+// Some dimensions of a row, as they are before they are divided by the sum.
+struct Part {
+  float4 numbers;
+  float top, sum;
+};
+
+// Joins parts of one row. They are in shared memory, so all are read twice.
+template <class PartOf>
+__device__ Part join(int num_parts, PartOf part_of) {
+  Part result{{}, kNone, 0};
+  for (int i = 0; i < num_parts; ++i) result.top = fmaxf(result.top, part_of(i).top);
+  for (int i = 0; i < num_parts; ++i) {
+    Part part = part_of(i);
+    float weight = exp2f(part.top - result.top);
+    result.sum += weight * part.sum;
+    result.numbers.x += weight * part.numbers.x;
+    result.numbers.y += weight * part.numbers.y;
+    result.numbers.z += weight * part.numbers.z;
+    result.numbers.w += weight * part.numbers.w;
+  }
+  return result;
+}
+
+__device__ float4 four_of(const float* place) { return *reinterpret_cast<const float4*>(place); }
+
+// What is joined: the parts of a block's warps, and of a row's dimensions those of all blocks.
+struct Shared {
+  alignas(16) float of_warp[kWarps][kRows * kMaxWidth], stats_of_warp[kWarps][2 * kRows];
+  alignas(16) float of_block[kRows * kMaxWidth], stats_of_block[kMaxBlocks][kRows][4];
+};
+
+// Not in a template, where the stand-in for CUDA would not find it.
+__device__ Shared& shared_memory() {
+  __shared__ Shared shared;
+  return shared;
+}
+
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_in_clusters(const Inputs in, int num_blocks) {
+  Shared& shared = shared_memory();
+  int of_cluster = blockIdx.x / num_blocks, block = blockIdx.x % num_blocks;
+  int b = of_cluster / in.num_kv_heads, head = of_cluster % in.num_kv_heads;
+  int warp_index = threadIdx.x / 32;
+  auto [first_tile, num_tiles, length, row] = in.plan.fresh_request(b);
+  if (!in.plan.fresh_division().suits_clusters) {
+    attend_range<kWidth>(in, blockIdx.x * kWarps + warp_index);
+    return;
+  }
+  arrive_at_cluster();
+  const int* pages = in.pages_of(row);
+
+  DecodeWarp<kWidth> warp(in, head);
+  typename DecodeWarp<kWidth>::Tile now, next;
+  int step = kWarps * num_blocks, first = warp_index * num_blocks + block;
+  bool is_old = first + 1 < num_tiles;  // the last tile has the token of this step
+  if (is_old) warp.load(now, in.slot_of(pages, first));
+  int64_t slot = first + step < num_tiles ? in.slot_of(pages, first + step) : 0;
+  wait_for_inputs();
+  let_next_start();
+  if (first == num_tiles - 1) warp.load(now, in.slot_of(pages, first));
+  warp.begin(b);
+  for (int tile = first; tile < num_tiles; tile += step) {
+    if (tile + step < num_tiles) warp.load(next, slot);
+    if (tile + 2 * step < num_tiles) slot = in.slot_of(pages, tile + 2 * step);
+    warp.attend(now, length - tile * kTile);
+    now = next;
+  }
+  warp.end();
+  warp.write_part(shared.of_warp[warp_index], shared.stats_of_warp[warp_index]);
+  __syncthreads();
+  wait_for_cluster();  // before this, another block may not have begun
+
+  int share = kWidth / num_blocks;  // of the dimensions, a block's
+  auto place = [&](int from, int r) { return shared.of_block + (from * kRows + r) * share; };
+  for (int i = threadIdx.x; i < in.group * kWidth / 4; i += kThreads) {
+    int r = i / (kWidth / 4), d = i % (kWidth / 4) * 4;
+    Part part = join(kWarps, [&](int w) {
+      const float* stats = shared.stats_of_warp[w] + r;
+      return Part{four_of(shared.of_warp[w] + r * kWidth + d), stats[0], stats[kRows]};
+    });
+    store_in_cluster(place(block, r) + d % share, part.numbers, d / share);
+    if (d / 4 < num_blocks)
+      store_in_cluster(shared.stats_of_block[block][r], {part.top, part.sum, 0, 0}, d / 4);
+  }
+  arrive_at_cluster();
+  wait_for_cluster();
+  for (int i = threadIdx.x; i < in.group * share / 4; i += kThreads) {
+    int r = i / (share / 4), d = i % (share / 4) * 4;
+    Part part = join(num_blocks, [&](int from) {
+      auto& stats = shared.stats_of_block[from][r];
+      return Part{four_of(place(from, r) + d), stats[0], stats[1]};
+    });
+    float factor = 1 / part.sum;
+    uint2 words = {pack(part.numbers.x * factor, part.numbers.y * factor),
+                   pack(part.numbers.z * factor, part.numbers.w * factor)};
+    *reinterpret_cast<uint2*>(in.output(b, head, r, kWidth) + block * share + d) = words;
+  }
+}
+
+}  // namespace
+
+// num_blocks: of a cluster.
+void attend_in_clusters_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
+                           TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
+                           int64_t num_blocks, TensorView part_Z, TensorView top_Z,
+                           TensorView num_done_Z, TensorView o_BNH, double scale,
+                           bool starts_early) {
+  Inputs in{decodes_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, o_BNH, scale),
+            plan_of(plan_Z, q_BNH), data_of<float>(part_Z), data_of<float>(top_Z),
+            data_of<int>(num_done_Z)};
+  auto kernel = k_SKH.size(2) == 128 ? attend_in_clusters<128> : attend_in_clusters<64>;
+  int num_clusters = in.plan.num_requests * in.num_kv_heads;
+  int of_cluster = static_cast<int>(num_blocks);
+  TVM_FFI_CHECK_CUDA_ERROR(allow_large_clusters(kernel));
+  launch(Start{starts_early, of_cluster}, q_BNH.device(), num_clusters * of_cluster, kThreads,
+         kernel, in, of_cluster);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_in_clusters, attend_in_clusters_of);

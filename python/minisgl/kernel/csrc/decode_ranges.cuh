@@ -1,0 +1,183 @@
+// Attention of single queries by ranges of equal length, however long or short the contexts are.
+//
+// The contexts of a step, laid end to end, are one line of tiles of 16 tokens. It is cut into
+// ranges of equal length, each for one warp a kv head ("Stream-K", Osama et al. 2023,
+// arXiv:2301.03598). A cut inside a request makes splits of its context, called `part` in the code.
+// Each split is softmaxed by itself, and the warp that finishes last joins them ("Flash-Decoding",
+// Dao et al. 2023).
+
+#pragma once
+
+#include <cstdint>
+
+#include "decode_warp.cuh"
+
+// Where a request lies on the line of tiles: its tiles, its tokens, and its row of the page table.
+struct Request {
+  int first_tile, num_tiles, length, row;
+};
+
+// What all ranges have in common, and whether clusters suit the contexts.
+struct Division {
+  int size, num_tiles, suits_clusters, unused;
+};
+
+// What `plan_decode` writes: the division; the requests; and for each range the request that it
+// begins in, and the tile of that request.
+struct Plan {
+  int* data;
+  int num_requests;
+
+  __device__ Division* division() const { return reinterpret_cast<Division*>(data); }
+  __device__ Request* request(int b) const { return reinterpret_cast<Request*>(data) + 1 + b; }
+  __device__ int2* start_of(int range) const {
+    return reinterpret_cast<int2*>(data + 4 * (1 + num_requests)) + range;
+  }
+  __device__ Division fresh_division() const {
+    int4 x = load_fresh(reinterpret_cast<const int4*>(data));
+    return {x.x, x.y, x.z, x.w};
+  }
+  __device__ Request fresh_request(int b) const {
+    int4 x = load_fresh(reinterpret_cast<const int4*>(request(b)));
+    return {x.x, x.y, x.z, x.w};
+  }
+};
+
+struct Inputs : Decodes {
+  Plan plan;
+  float *part, *part_top;  // two of each range, for each kv head
+  int* num_done;           // splits of each request and kv head; zero before and after
+};
+
+inline Plan plan_of(TensorView plan_Z, TensorView q_BNH) {
+  return {data_of<int>(plan_Z), static_cast<int>(q_BNH.size(0))};
+}
+
+template <int kWidth>
+struct RangeWarp : DecodeWarp<kWidth> {
+  using Base = DecodeWarp<kWidth>;
+  using Base::c, Base::g, Base::head, Base::o, Base::sum;
+
+  const Inputs& in;
+
+  __device__ RangeWarp(const Inputs& in, int head) : Base(in, head), in(in) {}
+
+  // Writes the output of two heads, 8 dimensions in each 64.
+  __device__ void write(int b) const {
+    for (int side = 0; side < 2; ++side) {
+      float factor = 1 / this->of_head(sum, 2 * c + side);
+      if (2 * c + side >= in.group) continue;
+      auto row = in.output(b, head, 2 * c + side, kWidth) + 8 * g;
+      for (int j = 0; j < kWidth / 64; ++j) {
+        uint32_t word[4];
+        for (int p = 0; p < 4; ++p)
+          word[p] = pack(o[4 * j + p][side] * factor, o[4 * j + p][side + 2] * factor);
+        *reinterpret_cast<uint4*>(row + 64 * j) = {word[0], word[1], word[2], word[3]};
+      }
+    }
+  }
+
+  __device__ float* part_of(int place) const {
+    return in.part + int64_t(place * in.num_kv_heads + head) * in.group * kWidth;
+  }
+
+  __device__ float* top_of(int place) const {
+    return in.part_top + (place * in.num_kv_heads + head) * 2 * kRows;
+  }
+
+  // Whether all other splits of the request have been written; from then on they can be read.
+  __device__ bool is_last(int b, int num_parts) const {
+    __threadfence();
+    __syncwarp();
+    int num = 0;
+    if (this->lane == 0) {
+      int* done = in.num_done + b * in.num_kv_heads + head;
+      num = atomicAdd(done, 1) + 1;
+      if (num == num_parts) *done = 0;
+    }
+    num = __shfl_sync(0xffffffff, num, 0);
+    __threadfence();
+    return num == num_parts;
+  }
+
+  // The splits lie at `first`, then at each second place from `second` on. A turn joins two rows,
+  // of which a thread has four dimensions. It has no conditions, so that all splits load together.
+  __device__ void join(int b, int num_parts, int first, int second) const {
+    int d = 4 * this->lane;
+    if (d >= kWidth) return;
+    for (int begin = 0; begin < in.group; begin += 2) {
+      int row[2] = {begin, min(begin + 1, in.group - 1)};
+      float most[2] = {kNone, kNone}, total[2] = {}, result[2][4] = {};
+#pragma unroll 8
+      for (int i = 0; i < num_parts; ++i) {
+        int place = i == 0 ? first : second + 2 * (i - 1);
+        for (int r = 0; r < 2; ++r) {
+          float x_top = load_fresh(top_of(place) + row[r]);
+          float x_sum = load_fresh(top_of(place) + kRows + row[r]);
+          auto numbers = part_of(place) + row[r] * kWidth + d;
+          float4 x = load_fresh(reinterpret_cast<const float4*>(numbers));
+          float new_most = fmaxf(most[r], x_top);
+          float shrink = exp2f(most[r] - new_most), weight = exp2f(x_top - new_most);
+          most[r] = new_most;
+          total[r] = total[r] * shrink + x_sum * weight;
+          result[r][0] = result[r][0] * shrink + x.x * weight;
+          result[r][1] = result[r][1] * shrink + x.y * weight;
+          result[r][2] = result[r][2] * shrink + x.z * weight;
+          result[r][3] = result[r][3] * shrink + x.w * weight;
+        }
+      }
+      for (int r = 0; r < 2; ++r) {
+        float factor = 1 / total[r], (&x)[4] = result[r];
+        uint2 words = {pack(x[0] * factor, x[1] * factor), pack(x[2] * factor, x[3] * factor)};
+        auto output = in.output(b, head, row[r], kWidth) + d;
+        *reinterpret_cast<uint2*>(output) = words;
+      }
+    }
+  }
+};
+
+// Attends to a range for a kv head, whose number is `index`. Waits for the inputs if it has any.
+template <int kWidth>
+__device__ void attend_range(const Inputs& in, int index) {
+  int range = index / in.num_kv_heads;
+  RangeWarp<kWidth> warp(in, index % in.num_kv_heads);
+  typename DecodeWarp<kWidth>::Tile now, next;
+  auto [size, num_tiles, suits_clusters, unused] = in.plan.fresh_division();
+  int place = range * size, end_of_range = min(place + size, num_tiles);
+  if (place >= end_of_range) return;
+  auto [b, begin] = load_fresh(in.plan.start_of(range));
+  for (bool waits = true; place < end_of_range; ++b, begin = 0) {
+    auto [first, num, length, row] = in.plan.fresh_request(b);
+    int end = min(begin + end_of_range - place, num);
+    const int* pages = in.pages_of(row);
+    auto slot_of = [&](int tile) { return in.slot_of(pages, tile); };
+    bool is_old = begin + 1 < num;  // the last tile has the token of this step
+    if (is_old) warp.load(now, slot_of(begin));
+    if (waits) {
+      wait_for_inputs();
+      let_next_start();
+      waits = false;
+    }
+    if (!is_old) warp.load(now, slot_of(begin));
+    warp.begin(b);
+    int64_t slot = begin + 1 < end ? slot_of(begin + 1) : 0;
+    for (int tile = begin; tile < end; ++tile) {
+      if (tile + 1 < end) warp.load(next, slot);
+      if (tile + 2 < end) slot = slot_of(tile + 2);
+      warp.attend(now, length - tile * kTile);
+      now = next;
+    }
+    warp.end();
+    int first_range = first / size, num_parts = (first + num - 1) / size - first_range + 1;
+    if (num_parts == 1) {
+      warp.write(b);
+    } else {
+      int part = 2 * range + (place > range * size);
+      warp.write_part(warp.part_of(part), warp.top_of(part));
+      if (warp.is_last(b, num_parts))
+        warp.join(b, num_parts, 2 * first_range + (first > first_range * size),
+                  2 * first_range + 2);
+    }
+    place += end - begin;
+  }
+}
