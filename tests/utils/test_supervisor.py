@@ -158,6 +158,18 @@ def test_a_child_that_does_not_beat_is_killed_and_one_that_beats_is_not() -> Non
         supervisor.kill()
 
 
+def test_children_that_stop_together_are_all_named() -> None:
+    """One of them may only wait for the other."""
+    with Supervisor("CRITICAL") as supervisor:
+        for name in ("alive", "waits", "stopped"):
+            supervisor.start(name, f"{__name__}:beats")
+        supervisor.wait_ready(60)
+        end("waits", signal.SIGSTOP)
+        end("stopped", signal.SIGSTOP)
+        assert next_failure(supervisor, 3).reason == "waits and stopped did nothing for 3 s"
+        supervisor.kill()
+
+
 def test_a_child_that_fails_before_it_is_ready_is_a_failure_at_its_start() -> None:
     with two_children() as supervisor:
         end("one", signal.SIGKILL)

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _EXIT_TIMEOUT_S = 5.0
 _TICK_S = 0.5
 _MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
+_SPREAD_TICKS = 3  # after which those that wait for a child that hangs have stopped, too
 
 
 @dataclass(slots=True)
@@ -278,12 +279,25 @@ class Supervisor:
                 child.tick()
                 limit_s = start_timeout_s if child.is_starting else hang_timeout_s
                 if child.num_still_ticks * _TICK_S >= limit_s:
-                    hang_reasons[name] = f"{name} did nothing for {limit_s:g} s"
+                    names = " and ".join(self._still_beside(child))
+                    hang_reasons[name] = f"{names} did nothing for {limit_s:g} s"
                     child.process.kill()
             at_tick()
         first = self._first_death()
         reason = hang_reasons.get(first) or self._describe_death(first)
         return Failure(first, reason, self._children[first].is_starting)
+
+    def _still_beside(self, hung: _Child) -> list[str]:
+        """The names of the children that stand still since about the same time.
+
+        Ranks wait for one that hangs, so any of them may be the one.
+        """
+        since = hung.num_still_ticks - _SPREAD_TICKS
+        return [
+            name
+            for name, child in self._children.items()
+            if child.num_still_ticks > since and child.is_starting == hung.is_starting
+        ]
 
     def _look_for_reports(self, name: str, child: _Child) -> None:
         """Note that a child is ready, or why it has failed."""
