@@ -125,6 +125,9 @@ def rows(data: Data, T: int) -> Iterator[Case]:
     for inputs, outputs in ((D, 2 * N * H), (N * H, D), (D, 2 * MLP), (MLP, D), (D, V)):
         x = data.numbers(T, inputs)
         w = data.numbers(outputs, inputs)
+        if outputs == 2 * MLP:
+            silu = lambda x=x, w=w: kernel.gpu_linear_silu(x, w)
+            yield Case("gpu_linear_silu", f"{T} x {inputs} to {MLP}", silu, 2 * inputs * outputs)
         linear = lambda x=x, w=w: kernel.gpu_linear(x, w, None)
         reference = lambda x=x, w=w: F.linear(x, w)
         shape = f"{T} x {inputs} to {outputs}"
@@ -172,7 +175,7 @@ def decodes(shape: str, q: Tensor, pool: Tensor, pages: Tensor, last: Tensor) ->
     if balanced is None:
         return
     for in_clusters in (False, True):
-        if in_clusters and not balanced.suits_clusters(len(q)):
+        if in_clusters and not balanced.can_use_clusters(len(q)):
             continue
         balanced.plan(row.int(), last.int(), in_clusters=in_clusters)
         options = {"in_clusters": in_clusters, "starts_early": True}

@@ -167,6 +167,7 @@ def assert_chosen(
         {"overlap": False},
         {"overlap": False, "cuda_graph_max_bs": 0},
         {"max_prefill_length": 50},
+        {"cuda_graph_max_bs": 0, "max_prefill_length": 50},
         {"page_size": 1},
         {"page_size": 16, "cache": "naive"},
         {"num_pages": 30},

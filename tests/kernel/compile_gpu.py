@@ -193,8 +193,9 @@ def cuda(nvcc: str, source: Path) -> None:
         symbol = about.partition("'")[0]
         plain = output_of("c++filt", symbol).replace("(anonymous namespace)::", "")
         name = re.search(r"(\w+(?:<[\w, ]+>)?)\(", plain)
-        before_wait = machine_code[symbol].partition("ACQBULK")[0]
         waits = "waits" if "griddepcontrol.wait" in code[symbol] else "does not wait"
+        before_wait, wait, _ = machine_code[symbol].partition("ACQBULK")
+        assert bool(wait) == (waits == "waits"), f"{plain} has another instruction for the wait"
         facts = [
             f"{size} bytes for all of {source.name}",
             f"{total_of('registers', about)} registers",

@@ -278,7 +278,7 @@ def test_a_plan_has_each_tile_once(cuda_kernels: Any, lengths: list[int], num_ra
 
     plan = balanced._plan.cpu()
     size, num_tiles, suits_clusters, _ = plan[:4].tolist()
-    requests = plan[4:].view(-1, 2).view(-1, 2)[: 2 * len(lengths)].view(-1, 4).tolist()
+    requests = plan[4 : 4 * (1 + len(lengths))].view(-1, 4).tolist()
     starts = plan[4 * (1 + len(lengths)) :].view(-1, 2)[:num_ranges].tolist()
     tiles_B = [-(-length // TILE) for length in lengths]
     assert num_tiles == sum(tiles_B)

@@ -361,6 +361,21 @@ def test_the_pages_of_rows_are_listed(random: torch.Generator) -> None:
     assert (listed[2503:] == -1).all()
 
 
+# How many loads kernels in CUDA have before they wait; a compiler may move them. A thread of
+# `multiply_few` has its rows and rounds of the weight. One that attends has the tile that it begins
+# with, and where that is.
+EARLY_LOADS = {
+    "multiply_few<4, 4, false>": 16,
+    "multiply_few<1, 8, false>": 8,
+    "multiply_few<1, 12, false>": 12,
+    "multiply_few<6, 4, true>": 24,
+    "attend_ranges<64>": 12,
+    "attend_ranges<128>": 20,
+    "attend_in_clusters<64>": 12,
+    "attend_in_clusters<128>": 20,
+}
+
+
 def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(Path(__file__).with_name("compile_gpu.py"))]
@@ -369,7 +384,7 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     lines = done.stdout.splitlines()
     names = {line.split(":")[0] for line in lines}
     in_cuda = {"plan_ranges", "attend_ranges<64>", "attend_ranges<128>", "find_lowest"}
-    in_cuda |= {"attend_in_clusters<64>", "attend_in_clusters<128>", "multiply_few<6, 4, true>"}
+    in_cuda |= set(EARLY_LOADS)
     for number in ("BFloat16", "Float16", "Float32"):
         protocols = ("push", "one_shot", "two_shot")
         in_cuda |= {f"{name}<{number}>" for name in protocols}
@@ -378,9 +393,9 @@ def test_every_kernel_compiles_for_hopper_and_waits_for_the_one_before_it() -> N
     if find_cuda_toolkit():
         assert names >= in_cuda
     for line in lines:
-        if line.startswith(("multiply_few", "attend_ranges", "attend_in_clusters")):
+        if line.startswith(tuple(EARLY_LOADS)):
             early = int(line.split(" loads before it waits")[0].split()[-1])
-            assert early >= 8, f"the compiler has moved them: {line}"
+            assert early == EARLY_LOADS[line.partition(":")[0]], f"the compiler moves some: {line}"
         assert line.endswith(", follows" if line.startswith("find_lowest") else ", waits"), line
         assert int(line.split(" of shared memory")[0].split()[-1]) < SHARED_MEMORY, line
         if "spilled of torch.float32" not in line:  # float32 need not be fast

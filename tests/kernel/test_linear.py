@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import CpuLinear, dispatch, sizes_without_padding
+from minisgl.kernel import linear as gpu_products
 from minisgl.kernel.linear import few_token_linear, few_token_silu
 
 # Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
@@ -160,7 +162,7 @@ def test_tokens_of_another_dtype_are_refused() -> None:
         linear(torch.ones(1, INPUTS), None)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(8, 1), (256, 40), (264, 2056), (1096, 17), (2056, 33), (3336, 5)]
 )
@@ -186,7 +188,7 @@ def test_few_tokens_on_a_gpu_equal_float64(
     assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[torch.bfloat16] * size_TO).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17)])
 def test_few_tokens_and_their_activation_equal_two_kernels(
     cuda_kernels: Any, inputs: int, outputs: int, num_tokens: int
@@ -210,9 +212,57 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
     x_TI = torch.full((3, 64), float("nan"), dtype=torch.bfloat16)
     ones_TI = torch.ones_like(x_TI)
     cuda_kernels.arrives_late(x_TI, ones_TI)
-    y_TO = few_token_linear(cuda_kernels, x_TI, torch.ones(5, 64, dtype=torch.bfloat16), None)
+    ones_OI = torch.ones(6, 64, dtype=torch.bfloat16)
+    y_TO = few_token_linear(cuda_kernels, x_TI, ones_OI, None)
+    y_TF = few_token_silu(cuda_kernels, x_TI, ones_OI)
     cuda_kernels.forget_late()
     assert (y_TO == 64).all()
+    assert (y_TF == 64 * 64).all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "dtype", "takes", "takes_gated"),
+    [
+        (2, (1024, 4096), torch.bfloat16, True, True),
+        (16, (1024, 4096), torch.bfloat16, True, True),
+        (16, (1024, 4098), torch.bfloat16, False, True),
+        (16, (1024, 8194), torch.bfloat16, False, False),
+        (16, (1028, 64), torch.bfloat16, False, False),
+        (17, (64, 64), torch.bfloat16, False, False),
+        (0, (64, 64), torch.bfloat16, False, False),
+        (2, (64, 64), torch.float16, False, False),
+    ],
+    ids=str,
+)
+def test_which_products_the_kernel_of_few_tokens_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    takes: bool,
+    takes_gated: bool,
+) -> None:
+    """No tokens come of a step in which no prompt ends, in a model's last layer."""
+    kernels = SimpleNamespace(
+        few_token_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(7),
+        few_token_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
+    )
+    monkeypatch.setattr(
+        gpu_products, "cuda_kernels_for", lambda x: kernels if x.dtype == torch.bfloat16 else None
+    )
+    inputs, outputs = shape
+    x_TI = torch.zeros(num_tokens, inputs, dtype=dtype)
+    weight_OI = torch.zeros(outputs, inputs, dtype=dtype)
+    y_TO = gpu_products.gpu_linear(x_TI, weight_OI, None)
+    y_TF = gpu_products.gpu_linear_silu(x_TI, weight_OI)
+    assert y_TO.shape == (num_tokens, outputs)
+    assert y_TF.shape == (num_tokens, outputs // 2)
+    assert (y_TO == (7 if takes else 0)).all()
+    assert (y_TF == (7 if takes_gated else 0)).all()
+    if num_tokens:
+        wide_TI = torch.zeros(num_tokens, 2 * inputs, dtype=dtype)[:, ::2]
+        assert not gpu_products.gpu_linear(wide_TI, weight_OI, None).any()
+        assert not gpu_products.gpu_linear_silu(wide_TI, weight_OI).any()
 
 
 @pytest.mark.parametrize("num_others", [0, 1, 8, 63, 64, 120, 127, 128, 159, 300])

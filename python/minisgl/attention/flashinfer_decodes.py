@@ -86,8 +86,8 @@ class OwnDecodeKernels:
         if self._needs_splits or slices.num_shared_tokens_1 is not None:
             shared = slices.num_shared_tokens_1 if self._spec.window is None else None
             return OwnDecodes(num_decodes, DecodeKernel.SPLITS, shared)
-        suits_clusters = self._balanced and self._balanced.suits_clusters(num_decodes)
-        if suits_clusters and not beside_prompts:
+        can_use_clusters = self._balanced and self._balanced.can_use_clusters(num_decodes)
+        if can_use_clusters and not beside_prompts:
             return OwnDecodes(num_decodes, DecodeKernel.CLUSTERS)
         if num_decodes * self._pool.shape[1] <= _FEW_HEADS:
             return OwnDecodes(num_decodes, DecodeKernel.SPLITS)

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import cuda_kernels_for
 
-_TILE = 16  # tokens that a warp reads at a time
-_LEAST_TILES = 2  # in a range: to merge two splits costs as much as to read these
-_WARPS = 8  # that a multiprocessor holds, and of a block of a cluster
-_WIDTHS = (64, 128)
+# As in csrc: tokens that a warp reads at a time, warps that a multiprocessor holds and that a block
+# of a cluster has, and query heads a kv head.
+_TILE = 16
+_WARPS = 8
 _MAX_GROUP = 8
+_LEAST_TILES = 2  # in a range
+_WIDTHS = (64, 128)
 # How many blocks a cluster has, by the most clusters of a step. On an H200 of 132 processors these
 # run at a time; 16 clusters of 8 blocks, or 32 of 4, do not.
 _BLOCKS_OF_CLUSTER = {4: 16, 8: 8, 16: 4, 64: 2, 128: 1}
@@ -56,6 +58,7 @@ class BalancedDecode:
         self._page_table_RP = page_table_RP
         self._page_size = page_size
         self._num_kv_heads = num_kv_heads
+        self._width = width
         self._num_ranges = num_ranges
         most_ranges = max(num_ranges, _MOST_CLUSTERS * _WARPS // num_kv_heads)
 
@@ -94,18 +97,20 @@ class BalancedDecode:
         num_warps = torch.cuda.get_device_properties(device).multi_processor_count * _WARPS
         return cls(kernels, page_table_RP, page_size, shape, max(1, num_warps // num_kv_heads))
 
-    def suits_clusters(self, num_queries: int) -> bool:
-        """Whether so many queries are few enough for clusters, and the device has them."""
-        device = self._page_table_RP.device
-        has_clusters = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
-        return has_clusters and num_queries * self._num_kv_heads <= _MOST_CLUSTERS
+    def can_use_clusters(self, num_queries: int) -> bool:
+        """Whether so many queries are few enough for clusters, and the device runs such ones."""
+        if num_queries * self._num_kv_heads > _MOST_CLUSTERS:
+            return False
+        size = self._blocks_of_cluster(num_queries)
+        num_at_once: int = self._kernels.num_decode_clusters(self._page_table_RP, self._width, size)
+        return num_at_once > 0
 
     def plan(self, row_B: Tensor, position_B: Tensor, *, in_clusters: bool) -> None:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 
         Args:
             row_B, position_B: int32.
-            in_clusters: whether `attend` is told so, too.
+            in_clusters: only if `can_use_clusters`. `attend` has to be told the same.
         """
         num_ranges = self._num_ranges
         most_of_cluster = 0

@@ -30,7 +30,9 @@ _TOKENS_OF_ONEDNN = 32
 # Sizes that are told to those who choose one are no smaller; the compiled kernel takes any.
 _FEWEST_TOKENS = 8
 # The compiled kernel of a GPU takes so many tokens, and is faster than torch if the weight has no
-# more numbers than this, or with the activation of a gated MLP than that.
+# more numbers than this, or with the activation of a gated MLP than that. On an H200, 16 tokens:
+# 2048 to 1024 in 3.8 instead of 5.6 µs, 1024 to 4096 in 3.8 instead of 5.0, 1024 to 6144 with the
+# activation in 5.1 instead of 7.1; but 5120 to 2560 in 18.5 instead of 11.2.
 _MOST_OF_FEW = 16
 _LARGEST_WEIGHT_FOR_FEW = 1 << 22
 _LARGEST_GATED_WEIGHT_FOR_FEW = 1 << 23
@@ -79,7 +81,7 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
 def _suits_few_tokens(x_TI: Tensor, weight_OI: Tensor, largest_weight: int) -> bool:
     """Whether the kernel for a few tokens takes a product, and less time than torch."""
     num_tokens, inputs = x_TI.shape
-    if num_tokens > _MOST_OF_FEW or weight_OI.numel() > largest_weight:
+    if not 1 < num_tokens <= _MOST_OF_FEW or weight_OI.numel() > largest_weight:
         return False
     return inputs % 8 == 0 and x_TI.is_contiguous() and weight_OI.is_contiguous()
 

@@ -98,7 +98,8 @@ struct Thread {
   unsigned block, index;
   Point at;
   unsigned turns_behind;
-  bool has_begun;
+  bool has_begun, has_inputs;
+  unsigned arrivals, waits;
   ucontext_t beginning;
   jmp_buf rest;
   alignas(16) char offer[32];
@@ -172,6 +173,7 @@ inline void run_thread() {
   gridDim.x = grid.num_blocks;
   blockIdx.x = thread.block;
   threadIdx.x = thread.index;
+  let_arrive(thread.has_inputs ? &LateInput::value : &LateInput::before);
   if (_setjmp(scheduler)) return;
   if (std::exchange(thread.has_begun, true)) _longjmp(thread.rest, 1);
   setcontext(&thread.beginning);
@@ -193,6 +195,20 @@ inline bool release(Thread* warp_or_block, size_t num) {
   return true;
 }
 
+// Lets those threads of a cluster go on for whom all others have arrived.
+inline bool release_from_cluster(Thread* cluster, size_t num) {
+  unsigned fewest = ~0u;
+  for (size_t i = 0; i < num; ++i)
+    if (cluster[i].at != Point::end) fewest = std::min(fewest, cluster[i].arrivals);
+  bool any = false;
+  for (size_t i = 0; i < num; ++i) {
+    if (cluster[i].at != Point::cluster || cluster[i].waits > fewest) continue;
+    cluster[i].at = Point::nowhere;
+    any = true;
+  }
+  return any;
+}
+
 inline bool release_some(Running& running) {
   std::vector<Thread>& threads = running.threads;
   size_t block_size = running.grid->block_size;
@@ -203,7 +219,7 @@ inline bool release_some(Running& running) {
   for (size_t i = 0; i < threads.size(); i += block_size)
     if (threads[i].at == Point::block) any |= release(&threads[i], block_size);
   for (size_t i = 0; i < threads.size(); i += cluster_size)
-    if (threads[i].at == Point::cluster) any |= release(&threads[i], cluster_size);
+    any |= release_from_cluster(&threads[i], cluster_size);
   return any;
 }
 
@@ -225,7 +241,8 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
     thread.index = static_cast<unsigned>(i % grid.block_size);
     thread.at = Point::nowhere;
     thread.turns_behind = seed && random() % 4 == 0 ? random() % 64 : 0;
-    thread.has_begun = false;
+    thread.has_begun = thread.has_inputs = false;
+    thread.arrivals = thread.waits = 0;
     getcontext(&thread.beginning);
     thread.beginning.uc_stack.ss_sp = &running.stacks[i * kStack];
     thread.beginning.uc_stack.ss_size = kStack;
@@ -289,6 +306,7 @@ inline void run_grid(const Grid& grid) {
 template <class T>
 void store_in_cluster(T* place, const T& x, int block) {
   unsigned size = current_grid->cluster_size;
+  if (!current->waits) has_failed = true;  // the block may not have begun
   size_t own = static_cast<size_t>(current - current_running->threads.data()) /
                current_grid->block_size;
   auto& shared = current_running->shared_of_block[own / size * size + static_cast<size_t>(block)];

@@ -82,13 +82,19 @@ T load_fresh(const T* place) {
   return *place;
 }
 
-inline void wait_for_inputs() { cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value); }
+inline void wait_for_inputs() {
+  cuda_on_cpu::current->has_inputs = true;
+  cuda_on_cpu::let_arrive(&cuda_on_cpu::LateInput::value);
+}
 
 inline void let_next_start() {}
 
-inline void arrive_at_cluster() {}
+inline void arrive_at_cluster() { ++cuda_on_cpu::current->arrivals; }
 
-inline void wait_for_cluster() { cuda_on_cpu::meet(cuda_on_cpu::Point::cluster); }
+inline void wait_for_cluster() {
+  if (++cuda_on_cpu::current->waits != cuda_on_cpu::current->arrivals) cuda_on_cpu::has_failed = true;
+  cuda_on_cpu::meet(cuda_on_cpu::Point::cluster);
+}
 
 inline void store_in_cluster(float* place, float4 x, int block) {
   cuda_on_cpu::store_in_cluster(reinterpret_cast<float4*>(place), x, block);
@@ -99,6 +105,11 @@ inline cudaLaunchAttribute in_clusters(int num_blocks) { return {unsigned(num_bl
 template <class Kernel>
 cudaError_t allow_large_clusters(Kernel*) {
   return cudaSuccess;
+}
+
+template <class Kernel>
+int num_clusters_at_once(Kernel*, int, int) {
+  return 1;
 }
 
 inline bool can_start_early(int) { return true; }

@@ -5,7 +5,11 @@
 // ("Flash-Decoding", Dao et al. 2023), a block joins what its warps have found, and sends every
 // block of the cluster some of the dimensions, which that joins and writes. So nothing goes through
 // global memory, and there is one launch; with few requests a step is bound by such latencies.
-// What a warp does is in decode_warp.cuh and decode_ranges.cuh, and the contract stands in decode_attention.py.
+// What a warp does is in decode_warp.cuh and decode_ranges.cuh. The contract stands in
+// decode_attention.py.
+//
+// Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+// tables, S kv slots, Z entries of a flat list.
 
 #include <cstdint>
 
@@ -57,8 +61,8 @@ template <int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_in_clusters(const Inputs in, int num_blocks) {
   Shared& shared = shared_memory();
-  int of_cluster = blockIdx.x / num_blocks, block = blockIdx.x % num_blocks;
-  int b = of_cluster / in.num_kv_heads, head = of_cluster % in.num_kv_heads;
+  int cluster = blockIdx.x / num_blocks, block = blockIdx.x % num_blocks;
+  int b = cluster / in.num_kv_heads, head = cluster % in.num_kv_heads;
   int warp_index = threadIdx.x / 32;
   auto [first_tile, num_tiles, length, row] = in.plan.fresh_request(b);
   if (!in.plan.fresh_division().suits_clusters) {
@@ -116,6 +120,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+auto kernel_for(int64_t width) {
+  return width == 128 ? attend_in_clusters<128> : attend_in_clusters<64>;
+}
+
 }  // namespace
 
 // num_blocks: of a cluster.
@@ -124,15 +132,18 @@ void attend_in_clusters_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                            int64_t num_blocks, TensorView part_Z, TensorView top_Z,
                            TensorView num_done_Z, TensorView o_BNH, double scale,
                            bool starts_early) {
-  Inputs in{decodes_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, o_BNH, scale),
-            plan_of(plan_Z, q_BNH), data_of<float>(part_Z), data_of<float>(top_Z),
-            data_of<int>(num_done_Z)};
-  auto kernel = k_SKH.size(2) == 128 ? attend_in_clusters<128> : attend_in_clusters<64>;
-  int num_clusters = in.plan.num_requests * in.num_kv_heads;
-  int of_cluster = static_cast<int>(num_blocks);
-  TVM_FFI_CHECK_CUDA_ERROR(allow_large_clusters(kernel));
-  launch(Start{starts_early, of_cluster}, q_BNH.device(), num_clusters * of_cluster, kThreads,
-         kernel, in, of_cluster);
+  Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
+                        num_done_Z, o_BNH, scale);
+  int num_clusters = in.plan.num_requests * in.num_kv_heads, size = static_cast<int>(num_blocks);
+  launch(Start{starts_early, size}, q_BNH.device(), num_clusters * size, kThreads,
+         kernel_for(k_SKH.size(2)), in, size);
+}
+
+// How many clusters of so many blocks the device of a tensor runs at a time.
+int64_t num_decode_clusters(TensorView on_device, int64_t width, int64_t num_blocks) {
+  tvm::ffi::CUDADeviceGuard guard(on_device.device().device_id);
+  return num_clusters_at_once(kernel_for(width), kThreads, static_cast<int>(num_blocks));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_in_clusters, attend_in_clusters_of);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(num_decode_clusters, num_decode_clusters);

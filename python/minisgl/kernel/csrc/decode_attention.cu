@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     plan_ranges(const int* position, const int* row, int num_ranges, int least_tiles,
                 int most_of_cluster, Plan plan) {
   __shared__ int sum_of_warps[kPlanThreads / 32], before, most;
-  // No kernel may start early here: `attend_ranges` reads this plan before it waits itself.
+  // No kernel may start early here: the kernels that attend read this plan before they wait.
   wait_for_inputs();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_requests = plan.num_requests;
   if (threadIdx.x == 0) before = most = 0;
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
 
 }  // namespace
 
-// most_of_cluster: clusters suit no longer context, and none that is twice as long as the mean.
+// most_of_cluster: tiles of the longest context that suits clusters. None may be longer than twice the
+// mean and a few tiles more.
 void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, int64_t least_tiles,
                  int64_t most_of_cluster, TensorView plan_Z) {
   int num_requests = static_cast<int>(position_B.size(0));
@@ -79,9 +80,8 @@ void attend_ranges_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
                       TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
                       int64_t num_ranges, TensorView part_Z, TensorView top_Z,
                       TensorView num_done_Z, TensorView o_BNH, double scale, bool starts_early) {
-  Inputs in{decodes_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, o_BNH, scale),
-            plan_of(plan_Z, q_BNH), data_of<float>(part_Z), data_of<float>(top_Z),
-            data_of<int>(num_done_Z)};
+  Inputs in = inputs_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, plan_Z, part_Z, top_Z,
+                        num_done_Z, o_BNH, scale);
   auto kernel = k_SKH.size(2) == 128 ? attend_ranges<128> : attend_ranges<64>;
   int num_blocks = static_cast<int>(num_ranges) * in.num_kv_heads;
   launch(Start{starts_early}, q_BNH.device(), num_blocks, 32, kernel, in);

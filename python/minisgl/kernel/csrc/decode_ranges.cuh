@@ -49,8 +49,13 @@ struct Inputs : Decodes {
   int* num_done;           // splits of each request and kv head; zero before and after
 };
 
-inline Plan plan_of(TensorView plan_Z, TensorView q_BNH) {
-  return {data_of<int>(plan_Z), static_cast<int>(q_BNH.size(0))};
+inline Inputs inputs_of(TensorView q_BNH, TensorView k_SKH, TensorView v_SKH,
+                        TensorView page_table_RP, int64_t page_size, TensorView plan_Z,
+                        TensorView part_Z, TensorView top_Z, TensorView num_done_Z,
+                        TensorView o_BNH, double scale) {
+  return {decodes_of(q_BNH, k_SKH, v_SKH, page_table_RP, page_size, o_BNH, scale),
+          Plan{data_of<int>(plan_Z), static_cast<int>(q_BNH.size(0))}, data_of<float>(part_Z),
+          data_of<float>(top_Z), data_of<int>(num_done_Z)};
 }
 
 template <int kWidth>

@@ -32,6 +32,7 @@ void launch(Start start, DLDevice device, int num_blocks, int num_threads,
   if (start.early && can_start_early(device.device_id))
     attributes[num_attributes++] = may_start_early();
   if (start.cluster) attributes[num_attributes++] = in_clusters(start.cluster);
+  if (start.cluster > 8) TVM_FFI_CHECK_CUDA_ERROR(allow_large_clusters(kernel));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));

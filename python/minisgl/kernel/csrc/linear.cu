@@ -41,7 +41,7 @@ struct Product {
 
 // The sums of each warp. Tokens lie apart so that no two threads wait for one bank.
 struct Sums {
-  float of_warp[kWarps][kTokens][kMostRows + 8];
+  alignas(8) float of_warp[kWarps][kTokens][kMostRows + 8];
 };
 
 // Not in a template, where the stand-in for CUDA would not find it.
@@ -155,6 +155,7 @@ Product product_of(TensorView x_TI, TensorView weight, TensorView y) {
 }
 
 void start(const Product& in, DLDevice device, int outputs_of_block, void (*kernel)(Product)) {
+  if (in.tokens == 0 || in.outputs == 0) return;
   int num_blocks = (in.outputs + outputs_of_block - 1) / outputs_of_block;
   launch(device, num_blocks, kThreads, kernel, in);
 }
@@ -164,7 +165,7 @@ void start(const Product& in, DLDevice device, int outputs_of_block, void (*kern
 void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
   Product in = product_of(x_TI, weight_OI, y_TO);
   if (bias_O.numel()) in.bias = data_of<const uint16_t>(bias_O);
-  // Blocks have as many rows as leave one for each multiprocessor, and all rounds are asked for
+  // Few rows a block, so that there is a block for each multiprocessor; and all rounds are asked for
   // before the wait if a thread has room for them.
   int num_rounds = (in.inputs + kWarps * kPiece - 1) / (kWarps * kPiece);
   if (num_rounds <= 4 && in.outputs > 2048) {

@@ -25,7 +25,8 @@ __device__ inline uint32_t pack(float low, float high) {
 
 __device__ inline float bfloat16_to_float(uint16_t bits) { return __uint_as_float(bits << 16); }
 
-// Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor.
+// Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor. The asm is
+// volatile, and the load not `nc`, or else a compiler moves it behind `wait_for_inputs`.
 __device__ inline uint4 load_constant(const uint4* place) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -143,6 +144,23 @@ template <class Kernel>
 cudaError_t allow_large_clusters(Kernel* kernel) {
   auto function = reinterpret_cast<const void*>(kernel);
   return cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// How many such clusters run at a time; 0 where the device has none, or none so large.
+template <class Kernel>
+int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks) {
+  auto result = allow_large_clusters(kernel);
+  cudaLaunchAttribute attribute = in_clusters(num_blocks);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int num_clusters = 0;
+  if (result == cudaSuccess) result = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config);
+  if (result == cudaSuccess) return num_clusters;
+  cudaGetLastError();  // it has been answered
+  return 0;
 }
 
 inline bool can_start_early(int device) {

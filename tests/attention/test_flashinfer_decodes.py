@@ -1,0 +1,91 @@
+"""Which kernel takes the decodes of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention import flashinfer_decodes
+from minisgl.attention.base import CapturedSlices
+from minisgl.attention.flashinfer_decodes import DecodeKernel, OwnDecodeKernels
+from minisgl.checkpoint import AttentionSpec
+
+NUM_KV_HEADS = 8
+PLAIN = AttentionSpec(scale=0.4)
+WINDOW = AttentionSpec(scale=0.4, window=6)
+SHARED = torch.ones(1, dtype=torch.int32)
+
+
+def own_kernels(
+    monkeypatch: pytest.MonkeyPatch, spec: AttentionSpec, most_in_clusters: int | None
+) -> OwnDecodeKernels:
+    """Those of a pool for which `BalancedDecode` takes so many in clusters, or nothing at all."""
+    balanced = None
+    if most_in_clusters is not None:
+        balanced = MagicMock()
+        balanced.can_use_clusters = lambda num_queries: num_queries <= most_in_clusters
+    monkeypatch.setattr(
+        flashinfer_decodes.BalancedDecode, "create_if_supported", lambda *_: balanced
+    )
+    pool: Any = SimpleNamespace(
+        page_table_RP=None, page_size=16, shape=(16, NUM_KV_HEADS, 128), dtype=torch.bfloat16
+    )
+    return OwnDecodeKernels(pool, spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "most_in_clusters", "num_decodes", "beside_prompts", "shared", "expected"),
+    [
+        (PLAIN, 16, 16, False, None, DecodeKernel.CLUSTERS),
+        (PLAIN, 16, 17, False, None, DecodeKernel.RANGES),
+        (PLAIN, 16, 16, True, None, DecodeKernel.RANGES),
+        (PLAIN, 16, 16, False, SHARED, DecodeKernel.SPLITS),
+        (WINDOW, 16, 1, False, None, DecodeKernel.SPLITS),
+        (PLAIN, 0, 2, False, None, DecodeKernel.SPLITS),
+        (PLAIN, 0, 3, False, None, DecodeKernel.RANGES),
+        (PLAIN, None, 2, False, None, DecodeKernel.SPLITS),
+        (PLAIN, None, 3, False, None, None),
+    ],
+    ids=str,
+)
+def test_captured_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+    spec: AttentionSpec,
+    most_in_clusters: int | None,
+    num_decodes: int,
+    beside_prompts: bool,
+    shared: Tensor | None,
+    expected: DecodeKernel | None,
+) -> None:
+    """Few are in clusters, but not beside prompts, nor where requests share a prefix."""
+    kernels = own_kernels(monkeypatch, spec, most_in_clusters)
+    rows = torch.zeros(num_decodes, dtype=torch.int32)
+    slices = CapturedSlices(rows, num_decodes, num_shared_tokens_1=shared)
+    taken = kernels.take_captured(slices, beside_prompts=beside_prompts)
+    assert (taken and taken.kernel) == expected
+    if taken and shared is not None:
+        assert taken.num_shared_tokens_1 is shared
+
+
+@pytest.mark.parametrize(
+    ("spec", "most_in_clusters", "expected"),
+    [
+        (PLAIN, 16, DecodeKernel.RANGES),
+        (WINDOW, 16, DecodeKernel.SPLITS),
+        (PLAIN, None, None),
+    ],
+    ids=str,
+)
+def test_decodes_that_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+    spec: AttentionSpec,
+    most_in_clusters: int | None,
+    expected: DecodeKernel | None,
+) -> None:
+    taken = own_kernels(monkeypatch, spec, most_in_clusters).take(1)
+    assert (taken and taken.kernel) == expected
