@@ -293,11 +293,12 @@ class Supervisor:
         Ranks wait for one that hangs, so any of them may be the one.
         """
         since = hung.num_still_ticks - _SPREAD_TICKS
-        return [
-            name
+        alike = {
+            name: child
             for name, child in self._children.items()
-            if child.num_still_ticks > since and child.is_starting == hung.is_starting
-        ]
+            if child.is_starting == hung.is_starting
+        }
+        return [name for name, child in alike.items() if child.num_still_ticks > since]
 
     def _look_for_reports(self, name: str, child: _Child) -> None:
         """Note that a child is ready, or why it has failed."""
