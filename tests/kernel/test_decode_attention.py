@@ -419,6 +419,8 @@ def test_a_graph_follows_the_lengths(cuda_kernels: Any, in_clusters: bool, width
     )
     balanced = BalancedDecode.create_if_supported(step.pages_RP, 64, step.shape, torch.bfloat16)
     assert balanced
+    assert balanced.can_use_clusters(16)
+    assert not balanced.can_use_clusters(17)
     end_B = step.position_B.clone()
     o_2BNH = torch.empty(2, *step.q_BNH.shape, device=DEVICE).bfloat16()
     num = NUM_ROWS if not in_clusters else 128 // 8
