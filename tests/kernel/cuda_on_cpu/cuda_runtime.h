@@ -136,7 +136,7 @@ inline const Grid* current_grid;
 inline Running* current_running;
 inline Thread* current;
 inline jmp_buf scheduler;
-inline bool has_failed = false;
+inline const char* failure = nullptr;  // why the launch fails
 
 // How many blocks run at once. With a seed they run in any order, and threads sometimes fall
 // behind.
@@ -267,7 +267,7 @@ inline bool take_turn(Running& running) {
     resume(running, thread);
   }
   any_runs |= release_some(running);
-  if (std::exchange(has_failed, false)) throw std::runtime_error("a thread ended its kernel");
+  if (const char* reason = std::exchange(failure, nullptr)) throw std::runtime_error(reason);
   if (any_runs) return true;
   for (const Thread& thread : running.threads)
     if (thread.at != Point::end)
@@ -306,7 +306,7 @@ inline void run_grid(const Grid& grid) {
 template <class T>
 void store_in_cluster(T* place, const T& x, int block) {
   unsigned size = current_grid->cluster_size;
-  if (!current->waits) has_failed = true;  // the block may not have begun
+  if (!current->waits) failure = "a store to a block of the cluster that may not have begun";
   size_t own = static_cast<size_t>(current - current_running->threads.data()) /
                current_grid->block_size;
   auto& shared = current_running->shared_of_block[own / size * size + static_cast<size_t>(block)];

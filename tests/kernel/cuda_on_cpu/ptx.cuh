@@ -73,7 +73,7 @@ inline uint64_t nanoseconds() {
 }
 
 inline void fail() {
-  cuda_on_cpu::has_failed = true;
+  cuda_on_cpu::failure = "a thread ended its kernel";
   cuda_on_cpu::meet(cuda_on_cpu::Point::end);
 }
 
@@ -92,7 +92,8 @@ inline void let_next_start() {}
 inline void arrive_at_cluster() { ++cuda_on_cpu::current->arrivals; }
 
 inline void wait_for_cluster() {
-  if (++cuda_on_cpu::current->waits != cuda_on_cpu::current->arrivals) cuda_on_cpu::has_failed = true;
+  cuda_on_cpu::Thread& thread = *cuda_on_cpu::current;
+  if (++thread.waits != thread.arrivals) cuda_on_cpu::failure = "a wait that no arrival belongs to";
   cuda_on_cpu::meet(cuda_on_cpu::Point::cluster);
 }
 

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (threadIdx.x == kPlanThreads - 1) before = total + sum;
     __syncthreads();
   }
-  // One warp joins the splits of a context. To join one takes half as long as to read a tile, so
-  // that the longest context is read and joined soonest by splits of so many tiles.
+  // One warp joins the splits of a context. To join one takes about half as long as to read a tile
+  // (an estimate), so the longest context is read and joined soonest by splits of so many tiles.
   int best_of_longest = static_cast<int>(sqrtf(static_cast<float>(most) / 2));
   int size = max(max((before + num_ranges - 1) / num_ranges, least_tiles), best_of_longest);
   bool is_even = most * num_requests <= 2 * before + kFewTiles * num_requests;
