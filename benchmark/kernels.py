@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -118,18 +119,18 @@ def rows(data: Data, T: int) -> Iterator[Case]:
     add_norm = lambda: kernel.add_rms_norm(x, residual, weight, 1e-6)
     yield Case("add_rms_norm", f"{T} x {D}", add_norm, 8 * T * D)
     gate, up = data.numbers(T, 2 * MLP).chunk(2, dim=1)
-    silu = lambda: kernel.silu_and_mul(gate, up)
-    yield Case("silu_and_mul", f"{T} x {MLP}", silu, 6 * T * MLP)
+    activate = lambda: kernel.silu_and_mul(gate, up)
+    yield Case("silu_and_mul", f"{T} x {MLP}", activate, 6 * T * MLP)
     if not data.on_gpu or T > 16:
         return
     for inputs, outputs in ((D, 2 * N * H), (N * H, D), (D, 2 * MLP), (MLP, D), (D, V)):
         x = data.numbers(T, inputs)
         w = data.numbers(outputs, inputs)
         if outputs == 2 * MLP:
-            silu = lambda x=x, w=w: kernel.gpu_linear_silu(x, w)
-            yield Case("gpu_linear_silu", f"{T} x {inputs} to {MLP}", silu, 2 * inputs * outputs)
-        linear = lambda x=x, w=w: kernel.gpu_linear(x, w, None)
-        reference = lambda x=x, w=w: F.linear(x, w)
+            gated = partial(kernel.gpu_linear_silu, x, w)
+            yield Case("gpu_linear_silu", f"{T} x {inputs} to {MLP}", gated, 2 * inputs * outputs)
+        linear = partial(kernel.gpu_linear, x, w, None)
+        reference = partial(F.linear, x, w)
         shape = f"{T} x {inputs} to {outputs}"
         yield Case("gpu_linear", shape, linear, 2 * inputs * outputs, reference)
 
@@ -141,8 +142,8 @@ def heads(data: Data, T: int, context: int) -> Iterator[Case]:
     last = torch.full((T,), context - 1, device=data.device)
     qkv = data.numbers(T, N + 2 * K, H)
     slot = data.shuffled(num_slots)[:T]
-    rotation = Rotation(*data.numbers(2, context, H), last)
-    norms = HeadNorms(*data.numbers(2, H), 1e-6)
+    rotation = Rotation(data.numbers(context, H), data.numbers(context, H), last)
+    norms = HeadNorms(data.numbers(H), data.numbers(H), 1e-6)
     rotate = lambda: kernel.rotate_and_store(qkv, norms, rotation, slot, pool[0], pool[1])
     shape = f"{T} x {N + 2 * K} x {H}"
     yield Case("rotate_and_store", shape, rotate, 4 * T * H * (N + 2 * K))
@@ -193,8 +194,11 @@ def tables(data: Data, T: int, context: int) -> Iterator[Case]:
     row_32 = row.int()
     last_32 = last.int()
     look_up = lambda: kernel.look_up(row_32, last_32, token_pool, pages, PAGE_SIZE)
-    slot_of = lambda: pages[row, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE
-    reference = lambda: (token_pool[row, last].long(), slot_of())
+
+    def reference() -> tuple[Tensor, Tensor]:
+        page = pages[row, last // PAGE_SIZE].long()
+        return token_pool[row, last].long(), page * PAGE_SIZE + last % PAGE_SIZE
+
     shape = f"{T} of {T} x {context}"
     yield Case("look_up", shape, look_up, reference=reference, has_kernel=data.on_gpu)
 
@@ -235,8 +239,11 @@ def sampling(data: Data, T: int) -> Iterator[Case]:
     row = torch.arange(T, device=data.device, dtype=torch.int32)
     mask = lambda: kernel.mask_logits(logits, row, host_words)
     bit = torch.arange(32, dtype=torch.int32, device=data.device)
-    is_banned = lambda: (words[:, :, None] >> bit & 1 == 0).view(T, -1)[:, :V]
-    fill = lambda: logits.masked_fill_(is_banned(), -torch.inf)
+
+    def fill() -> None:
+        is_banned = (words[:, :, None] >> bit & 1 == 0).view(T, -1)[:, :V]
+        logits.masked_fill_(is_banned, -torch.inf)
+
     yield Case("mask_logits", f"{T} x {V}", mask, reference=fill if data.on_gpu else None)
 
 
@@ -245,7 +252,7 @@ def experts(data: Data, T: int) -> Iterator[Case]:
     x = data.numbers(T, EXPERT_D)
     gate_up = data.numbers(E, 2 * EXPERT_MLP, EXPERT_D)
     down = data.numbers(E, EXPERT_D, EXPERT_MLP)
-    route = lambda: kernel.route(logits, A, True)
+    route = partial(kernel.route, logits, A, True)
     yield Case("route", f"{T} x {A} of {E}", route, has_kernel=data.on_gpu)
     weight, expert = route()
     num_bytes = 6 * EXPERT_MLP * EXPERT_D * len(expert.unique())
@@ -301,7 +308,7 @@ def microseconds_on_gpu(call: Call, graph: bool) -> list[float]:
 def measure(case: Case, device: str) -> list[Figure]:
     """Print a row of the table for the kernel and its reference; return their figures."""
     loaders = ("load_cpu_kernels", "load_cuda_kernels", "_gpu_kernels")
-    no_kernels = dict.fromkeys(loaders, lambda *_: None)
+    no_kernels: dict[str, Any] = dict.fromkeys(loaders, lambda *_: None)
     kernel_us = []
     if case.has_kernel:
         kernel_us = microseconds(case.call, device, graph=True)

@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -139,10 +140,12 @@ def check_candidate(candidate: tuple[int, Sizes, int]) -> str | None:
     try:
         x_TD, gate_up_EUD, down_EDF, score_TE = (x.to(DEVICE, DTYPE) for x in numbers)
         weight_TA, expert_TA = score_TE.topk(each)
-        inputs = (x_TD, gate_up_EUD, down_EDF, weight_TA)
-        expected_TD = moe_reference(*(x.float() for x in inputs), expert_TA)
+        expected_TD = moe_reference(
+            x_TD.float(), gate_up_EUD.float(), down_EDF.float(), weight_TA.float(), expert_TA
+        )
         y_TD = torch.full_like(x_TD, torch.nan)
-        gpu.moe_by_expert(*inputs, expert_TA, y_TD, ExpertTiles(pairs, tile, tile))
+        tiles = ExpertTiles(pairs, tile, tile)
+        gpu.moe_by_expert(x_TD, gate_up_EUD, down_EDF, weight_TA, expert_TA, y_TD, tiles)
         part = float((y_TD.float() - expected_TD).norm() / expected_TD.norm())
     except Exception as error:  # a tile that does not fit is no candidate
         return f"{pairs} pairs, {sizes}: {error}"
@@ -162,7 +165,7 @@ def compile_all(each: int, num_processes: int) -> None:
     assert all(CANDIDATES.values()), "no tile fits this device"
 
 
-def seconds_of(calls: list[Callable[[], object]], repeat: int) -> float:
+def seconds_of(calls: Sequence[Callable[[], object]], repeat: int) -> float:
     """The time of a call on the device: all are in one graph, of which the median time counts."""
     calls[0]()
     graph = torch.cuda.CUDAGraph()
@@ -177,7 +180,7 @@ def seconds_of(calls: list[Callable[[], object]], repeat: int) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+        times.append(float(start.elapsed_time(end)) / 1e3 / len(calls))
     return median(times[1:])
 
 
@@ -238,13 +241,13 @@ class Layer:
         times: Times = {}
         num_rounds = 1
         for tile in tiles:
-            calls = [lambda tile=tile, b=b: product(tile, b) for b in blocks]
+            calls = [partial(product, tile, b) for b in blocks]
             if not times:  # calls of about a millisecond
                 taken = seconds_of(calls, 1)
                 num_rounds = max(1, min(8, int(MIN_S / (taken * len(calls)))))
             times[tile] = seconds_of(calls * num_rounds, 1)
         for tile in sorted(times, key=times.__getitem__)[:FINALISTS]:
-            calls = [lambda tile=tile, b=b: product(tile, b) for b in blocks]
+            calls = [partial(product, tile, b) for b in blocks]
             times[tile] = seconds_of(calls * num_rounds, 5)
         return times
 
@@ -253,10 +256,8 @@ class Layer:
         backend = FusedMoeBackend(table, self.shape.ep)
         x_TD = self.numbers(num_tokens, self.shape.width)
         weight_TA = self.numbers(num_tokens, self.shape.each)
-        calls = [
-            lambda r=r: backend.forward(x_TD, self.gate_up_EUD, self.down_EDF, weight_TA, r)
-            for r in self.routings(num_tokens)
-        ]
+        forward = partial(backend.forward, x_TD, self.gate_up_EUD, self.down_EDF, weight_TA)
+        calls = [partial(forward, r) for r in self.routings(num_tokens)]
         return seconds_of(calls * (4 if num_tokens <= 512 else 1), 5)
 
 

@@ -51,7 +51,8 @@ def speed(options: dict[str, Any], args: argparse.Namespace) -> float:
         began = time.perf_counter()
         for _ in range(2):
             llm.generate(prompts, params, use_tqdm=False)
-        return 2 * args.requests * args.tokens / (time.perf_counter() - began)
+        tokens_per_s: float = 2 * args.requests * args.tokens / (time.perf_counter() - began)
+        return tokens_per_s
 
 
 def draw(path: Path, medians: dict[str, float]) -> None:

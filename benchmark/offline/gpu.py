@@ -123,8 +123,8 @@ def w3(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
 
 def w4(llm: LLM, limits: Limits, repeat: int) -> list[dict[str, Any]]:
     total = 256 * 128
-    cold = []
-    warm = []
+    cold: list[float] = []
+    warm: list[float] = []
     seconds(llm, [ids(600) for _ in range(256)], exactly(8))
     for _ in range(repeat):
         prefix = ids(2048)

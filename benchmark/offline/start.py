@@ -65,13 +65,15 @@ def main() -> None:
     print(f"ready after {median(values):.2f} s; the first time {first:.2f} s; all others {values}")
     if args.out:
         device = detect_hardware().device
-        about = {
-            "engine": "minisgl",
-            "workload": "start",
-            "model": model_name(args.model),
-            "device": device,
-        }
-        append_figures(args.out, [Figure(metric="ready_s", values=values, **about)])
+        figure = Figure(
+            engine="minisgl",
+            workload="start",
+            model=model_name(args.model),
+            device=device,
+            metric="ready_s",
+            values=values,
+        )
+        append_figures(args.out, [figure])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from minisgl.core import Grammar
 from minisgl.llm import LLM, SamplingParams
 from minisgl.utils import detect_hardware
 
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string"},
@@ -75,7 +75,8 @@ def speed(llm: LLM, grammar: Grammar | None, args: argparse.Namespace) -> float:
 
     seconds(1)
     first = seconds(1)
-    return args.requests * (args.tokens - 1) / (seconds(args.tokens) - first)
+    tokens_per_s: float = args.requests * (args.tokens - 1) / (seconds(args.tokens) - first)
+    return tokens_per_s
 
 
 def arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl.benchmark.arguments import output_file, positive
@@ -79,7 +79,7 @@ def trace(llm: LLM, num_requests: int, num_steps: int) -> tuple[list[Span], floa
     spans = [
         Span(event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     ]
     spans.sort(key=lambda span: span.begin)
     edge = (spans[-1].end - spans[0].begin) / 5

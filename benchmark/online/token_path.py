@@ -47,7 +47,7 @@ from minisgl.message import (
     unpack_ids,
 )
 from minisgl.server.args import ServerConfig
-from minisgl.server.capacity import BACKLOG, raise_limit
+from minisgl.server.capacity import BACKLOG, raise_descriptor_limit
 from minisgl.utils.addresses import Addresses
 from minisgl.utils.child import StartupReport
 from minisgl.utils.private_folder import private_folder
@@ -371,7 +371,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser().parse_args()
-    raise_limit()
+    raise_descriptor_limit()
     with TemporaryDirectory() as name:
         folder = args.model or Path(name)
         if args.model is None:

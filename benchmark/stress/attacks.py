@@ -169,14 +169,18 @@ def measure(name: str, server: Server, args: argparse.Namespace) -> Result:
         answer = completion(server, timeout_s)
         served_after_s = time.perf_counter() - ended
         left = requests_left(server)
-    quantile_ms = [round(1000 * quantile_s(health.checks, share), 1) for share in (0.5, 0.99, 1.0)]
+    p50_ms, p99_ms, max_ms = (
+        round(1000 * quantile_s(health.checks, share), 1) for share in (0.5, 0.99, 1.0)
+    )
     undisturbed = health.undisturbed(machine.stalls)
     return Result(
         name,
         round(attacker.duration_s, 2),
         attacker.was_broken_off,
         dict(attacker.statuses),
-        *quantile_ms,
+        p50_ms,
+        p99_ms,
+        max_ms,
         len(health.checks),
         health.num_failed,
         round(1000 * machine.longest_s),
