@@ -200,7 +200,7 @@ def cuda(nvcc: str, source: Path) -> None:
             f"{size} bytes for all of {source.name}",
             f"{total_of('registers', about)} registers",
             f"{total_of('bytes smem', about)} of shared memory",
-            f"{before_wait.count(' LDG.')} loads before it waits",
+            f"{len(re.findall(' LDG(?:STS)?[.]', before_wait))} loads before it waits",
             f"{total_of('bytes (?:stack|spill)', about)} spilled of torch.bfloat16",
             waits if may_start_early else "follows",
         ]

@@ -30,12 +30,11 @@ _TOKENS_OF_ONEDNN = 32
 # Sizes that are told to those who choose one are no smaller; the compiled kernel takes any.
 _FEWEST_TOKENS = 8
 # The compiled kernel of a GPU takes so many tokens, and is faster than torch if the weight has no
-# more numbers than this, or with the activation of a gated MLP than that. On an H200, 16 tokens:
-# 2048 to 1024 in 3.8 instead of 5.6 µs, 1024 to 4096 in 3.8 instead of 5.0, 1024 to 6144 with the
-# activation in 5.1 instead of 7.1; but 5120 to 2560 in 18.5 instead of 11.2.
+# more numbers than this. On an H200, 4 tokens: 4096 to 1024 in 2.7 instead of 8.5 µs, 2560 to 19456
+# with the activation in 28 instead of 32, 5120 to 7168 in 20 instead of 24; but 7168 to 8192 in 34
+# instead of 31.
 _MOST_OF_FEW = 16
-_LARGEST_WEIGHT_FOR_FEW = 1 << 22
-_LARGEST_GATED_WEIGHT_FOR_FEW = 1 << 23
+_LARGEST_WEIGHT_FOR_FEW = 50_000_000
 _PACK_FOR_TOKENS = 32
 
 
@@ -50,8 +49,7 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
         assert triton_kernels is not None
         y_1O: Tensor = triton_kernels.one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
-    suits = _suits_few_tokens(x_TI, weight_OI, _LARGEST_WEIGHT_FOR_FEW)
-    kernels = cuda_kernels_for(weight_OI) if suits else None
+    kernels = _few_token_kernels(x_TI, weight_OI)
     if kernels is None:
         return F.linear(x_TI, weight_OI, bias_O)
     return few_token_linear(kernels, x_TI, weight_OI, bias_O)
@@ -70,20 +68,24 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
         assert triton_kernels is not None
         y_1F: Tensor = triton_kernels.one_token_silu(x_TI, weight_UI)
         return y_1F
-    suits = _suits_few_tokens(x_TI, weight_UI, _LARGEST_GATED_WEIGHT_FOR_FEW)
-    kernels = cuda_kernels_for(weight_UI) if suits else None
+    kernels = _few_token_kernels(x_TI, weight_UI)
     if kernels is None:
         gate_TF, up_TF = gpu_linear(x_TI, weight_UI, None).chunk(2, dim=1)
         return silu_and_mul(gate_TF, up_TF)
     return few_token_silu(kernels, x_TI, weight_UI)
 
 
-def _suits_few_tokens(x_TI: Tensor, weight_OI: Tensor, largest_weight: int) -> bool:
-    """Whether the kernel for a few tokens takes a product, and less time than torch."""
+def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor) -> Any | None:
+    """The kernels, if that for a few tokens takes a product, and less time than torch."""
     num_tokens, inputs = x_TI.shape
-    if not 1 < num_tokens <= _MOST_OF_FEW or weight_OI.numel() > largest_weight:
-        return False
-    return inputs % 8 == 0 and x_TI.is_contiguous() and weight_OI.is_contiguous()
+    if not 1 < num_tokens <= _MOST_OF_FEW or weight_OI.numel() > _LARGEST_WEIGHT_FOR_FEW:
+        return None
+    if inputs % 8 or not x_TI.is_contiguous() or not weight_OI.is_contiguous():
+        return None
+    kernels = cuda_kernels_for(weight_OI)
+    if kernels is None or inputs > kernels.most_inputs_of_few_tokens(weight_OI):
+        return None
+    return kernels
 
 
 def few_token_linear(

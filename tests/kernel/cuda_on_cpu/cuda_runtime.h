@@ -94,20 +94,36 @@ constexpr unsigned kWarp = 32;
 // Where a thread waits for others; it runs on from `nowhere`.
 enum class Point { nowhere, cluster, block, warp, shuffle, vote, product, end };
 
+// Copies that a thread has begun and that go on in the background. They are done as late as they may
+// be: when the thread waits for them.
+struct Copies {
+  std::deque<std::vector<std::function<void()>>> groups{1};  // the last one is still open
+
+  void begin(std::function<void()> copy) { groups.back().push_back(std::move(copy)); }
+  void close_group() { groups.emplace_back(); }
+
+  void wait(size_t num_pending) {
+    for (; groups.size() > num_pending + 1; groups.pop_front())
+      for (const auto& copy : groups.front()) copy();
+  }
+};
+
 struct Thread {
   unsigned block, index;
   Point at;
   unsigned turns_behind;
   bool has_begun, has_inputs;
   unsigned arrivals, waits;
+  Copies copies;
   ucontext_t beginning;
   jmp_buf rest;
   alignas(16) char offer[32];
 };
 
-// A launch: what each thread of it does.
+// A launch: what each thread of it does, and the bytes of dynamic shared memory of a block.
 struct Grid {
   unsigned num_blocks, block_size, cluster_size;
+  size_t num_dynamic;
   std::function<void()> body;
 };
 
@@ -127,6 +143,7 @@ struct Running {
   std::vector<Thread> threads;
   std::vector<char> stacks;
   std::vector<std::vector<char>> shared_of_block;
+  std::vector<char> dynamic;  // of all blocks
   size_t turn;
 
   ~Running() { use_shared_memory(nullptr); }
@@ -231,6 +248,7 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
   use_shared_memory(nullptr);
   size_t num_shared = static_cast<size_t>(__stop_shared_memory - __start_shared_memory);
   running.shared_of_block.assign(num_blocks, std::vector<char>(num_shared, kAnything));
+  running.dynamic.assign(num_blocks * grid.num_dynamic, kAnything);
   running.grid = &grid;
   running.turn = 0;
   running.threads.resize(num_blocks * grid.block_size);
@@ -243,6 +261,7 @@ inline void begin(Running& running, const Grid& grid, const unsigned* blocks, si
     thread.turns_behind = seed && random() % 4 == 0 ? random() % 64 : 0;
     thread.has_begun = thread.has_inputs = false;
     thread.arrivals = thread.waits = 0;
+    thread.copies = {};
     getcontext(&thread.beginning);
     thread.beginning.uc_stack.ss_sp = &running.stacks[i * kStack];
     thread.beginning.uc_stack.ss_size = kStack;
@@ -302,17 +321,30 @@ inline void run_grid(const Grid& grid) {
     run_blocks(grid, &blocks[i], std::min(step, blocks.size() - i));
 }
 
+// Which of the running blocks a thread is in.
+inline size_t running_block() {
+  return static_cast<size_t>(current - current_running->threads.data()) / current_grid->block_size;
+}
+
+// The dynamic shared memory of one of the running blocks.
+inline char* dynamic_of(size_t running_block) {
+  return current_running->dynamic.data() + running_block * current_grid->num_dynamic;
+}
+
 // Stores to the same place of shared memory in a block of this thread's cluster.
 template <class T>
 void store_in_cluster(T* place, const T& x, int block) {
   unsigned size = current_grid->cluster_size;
   if (!current->waits) failure = "a store to a block of the cluster that may not have begun";
-  size_t own = static_cast<size_t>(current - current_running->threads.data()) /
-               current_grid->block_size;
-  auto& shared = current_running->shared_of_block[own / size * size + static_cast<size_t>(block)];
-  size_t offset = static_cast<size_t>(reinterpret_cast<char*>(place) - __start_shared_memory);
-  char* to = has_section == &shared ? __start_shared_memory : shared.data();
-  std::memcpy(to + offset, &x, sizeof x);
+  size_t own = running_block(), other = own / size * size + static_cast<size_t>(block);
+  auto bytes = reinterpret_cast<char*>(place);
+  if (bytes >= __start_shared_memory && bytes < __stop_shared_memory) {
+    auto& shared = current_running->shared_of_block[other];
+    char* to = has_section == &shared ? __start_shared_memory : shared.data();
+    std::memcpy(to + (bytes - __start_shared_memory), &x, sizeof x);
+  } else {
+    std::memcpy(dynamic_of(other) + (bytes - dynamic_of(own)), &x, sizeof x);
+  }
 }
 
 // What waits on each stream, and the stream of the next launch; without one, launches run at once.
@@ -417,6 +449,7 @@ struct cudaLaunchAttribute {
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
   cudaStream_t stream;
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
@@ -431,7 +464,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     cluster_size = max(cluster_size, config->attrs[i].cluster_size);
   if (config->gridDim.x % cluster_size != 0)
     throw std::runtime_error("a grid has to consist of whole clusters");
-  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, cluster_size, body};
+  cuda_on_cpu::Grid grid{config->gridDim.x, config->blockDim.x, cluster_size,
+                         config->dynamicSmemBytes, body};
   if (cuda_on_cpu::current_stream) cuda_on_cpu::current_stream->push_back(grid);
   else cuda_on_cpu::run_grid(grid);
   return cudaSuccess;

@@ -39,8 +39,6 @@ inline uint32_t pack(float low, float high) { return to_bfloat16(low) | to_bfloa
 
 inline float bfloat16_to_float(uint16_t bits) { return of_bfloat16(bits); }
 
-inline uint4 load_constant(const uint4* place) { return *place; }
-
 inline uint32_t pack_float16(float low, float high) {
   return std::bit_cast<uint16_t>(_Float16(low)) | std::bit_cast<uint16_t>(_Float16(high)) << 16;
 }
@@ -101,6 +99,23 @@ inline void store_in_cluster(float* place, float4 x, int block) {
   cuda_on_cpu::store_in_cluster(reinterpret_cast<float4*>(place), x, block);
 }
 
+inline void forget(int&) {}
+
+inline char* dynamic_shared() { return cuda_on_cpu::dynamic_of(cuda_on_cpu::running_block()); }
+
+inline void begin_copy(void* place, const void* from, bool is_there) {
+  uint4 bytes{};
+  if (is_there) std::memcpy(&bytes, from, sizeof bytes);
+  cuda_on_cpu::current->copies.begin([=] { std::memcpy(place, &bytes, sizeof bytes); });
+}
+
+inline void group_copies() { cuda_on_cpu::current->copies.close_group(); }
+
+template <int kPending>
+void wait_for_copies() {
+  cuda_on_cpu::current->copies.wait(kPending);
+}
+
 inline cudaLaunchAttribute in_clusters(int num_blocks) { return {unsigned(num_blocks)}; }
 
 template <class Kernel>
@@ -109,10 +124,19 @@ cudaError_t allow_large_clusters(Kernel*) {
 }
 
 template <class Kernel>
-int num_clusters_at_once(Kernel*, int, int) {
+cudaError_t allow_shared_memory(Kernel*, int) {
+  return cudaSuccess;
+}
+
+template <class Kernel>
+int num_clusters_at_once(Kernel*, int, int, int = 0) {
   return 1;
 }
 
+inline int num_multiprocessors(int) { return 3; }
+
 inline bool can_start_early(int) { return true; }
+
+inline bool has_clusters(int) { return true; }
 
 inline cudaLaunchAttribute may_start_early() { return {}; }

@@ -15,11 +15,12 @@ T* data_of(const tvm::ffi::TensorView& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// How blocks start: early where the GPU can, which needs a kernel that waits for its inputs; and how
-// many of them are a cluster, or 0 if they are none.
+// How blocks start: early where the GPU can, which needs a kernel that waits for its inputs; how many
+// of them are a cluster, or 0 if they are none; and how many bytes of dynamic shared memory each has.
 struct Start {
   bool early = true;
   int cluster = 0;
+  int shared = 0;
 };
 
 // Launches on the current stream of the device.
@@ -33,9 +34,11 @@ void launch(Start start, DLDevice device, int num_blocks, int num_threads,
     attributes[num_attributes++] = may_start_early();
   if (start.cluster) attributes[num_attributes++] = in_clusters(start.cluster);
   if (start.cluster > 8) TVM_FFI_CHECK_CUDA_ERROR(allow_large_clusters(kernel));
+  if (start.shared) TVM_FFI_CHECK_CUDA_ERROR(allow_shared_memory(kernel, start.shared));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.dynamicSmemBytes = static_cast<size_t>(start.shared);
   auto stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;

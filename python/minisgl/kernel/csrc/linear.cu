@@ -1,12 +1,15 @@
 // The product of a few tokens with a weight, which is bound by reading the weight; alone, or of the
 // gate and up projections of an MLP together with the activation.
 //
-// At most 16 tokens. A block has some rows of the weight, and its 8 warps divide their inputs among
-// themselves. A warp asks for its numbers of the weight before it waits for the tokens, so memory is
-// busy while the kernel before this one ends. They go to the tensor cores as they lie: any order of
-// the inputs gives the same product, so a thread loads 16 bytes of a row and uses them as its words
-// of fragments. The sums of the warps are added up in a fixed order. The contract stands in
-// linear.py.
+// At most 16 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
+// divide the inputs among themselves. A thread keeps its numbers of the tokens in registers. Its
+// numbers of the weight are copied to shared memory in the background: those of the first group
+// before the kernel waits for the tokens, so that memory is busy while the kernel before this one
+// ends, and those of the next group as soon as a place is free. A thread reads only what it has
+// copied, so no copy waits for another thread. The numbers go to the tensor cores as they lie: any
+// order of the inputs gives the same product, so a thread takes 16 bytes of a row as its words of
+// fragments. Where there are many inputs, each block of a cluster has a part of them. The sums of
+// warps and those of parts are added up in a fixed order. The contract stands in linear.py.
 //
 // Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 // step, U both halves of a gated mlp.
@@ -25,10 +28,13 @@ namespace {
 using tvm::ffi::TensorView;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kPiece = 32;   // inputs that a warp multiplies at once: 8 a thread
-constexpr int kTile = 8;     // rows of the weight, of a fragment
-constexpr int kTokens = 16;  // of a fragment
-constexpr int kMostRows = 48;
+constexpr int kPiece = 32;               // inputs that a warp multiplies at once: 8 a thread
+constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at once
+constexpr int kMostRounds = 10;          // of a block: 160 KiB of the weight are on their way
+constexpr int kMostParts = 8;            // of the inputs: a cluster has no more blocks everywhere
+constexpr int kTile = 8;                 // rows of the weight, of a fragment
+constexpr int kHalf = 8;                 // of a fragment's 16 tokens
+constexpr int kJoined = 8;               // groups whose parts are joined at once
 
 struct Product {
   const uint16_t* x;
@@ -37,127 +43,230 @@ struct Product {
   uint16_t* y;
   int64_t x_stride, weight_stride, y_stride;
   int tokens, inputs, outputs;
+  int num_parts, inputs_of_part;
 };
 
-// The sums of each warp. Tokens lie apart so that no two threads wait for one bank.
-struct Sums {
-  alignas(8) float of_warp[kWarps][kTokens][kMostRows + 8];
+// What a block has in shared memory: the numbers of the weight that are on their way to each thread,
+// and the sums of its warps and of the parts. Of warps, tokens lie apart so that no two threads wait
+// for one bank.
+template <int kTokens, int kTiles, int kRounds>
+struct Shared {
+  uint4 weight[kRounds][kTiles][kThreads];
+  alignas(16) float of_warp[kWarps][kTokens][kTile * kTiles + 8];
+  alignas(16) float of_part[kJoined][kTokens][kTile * kTiles];
 };
-
-// Not in a template, where the stand-in for CUDA would not find it.
-__device__ Sums& shared_sums() {
-  __shared__ Sums sums;
-  return sums;
-}
 
 __device__ float silu(float x) { return x / (1 + expf(-x)); }
 
-// A block computes kTiles tiles of 8 outputs; if kIsGated half as many, each of a row of the gate
-// and a row of up. A warp loads kAhead pieces of its rows before it waits for the tokens.
-template <int kTiles, int kAhead, bool kIsGated>
-__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it asks for
+__device__ float rounded(float x) {
+  return bfloat16_to_float(static_cast<uint16_t>(pack(x, 0.0f)));
+}
+
+// Adds up numbers of which `place_of` tells the places.
+template <class PlaceOf>
+__device__ float4 sum_of(int num, PlaceOf place_of) {
+  float4 sum{};
+  for (int i = 0; i < num; ++i) {
+    float4 x = *reinterpret_cast<const float4*>(place_of(i));
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+  }
+  return sum;
+}
+
+// Writes four outputs of a token from a group's first output on, whose sums are found by `sum_at`.
+template <int kOutputs, bool kIsGated, class SumAt>
+__device__ void write(const Product& in, int group, int token, int output, SumAt sum_at) {
+  float4 sum = sum_at(token, output);
+  float y[4] = {sum.x, sum.y, sum.z, sum.w};
+  if constexpr (kIsGated) {
+    float4 of_up = sum_at(token, kOutputs + output);
+    float up[4] = {of_up.x, of_up.y, of_up.z, of_up.w};
+    for (int i = 0; i < 4; ++i) y[i] = silu(rounded(y[i])) * rounded(up[i]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    int o = group * kOutputs + output + i;
+    if (o >= in.outputs) continue;
+    float bias = !kIsGated && in.bias ? bfloat16_to_float(in.bias[o]) : 0.0f;
+    in.y[token * in.y_stride + o] = static_cast<uint16_t>(pack(bias + y[i], 0.0f));
+  }
+}
+
+// A group is kTiles tiles of 8 rows of the weight, which are as many outputs; if kIsGated half as
+// many, each of a row of the gate and a row of up. Of the inputs a block has up to kRounds rounds.
+template <int kTokens, int kTiles, int kRounds, bool kIsGated>
+__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it keeps
     multiply_few(const Product in) {
-  constexpr int kOutputs = kTile * kTiles / (kIsGated ? 2 : 1);
-  Sums& sums = shared_sums();
-  int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-  int first = blockIdx.x * kOutputs;
+  constexpr int kRows = kTile * kTiles, kOutputs = kIsGated ? kRows / 2 : kRows;
+  constexpr int kHalves = kTokens / kHalf;
+  auto& shared = *reinterpret_cast<Shared<kTokens, kTiles, kRounds>*>(dynamic_shared());
+  int warp = threadIdx.x / 32, row_of_tile = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+  int cluster = blockIdx.x / in.num_parts, part = blockIdx.x % in.num_parts;
+  int num_clusters = gridDim.x / in.num_parts;
+  int num_groups = (in.outputs + kOutputs - 1) / kOutputs;
+  if (in.num_parts > 1) arrive_at_cluster();
 
-  // A place that is not there stands for the last one, so that no load waits for a condition. What
-  // rows and tokens that are not there give is not written; inputs that are not there count as zero.
-  auto inputs_at = [&](auto load, const uint16_t* row, int round) {
-    int i = (round * kWarps + warp) * kPiece + 8 * column;
-    uint4 numbers = load(reinterpret_cast<const uint4*>(row + min(i, in.inputs - 8)));
-    return i < in.inputs ? numbers : uint4{};
-  };
-  auto weight_at = [&](int round, int tile) {
-    int of_tile = kIsGated ? tile % (kTiles / 2) : tile;
-    int64_t row = min(first + kTile * of_tile + group, in.outputs - 1);
-    if (kIsGated && tile >= kTiles / 2) row += in.outputs;
-    return inputs_at(load_constant, in.weight + row * in.weight_stride, round);
-  };
-  auto token_at = [&](int round, int half) {
-    int64_t token = min(kTokens / 2 * half + group, in.tokens - 1);
-    return inputs_at(load_fresh<uint4>, in.x + token * in.x_stride, round);
-  };
-
-  uint4 weight[kAhead][kTiles], x[kAhead][2];
-#pragma unroll
-  for (int round = 0; round < kAhead; ++round)
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) weight[round][tile] = weight_at(round, tile);
-  wait_for_inputs();
-  let_next_start();
-
-  float sum[kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
-  auto add = [&](const uint4(&weight)[kTiles], const uint4(&x)[2]) {
+  // Inputs that are not there count as zero. Rows and tokens that are not there stand for the last
+  // ones, so that no copy waits for a condition; what they give is not written.
+  int first_input = part * in.inputs_of_part + warp * kPiece + 8 * column;
+  int num_inputs = min(in.inputs, (part + 1) * in.inputs_of_part) - first_input;
+  auto is_there = [&](int round) { return round * kRound < num_inputs; };
+  const uint16_t* rows[kTiles];
+  auto begin_group = [&](int group) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      multiply(sum[tile][0], {x[0].x, x[1].x, x[0].y, x[1].y}, {weight[tile].x, weight[tile].y});
-      multiply(sum[tile][1], {x[0].z, x[1].z, x[0].w, x[1].w}, {weight[tile].z, weight[tile].w});
+      int row = kTile * tile + row_of_tile;
+      int64_t o = min(group * kOutputs + row % kOutputs, in.outputs - 1);
+      if (row >= kOutputs) o += in.outputs;
+      rows[tile] = in.weight + o * in.weight_stride + first_input;
     }
   };
+  auto copy_weight = [&](int round) {
 #pragma unroll
-  for (int round = 0; round < kAhead; ++round)
-    for (int half = 0; half < 2; ++half) x[round][half] = token_at(round, half);
-#pragma unroll
-  for (int round = 0; round < kAhead; ++round) add(weight[round], x[round]);
-  int num_rounds = (in.inputs + kWarps * kPiece - 1) / (kWarps * kPiece);
-#pragma unroll 4
-  for (int round = kAhead; round < num_rounds; ++round) {
-    uint4 more[kTiles], more_x[2] = {token_at(round, 0), token_at(round, 1)};
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) more[tile] = weight_at(round, tile);
-    add(more, more_x);
-  }
+    for (int tile = 0; tile < kTiles; ++tile)
+      begin_copy(&shared.weight[round][tile][threadIdx.x], rows[tile] + round * kRound,
+                 is_there(round));
+  };
+  auto token_at = [&](int round, int half) {
+    int64_t token = min(kHalf * half + row_of_tile, in.tokens - 1);
+    const uint16_t* place = in.x + token * in.x_stride + first_input + round * kRound;
+    return is_there(round) ? load_fresh(reinterpret_cast<const uint4*>(place)) : uint4{};
+  };
 
+  begin_group(cluster);
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* place = &sums.of_warp[warp][kTokens / 2 * half + group][kTile * tile + 2 * column];
-      *reinterpret_cast<float2*>(place) = {sum[tile][0][2 * half] + sum[tile][1][2 * half],
-                                           sum[tile][0][2 * half + 1] + sum[tile][1][2 * half + 1]};
-    }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kTokens * kOutputs; i += kThreads) {
-    int token = i / kOutputs, output = i % kOutputs;
-    if (token >= in.tokens || first + output >= in.outputs) continue;
-    auto total = [&](int row) {
-      float total = 0;
-      for (int w = 0; w < kWarps; ++w) total += sums.of_warp[w][token][row];
-      return total;
-    };
-    float y;
-    if constexpr (kIsGated) {
-      auto rounded = [&](int row) {
-        return bfloat16_to_float(static_cast<uint16_t>(pack(total(row), 0.0f)));
-      };
-      y = silu(rounded(output)) * rounded(kOutputs + output);
-    } else {
-      float bias = in.bias ? bfloat16_to_float(in.bias[first + output]) : 0.0f;
-      y = bias + total(output);
-    }
-    in.y[token * in.y_stride + first + output] = static_cast<uint16_t>(pack(y, 0.0f));
+  for (int round = 0; round < kRounds; ++round) {
+    copy_weight(round);
+    group_copies();
   }
+  wait_for_inputs();
+  let_next_start();
+  uint4 x[kRounds][kHalves];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round)
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) x[round][half] = token_at(round, half);
+
+  auto sum_of_warps = [&](int token, int row) {
+    return sum_of(kWarps, [&](int w) { return &shared.of_warp[w][token][row]; });
+  };
+  int nth = 0;
+  for (int group = cluster; group < num_groups; group += num_clusters, ++nth) {
+    bool has_next = group + num_clusters < num_groups;
+    if (has_next) begin_group(group + num_clusters);
+    forget(num_inputs);  // or a compiler keeps for each round whether it is there
+    float sum[kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      wait_for_copies<kRounds - 1>();
+      uint4 low = x[round][0], high{};
+      if constexpr (kHalves == 2) high = x[round][1];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint4 w = shared.weight[round][tile][threadIdx.x];
+        multiply(sum[tile][0], {low.x, high.x, low.y, high.y}, {w.x, w.y});
+        multiply(sum[tile][1], {low.z, high.z, low.w, high.w}, {w.z, w.w});
+      }
+      if (has_next) copy_weight(round);
+      group_copies();  // also if there is none, so that all rounds wait for as many
+    }
+
+    if (nth) __syncthreads();  // the sums of the group before have been read
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        auto& [even, odd] = sum[tile];
+        int i = 2 * half, token = kHalf * half + row_of_tile;
+        float* place = &shared.of_warp[warp][token][kTile * tile + 2 * column];
+        *reinterpret_cast<float2*>(place) = {even[i] + odd[i], even[i + 1] + odd[i + 1]};
+      }
+    __syncthreads();
+    constexpr int kQuads = kOutputs / 4;
+    if (in.num_parts == 1) {
+      for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
+        write<kOutputs, kIsGated>(in, group, i / kQuads, i % kQuads * 4, sum_of_warps);
+      continue;
+    }
+
+    // Groups belong to the blocks of a cluster in turn. Each block sends its part to the owner.
+    int joined = nth % kJoined;
+    auto place_of = [&](int j, int from, int token, int row) {
+      return &shared.of_part[j / in.num_parts * in.num_parts + from][token][row];
+    };
+    if (joined == 0) wait_for_cluster();  // before this, another block may not be ready
+    for (int i = threadIdx.x; i < in.tokens * kRows / 4; i += kThreads) {
+      int token = i / (kRows / 4), row = i % (kRows / 4) * 4;
+      store_in_cluster(place_of(joined, part, token, row), sum_of_warps(token, row),
+                       joined % in.num_parts);
+    }
+    if (has_next && joined < kJoined - 1) continue;
+    arrive_at_cluster();
+    wait_for_cluster();
+    for (int j = part; j <= joined; j += in.num_parts) {
+      auto sum_of_parts = [&](int token, int row) {
+        return sum_of(in.num_parts, [&](int from) { return place_of(j, from, token, row); });
+      };
+      for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
+        write<kOutputs, kIsGated>(in, group - (joined - j) * num_clusters, i / kQuads,
+                                  i % kQuads * 4, sum_of_parts);
+    }
+    if (has_next) arrive_at_cluster();
+  }
+}
+
+// Divides the inputs into as few parts as blocks can have; returns the rounds of one.
+int divide(Product& in) {
+  int num_rounds = (in.inputs + kRound - 1) / kRound;
+  while (num_rounds > kMostRounds * in.num_parts) in.num_parts *= 2;
+  TVM_FFI_ICHECK(in.num_parts <= kMostParts) << in.inputs << " inputs are too many";
+  int of_part = (num_rounds + in.num_parts - 1) / in.num_parts;
+  in.inputs_of_part = of_part * kRound;
+  return of_part;
 }
 
 Product product_of(TensorView x_TI, TensorView weight, TensorView y) {
-  return {data_of<const uint16_t>(x_TI),
-          data_of<const uint16_t>(weight),
-          nullptr,
-          data_of<uint16_t>(y),
-          x_TI.stride(0),
-          weight.stride(0),
-          y.stride(0),
-          static_cast<int>(x_TI.size(0)),
-          static_cast<int>(x_TI.size(1)),
-          static_cast<int>(y.size(1))};
+  Product in{};
+  in.x = data_of<const uint16_t>(x_TI);
+  in.weight = data_of<const uint16_t>(weight);
+  in.y = data_of<uint16_t>(y);
+  in.x_stride = x_TI.stride(0);
+  in.weight_stride = weight.stride(0);
+  in.y_stride = y.stride(0);
+  in.tokens = static_cast<int>(x_TI.size(0));
+  in.inputs = static_cast<int>(x_TI.size(1));
+  in.outputs = static_cast<int>(y.size(1));
+  in.num_parts = 1;
+  return in;
 }
 
-void start(const Product& in, DLDevice device, int outputs_of_block, void (*kernel)(Product)) {
+template <int kTokens, int kTiles, int kRounds, bool kIsGated>
+void start(const Product& in, DLDevice device) {
+  constexpr int kOutputs = kTile * kTiles / (kIsGated ? 2 : 1);
+  constexpr int kBytes = sizeof(Shared<kTokens, kTiles, kRounds>);
+  auto kernel = multiply_few<kTokens, kTiles, kRounds, kIsGated>;
+  bool is_divided = in.num_parts > 1;
+  int at_once = is_divided ? num_clusters_at_once(kernel, kThreads, in.num_parts, kBytes)
+                           : num_multiprocessors(device.device_id);
+  TVM_FFI_ICHECK(at_once > 0) << "no cluster of " << in.num_parts << " blocks runs on this device";
+  int num_groups = (in.outputs + kOutputs - 1) / kOutputs;
+  launch(Start{true, is_divided ? in.num_parts : 0, kBytes}, device,
+         min(num_groups, at_once) * in.num_parts, kThreads, kernel, in);
+}
+
+template <int kTiles, int kRounds, bool kIsGated>
+void start_for(const Product& in, DLDevice device) {
   if (in.tokens == 0 || in.outputs == 0) return;
-  int num_blocks = (in.outputs + outputs_of_block - 1) / outputs_of_block;
-  launch(device, num_blocks, kThreads, kernel, in);
+  if (in.tokens <= kHalf) start<kHalf, kTiles, kRounds, kIsGated>(in, device);
+  else start<2 * kHalf, kTiles, kRounds, kIsGated>(in, device);
+}
+
+template <bool kIsGated>
+void multiply(Product in, DLDevice device) {
+  int num_rounds = divide(in);
+  if (num_rounds <= 4) start_for<kIsGated ? 6 : 4, 4, kIsGated>(in, device);
+  else if (num_rounds <= 6) start_for<4, 6, kIsGated>(in, device);
+  else if (num_rounds <= 8) start_for<4, 8, kIsGated>(in, device);
+  else start_for<4, kMostRounds, kIsGated>(in, device);
 }
 
 }  // namespace
@@ -165,22 +274,18 @@ void start(const Product& in, DLDevice device, int outputs_of_block, void (*kern
 void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
   Product in = product_of(x_TI, weight_OI, y_TO);
   if (bias_O.numel()) in.bias = data_of<const uint16_t>(bias_O);
-  // Few rows a block, so that there is a block for each multiprocessor; and all rounds are asked for
-  // before the wait if a thread has room for them.
-  int num_rounds = (in.inputs + kWarps * kPiece - 1) / (kWarps * kPiece);
-  if (num_rounds <= 4 && in.outputs > 2048) {
-    start(in, x_TI.device(), 32, multiply_few<4, 4, false>);
-  } else if (num_rounds <= 8) {
-    start(in, x_TI.device(), 8, multiply_few<1, 8, false>);
-  } else {
-    start(in, x_TI.device(), 8, multiply_few<1, 12, false>);
-  }
+  multiply<false>(in, x_TI.device());
 }
 
 void few_token_silu(TensorView x_TI, TensorView weight_UI, TensorView y_TF) {
-  Product in = product_of(x_TI, weight_UI, y_TF);
-  start(in, x_TI.device(), 24, multiply_few<6, 4, true>);
+  multiply<true>(product_of(x_TI, weight_UI, y_TF), x_TI.device());
+}
+
+// More than a block's inputs need a cluster of blocks.
+int64_t most_inputs_of_few_tokens(TensorView on_device) {
+  return kMostRounds * kRound * (has_clusters(on_device.device().device_id) ? kMostParts : 1);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_token_linear, few_token_linear);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(few_token_silu, few_token_silu);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(most_inputs_of_few_tokens, most_inputs_of_few_tokens);

@@ -25,17 +25,7 @@ __device__ inline uint32_t pack(float low, float high) {
 
 __device__ inline float bfloat16_to_float(uint16_t bits) { return __uint_as_float(bits << 16); }
 
-// Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor. The asm is
-// volatile, and the load not `nc`, or else a compiler moves it behind `wait_for_inputs`.
-__device__ inline uint4 load_constant(const uint4* place) {
-  uint4 x;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-      : "l"(place));
-  return x;
-}
-
-// The same of float16s, and back.
+// Two float16s in a word, and back.
 __device__ inline uint32_t pack_float16(float low, float high) {
   __half2 x = __floats2half2_rn(low, high);
   return reinterpret_cast<uint32_t&>(x);
@@ -130,6 +120,34 @@ __device__ inline void store_in_cluster(float* place, float4 x, int block) {
 #endif
 }
 
+// From here on a compiler knows nothing of x: what it computes of it is computed again, and does not
+// take a register before.
+__device__ inline void forget(int& x) { asm volatile("" : "+r"(x)); }
+
+// Shared memory of which a launch says how many bytes it has.
+__device__ inline char* dynamic_shared() {
+  extern __shared__ __align__(16) char memory[];
+  return memory;
+}
+
+// Copies 16 bytes to shared memory in the background, past the cache of this multiprocessor. What is
+// not there is not read, and zeros come in its place.
+__device__ inline void begin_copy(void* place, const void* from, bool is_there) {
+  auto own = static_cast<uint32_t>(__cvta_generic_to_shared(place));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(own), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
+// The copies of this thread that belong to no group yet become one.
+__device__ inline void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all groups of this thread have arrived but the last kPending.
+template <int kPending>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 inline cudaLaunchAttribute in_clusters(int num_blocks) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -146,14 +164,24 @@ cudaError_t allow_large_clusters(Kernel* kernel) {
   return cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// How many such clusters run at a time; 0 where the device has none, or none so large.
+// More than 48 KiB of dynamic shared memory have to be asked for.
 template <class Kernel>
-int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks) {
+cudaError_t allow_shared_memory(Kernel* kernel, int num_bytes) {
+  auto function = reinterpret_cast<const void*>(kernel);
+  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, num_bytes);
+}
+
+// How many such clusters, whose blocks have so much dynamic shared memory, run at a time; 0 where the
+// device has none, or none so large.
+template <class Kernel>
+int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks, int num_bytes = 0) {
   auto result = allow_large_clusters(kernel);
+  if (result == cudaSuccess) result = allow_shared_memory(kernel, num_bytes);
   cudaLaunchAttribute attribute = in_clusters(num_blocks);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.dynamicSmemBytes = static_cast<size_t>(num_bytes);
   config.attrs = &attribute;
   config.numAttrs = 1;
   int num_clusters = 0;
@@ -163,11 +191,21 @@ int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks) {
   return 0;
 }
 
-inline bool can_start_early(int device) {
+inline int num_multiprocessors(int device) {
+  int num = 0;
+  cudaDeviceGetAttribute(&num, cudaDevAttrMultiProcessorCount, device);
+  return num;
+}
+
+inline int major_capability(int device) {
   int major = 0;
   auto result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return result == cudaSuccess && major >= 9;
+  return result == cudaSuccess ? major : 0;
 }
+
+inline bool can_start_early(int device) { return major_capability(device) >= 9; }
+
+inline bool has_clusters(int device) { return major_capability(device) >= 9; }
 
 inline cudaLaunchAttribute may_start_early() {
   cudaLaunchAttribute attribute{};
