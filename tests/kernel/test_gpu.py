@@ -361,26 +361,26 @@ def test_the_pages_of_rows_are_listed(random: torch.Generator) -> None:
     assert (listed[2503:] == -1).all()
 
 
-# How many loads kernels in CUDA have before they wait; a compiler may move them. A thread of
-# `multiply_few` has its rows and rounds of the weight. One that attends has the tile that it begins
+# How many loads kernels in CUDA have before they wait; a compiler may move them. A thread that
+# multiplies has its rows and rounds of the weight. One that attends has the tile that it begins
 # with, and where that is.
 EARLY_LOADS = {
-    "multiply_few<8, 4, 4, false>": 16,
-    "multiply_few<8, 6, 4, true>": 24,
-    "multiply_few<8, 4, 6, false>": 24,
-    "multiply_few<8, 4, 6, true>": 24,
-    "multiply_few<8, 4, 8, false>": 32,
-    "multiply_few<8, 4, 8, true>": 32,
-    "multiply_few<8, 4, 10, false>": 40,
-    "multiply_few<8, 4, 10, true>": 40,
-    "multiply_few<16, 4, 4, false>": 16,
-    "multiply_few<16, 6, 4, true>": 24,
-    "multiply_few<16, 4, 6, false>": 24,
-    "multiply_few<16, 4, 6, true>": 24,
-    "multiply_few<16, 4, 8, false>": 32,
-    "multiply_few<16, 4, 8, true>": 32,
-    "multiply_few<16, 4, 10, false>": 40,
-    "multiply_few<16, 4, 10, true>": 40,
+    "multiply_at_once<4, 4, false>": 16,
+    "multiply_at_once<1, 8, false>": 8,
+    "multiply_at_once<1, 12, false>": 12,
+    "multiply_at_once<6, 4, true>": 24,
+    "multiply_groups<8, 6, false>": 24,
+    "multiply_groups<8, 6, true>": 24,
+    "multiply_groups<8, 8, false>": 32,
+    "multiply_groups<8, 8, true>": 32,
+    "multiply_groups<8, 10, false>": 40,
+    "multiply_groups<8, 10, true>": 40,
+    "multiply_groups<16, 6, false>": 24,
+    "multiply_groups<16, 6, true>": 24,
+    "multiply_groups<16, 8, false>": 32,
+    "multiply_groups<16, 8, true>": 32,
+    "multiply_groups<16, 10, false>": 40,
+    "multiply_groups<16, 10, true>": 40,
     "attend_ranges<64>": 12,
     "attend_ranges<128>": 20,
     "attend_in_clusters<64>": 12,

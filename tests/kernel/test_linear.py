@@ -31,6 +31,14 @@ def mkldnn_enabled() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(before)
 
 
+@pytest.fixture(params=["small", "large"])
+def weight_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of small weights, or of the others, for weights of any size."""
+    most = 0 if request.param == "large" else 1 << 62
+    monkeypatch.setattr(gpu_products, "_SMALL_WEIGHT", most)
+    monkeypatch.setattr(gpu_products, "_SMALL_GATED_WEIGHT", most)
+
+
 @pytest.fixture
 def no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: None)
@@ -162,6 +170,7 @@ def test_tokens_of_another_dtype_are_refused() -> None:
         linear(torch.ones(1, INPUTS), None)
 
 
+@pytest.mark.usefixtures("weight_kernels")
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16])
 @pytest.mark.parametrize(
     ("inputs", "outputs"),
@@ -189,6 +198,7 @@ def test_few_tokens_on_a_gpu_equal_float64(
     assert ((y_TO.double() - expected_TO).abs() <= TOLERANCE[torch.bfloat16] * size_TO).all()
 
 
+@pytest.mark.usefixtures("weight_kernels")
 @pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17), (9000, 270)])
 def test_few_tokens_and_their_activation_equal_two_kernels(
@@ -211,13 +221,16 @@ def test_more_inputs_than_a_block_takes_need_clusters(cuda_kernels: Any) -> None
     """The stand-in and Hopper have clusters. A part is at most ten rounds, and there are eight."""
     weight_OI = torch.ones(3, 8 * 2560, dtype=torch.bfloat16, device=DEVICE)
     assert cuda_kernels.most_inputs_of_few_tokens(weight_OI) == 8 * 2560
-    y_TO = few_token_linear(cuda_kernels, torch.ones_like(weight_OI), weight_OI, None)
+    y_TO = torch.zeros(3, 3, dtype=torch.bfloat16, device=DEVICE)
+    no_bias_O = weight_OI.new_empty(0)
+    cuda_kernels.few_token_linear(torch.ones_like(weight_OI), weight_OI, no_bias_O, y_TO)
     assert (y_TO == 8 * 2560).all()
     wide_OI = torch.ones(3, 8 * 2560 + 8, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(RuntimeError, match="20488 inputs are too many"):
-        few_token_linear(cuda_kernels, torch.ones_like(wide_OI), wide_OI, None)
+        cuda_kernels.few_token_linear(torch.ones_like(wide_OI), wide_OI, no_bias_O, y_TO)
 
 
+@pytest.mark.usefixtures("weight_kernels")
 @pytest.mark.parametrize("inputs", [1096, 4608])
 def test_a_token_of_few_gets_the_same_result_beside_others(cuda_kernels: Any, inputs: int) -> None:
     random = torch.Generator().manual_seed(0)
@@ -234,6 +247,7 @@ def test_a_token_of_few_gets_the_same_result_beside_others(cuda_kernels: Any, in
         )
 
 
+@pytest.mark.usefixtures("weight_kernels")
 def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
     """The weight may be read before, the tokens may not."""
     if DEVICE.type == "cuda":
@@ -274,6 +288,8 @@ def test_which_products_the_kernel_of_few_tokens_takes(
 ) -> None:
     """No tokens come of a step in which no prompt ends, in a model's last layer."""
     kernels = SimpleNamespace(
+        small_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(7),
+        small_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
         few_token_linear=lambda x_TI, weight_OI, bias_O, y_TO: y_TO.fill_(7),
         few_token_silu=lambda x_TI, weight_UI, y_TF: y_TF.fill_(7),
         most_inputs_of_few_tokens=lambda weight_OI: 128,

@@ -39,6 +39,8 @@ inline uint32_t pack(float low, float high) { return to_bfloat16(low) | to_bfloa
 
 inline float bfloat16_to_float(uint16_t bits) { return of_bfloat16(bits); }
 
+inline uint4 load_constant(const uint4* place) { return *place; }
+
 inline uint32_t pack_float16(float low, float high) {
   return std::bit_cast<uint16_t>(_Float16(low)) | std::bit_cast<uint16_t>(_Float16(high)) << 16;
 }

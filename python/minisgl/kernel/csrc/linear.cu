@@ -1,5 +1,5 @@
 // The product of a few tokens with a weight, which is bound by reading the weight; alone, or of the
-// gate and up projections of an MLP together with the activation.
+// gate and up projections of an MLP together with the activation. Of small weights, small_linear.cu.
 //
 // At most 16 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
 // divide the inputs among themselves. A thread keeps its numbers of the tokens in registers. Its
@@ -14,18 +14,12 @@
 // Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
 // step, U both halves of a gated mlp.
 
-#include <cuda_runtime.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-
 #include <cstdint>
 
 #include "launch.cuh"
-#include <ptx.cuh>
+#include "linear.cuh"
 
 namespace {
-
-using tvm::ffi::TensorView;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kPiece = 32;               // inputs that a warp multiplies at once: 8 a thread
@@ -33,34 +27,25 @@ constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at on
 constexpr int kMostRounds = 10;          // of a block: 160 KiB of the weight are on their way
 constexpr int kMostParts = 8;            // of the inputs: a cluster has no more blocks everywhere
 constexpr int kTile = 8;                 // rows of the weight, of a fragment
+constexpr int kTiles = 4;                // of a group
+constexpr int kRows = kTile * kTiles;
 constexpr int kHalf = 8;                 // of a fragment's 16 tokens
 constexpr int kJoined = 8;               // groups whose parts are joined at once
 
-struct Product {
-  const uint16_t* x;
-  const uint16_t* weight;
-  const uint16_t* bias;  // may be null
-  uint16_t* y;
-  int64_t x_stride, weight_stride, y_stride;
-  int tokens, inputs, outputs;
-  int num_parts, inputs_of_part;
+// Each block of a cluster has a part of the inputs.
+struct Parts {
+  int num, inputs;
 };
 
 // What a block has in shared memory: the numbers of the weight that are on their way to each thread,
 // and the sums of its warps and of the parts. Of warps, tokens lie apart so that no two threads wait
 // for one bank.
-template <int kTokens, int kTiles, int kRounds>
+template <int kTokens, int kRounds>
 struct Shared {
   uint4 weight[kRounds][kTiles][kThreads];
-  alignas(16) float of_warp[kWarps][kTokens][kTile * kTiles + 8];
-  alignas(16) float of_part[kJoined][kTokens][kTile * kTiles];
+  alignas(16) float of_warp[kWarps][kTokens][kRows + 8];
+  alignas(16) float of_part[kJoined][kTokens][kRows];
 };
-
-__device__ float silu(float x) { return x / (1 + expf(-x)); }
-
-__device__ float rounded(float x) {
-  return bfloat16_to_float(static_cast<uint16_t>(pack(x, 0.0f)));
-}
 
 // Adds up numbers of which `place_of` tells the places.
 template <class PlaceOf>
@@ -76,39 +61,35 @@ __device__ float4 sum_of(int num, PlaceOf place_of) {
 // Writes four outputs of a token from a group's first output on, whose sums are found by `sum_at`.
 template <int kOutputs, bool kIsGated, class SumAt>
 __device__ void write(const Product& in, int group, int token, int output, SumAt sum_at) {
-  float4 sum = sum_at(token, output);
-  float y[4] = {sum.x, sum.y, sum.z, sum.w};
-  if constexpr (kIsGated) {
-    float4 of_up = sum_at(token, kOutputs + output);
-    float up[4] = {of_up.x, of_up.y, of_up.z, of_up.w};
-    for (int i = 0; i < 4; ++i) y[i] = silu(rounded(y[i])) * rounded(up[i]);
-  }
+  float4 sum = sum_at(token, output), of_up{};
+  if constexpr (kIsGated) of_up = sum_at(token, kOutputs + output);
+  float y[4] = {sum.x, sum.y, sum.z, sum.w}, up[4] = {of_up.x, of_up.y, of_up.z, of_up.w};
   for (int i = 0; i < 4; ++i) {
     int o = group * kOutputs + output + i;
-    if (o >= in.outputs) continue;
-    float bias = !kIsGated && in.bias ? bfloat16_to_float(in.bias[o]) : 0.0f;
-    in.y[token * in.y_stride + o] = static_cast<uint16_t>(pack(bias + y[i], 0.0f));
+    if (o < in.outputs) in.write(token, o, kIsGated ? silu_and_mul(y[i], up[i]) : y[i]);
   }
 }
 
-// A group is kTiles tiles of 8 rows of the weight, which are as many outputs; if kIsGated half as
-// many, each of a row of the gate and a row of up. Of the inputs a block has up to kRounds rounds.
-template <int kTokens, int kTiles, int kRounds, bool kIsGated>
+// The outputs of a group: one of each row, or one of a row of the gate and a row of up.
+template <bool kIsGated>
+constexpr int kOutputsOf = kIsGated ? kRows / 2 : kRows;
+
+// Of the inputs a block has up to kRounds rounds.
+template <int kTokens, int kRounds, bool kIsGated>
 __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it keeps
-    multiply_few(const Product in) {
-  constexpr int kRows = kTile * kTiles, kOutputs = kIsGated ? kRows / 2 : kRows;
-  constexpr int kHalves = kTokens / kHalf;
-  auto& shared = *reinterpret_cast<Shared<kTokens, kTiles, kRounds>*>(dynamic_shared());
+    multiply_groups(const Product in, const Parts parts) {
+  constexpr int kOutputs = kOutputsOf<kIsGated>, kHalves = kTokens / kHalf;
+  auto& shared = *reinterpret_cast<Shared<kTokens, kRounds>*>(dynamic_shared());
   int warp = threadIdx.x / 32, row_of_tile = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-  int cluster = blockIdx.x / in.num_parts, part = blockIdx.x % in.num_parts;
-  int num_clusters = gridDim.x / in.num_parts;
+  int cluster = blockIdx.x / parts.num, part = blockIdx.x % parts.num;
+  int num_clusters = gridDim.x / parts.num;
   int num_groups = (in.outputs + kOutputs - 1) / kOutputs;
-  if (in.num_parts > 1) arrive_at_cluster();
+  if (parts.num > 1) arrive_at_cluster();
 
   // Inputs that are not there count as zero. Rows and tokens that are not there stand for the last
   // ones, so that no copy waits for a condition; what they give is not written.
-  int first_input = part * in.inputs_of_part + warp * kPiece + 8 * column;
-  int num_inputs = min(in.inputs, (part + 1) * in.inputs_of_part) - first_input;
+  int first_input = part * parts.inputs + warp * kPiece + 8 * column;
+  int num_inputs = min(in.inputs, (part + 1) * parts.inputs) - first_input;
   auto is_there = [&](int round) { return round * kRound < num_inputs; };
   const uint16_t* rows[kTiles];
   auto begin_group = [&](int group) {
@@ -182,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
       }
     __syncthreads();
     constexpr int kQuads = kOutputs / 4;
-    if (in.num_parts == 1) {
+    if (parts.num == 1) {
       for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
         write<kOutputs, kIsGated>(in, group, i / kQuads, i % kQuads * 4, sum_of_warps);
       continue;
@@ -191,20 +172,20 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
     // Groups belong to the blocks of a cluster in turn. Each block sends its part to the owner.
     int joined = nth % kJoined;
     auto place_of = [&](int j, int from, int token, int row) {
-      return &shared.of_part[j / in.num_parts * in.num_parts + from][token][row];
+      return &shared.of_part[j / parts.num * parts.num + from][token][row];
     };
     if (joined == 0) wait_for_cluster();  // before this, another block may not be ready
     for (int i = threadIdx.x; i < in.tokens * kRows / 4; i += kThreads) {
       int token = i / (kRows / 4), row = i % (kRows / 4) * 4;
       store_in_cluster(place_of(joined, part, token, row), sum_of_warps(token, row),
-                       joined % in.num_parts);
+                       joined % parts.num);
     }
     if (has_next && joined < kJoined - 1) continue;
     arrive_at_cluster();
     wait_for_cluster();
-    for (int j = part; j <= joined; j += in.num_parts) {
+    for (int j = part; j <= joined; j += parts.num) {
       auto sum_of_parts = [&](int token, int row) {
-        return sum_of(in.num_parts, [&](int from) { return place_of(j, from, token, row); });
+        return sum_of(parts.num, [&](int from) { return place_of(j, from, token, row); });
       };
       for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
         write<kOutputs, kIsGated>(in, group - (joined - j) * num_clusters, i / kQuads,
@@ -214,74 +195,56 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
   }
 }
 
-// Divides the inputs into as few parts as blocks can have; returns the rounds of one.
-int divide(Product& in) {
+// As few parts of the inputs as blocks can have.
+Parts divide(const Product& in) {
+  Parts parts{1, 0};
   int num_rounds = (in.inputs + kRound - 1) / kRound;
-  while (num_rounds > kMostRounds * in.num_parts) in.num_parts *= 2;
-  TVM_FFI_ICHECK(in.num_parts <= kMostParts) << in.inputs << " inputs are too many";
-  int of_part = (num_rounds + in.num_parts - 1) / in.num_parts;
-  in.inputs_of_part = of_part * kRound;
-  return of_part;
+  while (num_rounds > kMostRounds * parts.num) parts.num *= 2;
+  TVM_FFI_ICHECK(parts.num <= kMostParts) << in.inputs << " inputs are too many";
+  parts.inputs = (num_rounds + parts.num - 1) / parts.num * kRound;
+  return parts;
 }
 
-Product product_of(TensorView x_TI, TensorView weight, TensorView y) {
-  Product in{};
-  in.x = data_of<const uint16_t>(x_TI);
-  in.weight = data_of<const uint16_t>(weight);
-  in.y = data_of<uint16_t>(y);
-  in.x_stride = x_TI.stride(0);
-  in.weight_stride = weight.stride(0);
-  in.y_stride = y.stride(0);
-  in.tokens = static_cast<int>(x_TI.size(0));
-  in.inputs = static_cast<int>(x_TI.size(1));
-  in.outputs = static_cast<int>(y.size(1));
-  in.num_parts = 1;
-  return in;
-}
-
-template <int kTokens, int kTiles, int kRounds, bool kIsGated>
-void start(const Product& in, DLDevice device) {
-  constexpr int kOutputs = kTile * kTiles / (kIsGated ? 2 : 1);
-  constexpr int kBytes = sizeof(Shared<kTokens, kTiles, kRounds>);
-  auto kernel = multiply_few<kTokens, kTiles, kRounds, kIsGated>;
-  bool is_divided = in.num_parts > 1;
-  int at_once = is_divided ? num_clusters_at_once(kernel, kThreads, in.num_parts, kBytes)
+template <int kTokens, int kRounds, bool kIsGated>
+void start(const Product& in, Parts parts, DLDevice device) {
+  constexpr int kOutputs = kOutputsOf<kIsGated>, kBytes = sizeof(Shared<kTokens, kRounds>);
+  auto kernel = multiply_groups<kTokens, kRounds, kIsGated>;
+  bool is_divided = parts.num > 1;
+  int at_once = is_divided ? num_clusters_at_once(kernel, kThreads, parts.num, kBytes)
                            : num_multiprocessors(device.device_id);
-  TVM_FFI_ICHECK(at_once > 0) << "no cluster of " << in.num_parts << " blocks runs on this device";
+  TVM_FFI_ICHECK(at_once > 0) << "no cluster of " << parts.num << " blocks runs on this device";
   int num_groups = (in.outputs + kOutputs - 1) / kOutputs;
-  launch(Start{true, is_divided ? in.num_parts : 0, kBytes}, device,
-         min(num_groups, at_once) * in.num_parts, kThreads, kernel, in);
+  launch(Start{true, is_divided ? parts.num : 0, kBytes}, device,
+         min(num_groups, at_once) * parts.num, kThreads, kernel, in, parts);
 }
 
-template <int kTiles, int kRounds, bool kIsGated>
-void start_for(const Product& in, DLDevice device) {
+template <int kRounds, bool kIsGated>
+void start_for(const Product& in, Parts parts, DLDevice device) {
   if (in.tokens == 0 || in.outputs == 0) return;
-  if (in.tokens <= kHalf) start<kHalf, kTiles, kRounds, kIsGated>(in, device);
-  else start<2 * kHalf, kTiles, kRounds, kIsGated>(in, device);
+  if (in.tokens <= kHalf) start<kHalf, kRounds, kIsGated>(in, parts, device);
+  else start<2 * kHalf, kRounds, kIsGated>(in, parts, device);
 }
 
 template <bool kIsGated>
-void multiply(Product in, DLDevice device) {
-  int num_rounds = divide(in);
-  if (num_rounds <= 4) start_for<kIsGated ? 6 : 4, 4, kIsGated>(in, device);
-  else if (num_rounds <= 6) start_for<4, 6, kIsGated>(in, device);
-  else if (num_rounds <= 8) start_for<4, 8, kIsGated>(in, device);
-  else start_for<4, kMostRounds, kIsGated>(in, device);
+void multiply(const Product& in, DLDevice device) {
+  Parts parts = divide(in);
+  int num_rounds = parts.inputs / kRound;
+  if (num_rounds <= 6) start_for<6, kIsGated>(in, parts, device);
+  else if (num_rounds <= 8) start_for<8, kIsGated>(in, parts, device);
+  else start_for<kMostRounds, kIsGated>(in, parts, device);
 }
 
 }  // namespace
 
 void few_token_linear(TensorView x_TI, TensorView weight_OI, TensorView bias_O, TensorView y_TO) {
-  Product in = product_of(x_TI, weight_OI, y_TO);
-  if (bias_O.numel()) in.bias = data_of<const uint16_t>(bias_O);
-  multiply<false>(in, x_TI.device());
+  multiply<false>(Product(x_TI, weight_OI, bias_O, y_TO), x_TI.device());
 }
 
 void few_token_silu(TensorView x_TI, TensorView weight_UI, TensorView y_TF) {
-  multiply<true>(product_of(x_TI, weight_UI, y_TF), x_TI.device());
+  multiply<true>(Product(x_TI, weight_UI, y_TF), x_TI.device());
 }
 
-// More than a block's inputs need a cluster of blocks.
+// More inputs than a block takes need a cluster of blocks.
 int64_t most_inputs_of_few_tokens(TensorView on_device) {
   return kMostRounds * kRound * (has_clusters(on_device.device().device_id) ? kMostParts : 1);
 }

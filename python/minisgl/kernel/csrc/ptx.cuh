@@ -25,6 +25,16 @@ __device__ inline uint32_t pack(float low, float high) {
 
 __device__ inline float bfloat16_to_float(uint16_t bits) { return __uint_as_float(bits << 16); }
 
+// Reads what no kernel writes, once: it need not stay in the cache of this multiprocessor. The asm is
+// volatile, and the load not `nc`, or else a compiler moves it behind `wait_for_inputs`.
+__device__ inline uint4 load_constant(const uint4* place) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "l"(place));
+  return x;
+}
+
 // Two float16s in a word, and back.
 __device__ inline uint32_t pack_float16(float low, float high) {
   __half2 x = __floats2half2_rn(low, high);
