@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
     __syncthreads();
     constexpr int kQuads = kOutputs / 4;
     if (parts.num == 1) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
         write<kOutputs, kIsGated>(in, group, i / kQuads, i % kQuads * 4, sum_of_warps);
       continue;
@@ -175,6 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
       return &shared.of_part[j / parts.num * parts.num + from][token][row];
     };
     if (joined == 0) wait_for_cluster();  // before this, another block may not be ready
+#pragma unroll 1
     for (int i = threadIdx.x; i < in.tokens * kRows / 4; i += kThreads) {
       int token = i / (kRows / 4), row = i % (kRows / 4) * 4;
       store_in_cluster(place_of(joined, part, token, row), sum_of_warps(token, row),
@@ -187,6 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
       auto sum_of_parts = [&](int token, int row) {
         return sum_of(parts.num, [&](int from) { return place_of(j, from, token, row); });
       };
+#pragma unroll 1
       for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
         write<kOutputs, kIsGated>(in, group - (joined - j) * num_clusters, i / kQuads,
                                   i % kQuads * 4, sum_of_parts);

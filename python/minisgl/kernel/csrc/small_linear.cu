@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
                                            sum[tile][0][2 * half + 1] + sum[tile][1][2 * half + 1]};
     }
   __syncthreads();
+#pragma unroll 1  // code that is fetched for the first time takes longer than the loop
   for (int i = threadIdx.x; i < kTokens * kOutputs; i += kThreads) {
     int token = i / kOutputs, output = i % kOutputs;
     if (token >= in.tokens || first + output >= in.outputs) continue;
