@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,11 +32,16 @@ def mkldnn_enabled() -> Iterator[None]:
 
 
 @pytest.fixture(params=["small", "large"])
-def weight_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of small weights, or of the others, for weights of any size."""
+def weight_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The kernels of small weights, or of the others, for weights of any size.
+
+    Returns:
+        the most tokens that one of them takes.
+    """
     most = 0 if request.param == "large" else 1 << 62
-    monkeypatch.setattr(gpu_products, "_SMALL_WEIGHT", most)
-    monkeypatch.setattr(gpu_products, "_SMALL_GATED_WEIGHT", most)
+    for limit in ("_SMALL_SIDE", "_SMALL_WEIGHT", "_SMALL_GATED_WEIGHT"):
+        monkeypatch.setattr(gpu_products, limit, most)
+    return 32 if request.param == "large" else 16
 
 
 @pytest.fixture
@@ -171,7 +176,7 @@ def test_tokens_of_another_dtype_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("weight_kernels")
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16, 17, 25, 32])
 @pytest.mark.parametrize(
     ("inputs", "outputs"),
     [(8, 1), (256, 40), (264, 2056), (1096, 17), (2056, 33), (2312, 2056), (3336, 5), (4608, 290)],
@@ -199,7 +204,7 @@ def test_few_tokens_on_a_gpu_equal_float64(
 
 
 @pytest.mark.usefixtures("weight_kernels")
-@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (256, 40), (1096, 17), (9000, 270)])
 def test_few_tokens_and_their_activation_equal_two_kernels(
     cuda_kernels: Any, inputs: int, outputs: int, num_tokens: int
@@ -218,27 +223,28 @@ def test_few_tokens_and_their_activation_equal_two_kernels(
 
 
 def test_more_inputs_than_a_block_takes_need_clusters(cuda_kernels: Any) -> None:
-    """The stand-in and Hopper have clusters. A part is at most ten rounds, and there are eight."""
-    weight_OI = torch.ones(3, 8 * 2560, dtype=torch.bfloat16, device=DEVICE)
-    assert cuda_kernels.most_inputs_of_few_tokens(weight_OI) == 8 * 2560
+    """The stand-in and Hopper have clusters. A part is at most ten rounds, and there are four."""
+    weight_OI = torch.ones(3, 4 * 2560, dtype=torch.bfloat16, device=DEVICE)
+    assert cuda_kernels.most_inputs_of_few_tokens(weight_OI) == 4 * 2560
     y_TO = torch.zeros(3, 3, dtype=torch.bfloat16, device=DEVICE)
     no_bias_O = weight_OI.new_empty(0)
     cuda_kernels.few_token_linear(torch.ones_like(weight_OI), weight_OI, no_bias_O, y_TO)
-    assert (y_TO == 8 * 2560).all()
-    wide_OI = torch.ones(3, 8 * 2560 + 8, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(RuntimeError, match="20488 inputs are too many"):
+    assert (y_TO == 4 * 2560).all()
+    wide_OI = torch.ones(3, 4 * 2560 + 8, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(RuntimeError, match="10248 inputs are too many"):
         cuda_kernels.few_token_linear(torch.ones_like(wide_OI), wide_OI, no_bias_O, y_TO)
 
 
-@pytest.mark.usefixtures("weight_kernels")
 @pytest.mark.parametrize("inputs", [1096, 4608])
-def test_a_token_of_few_gets_the_same_result_beside_others(cuda_kernels: Any, inputs: int) -> None:
+def test_a_token_of_few_gets_the_same_result_beside_others(
+    cuda_kernels: Any, weight_kernels: int, inputs: int
+) -> None:
     random = torch.Generator().manual_seed(0)
-    x_TI = torch.randn(16, inputs, generator=random).bfloat16().to(DEVICE)
+    x_TI = torch.randn(weight_kernels, inputs, generator=random).bfloat16().to(DEVICE)
     weight_OI = torch.randn(40, inputs, generator=random).bfloat16().to(DEVICE)
     expected_TO = few_token_linear(cuda_kernels, x_TI, weight_OI, None)
     expected_TF = few_token_silu(cuda_kernels, x_TI, weight_OI)
-    for num_tokens in (1, 2, 8, 9):
+    for num_tokens in (1, 2, 8, 9, weight_kernels - 1):
         some_TI = x_TI[:num_tokens]
         y_TO = few_token_linear(cuda_kernels, some_TI, weight_OI, None)
         assert torch.equal(y_TO, expected_TO[:num_tokens])
@@ -273,7 +279,8 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
         (2, (128, 64), torch.bfloat16, True),
         (2, (136, 64), torch.bfloat16, False),  # so many inputs are too many for the device
         (2, (68, 64), torch.bfloat16, False),
-        (17, (64, 64), torch.bfloat16, False),
+        (32, (64, 64), torch.bfloat16, True),
+        (33, (64, 64), torch.bfloat16, False),
         (0, (64, 64), torch.bfloat16, False),
         (2, (64, 64), torch.float16, False),
     ],
@@ -310,6 +317,38 @@ def test_which_products_the_kernel_of_few_tokens_takes(
         wide_TI = torch.zeros(num_tokens, 2 * inputs, dtype=dtype)[:, ::2]
         assert not gpu_products.gpu_linear(wide_TI, weight_OI, None).any()
         assert not gpu_products.gpu_linear_silu(wide_TI, weight_OI).any()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "is_small", "is_small_gated"),
+    [
+        (16, (4096, 1024), True, True),
+        (17, (4096, 1024), False, False),
+        (2, (1024, 4096), True, True),
+        (2, (1024, 4104), False, True),
+        (2, (8192, 1024), False, True),
+        (2, (8194, 1024), False, False),
+        (2, (2048, 2048), False, False),
+    ],
+    ids=str,
+)
+def test_which_weights_are_small(
+    num_tokens: int, shape: tuple[int, int], is_small: bool, is_small_gated: bool
+) -> None:
+    def kernel(name: str) -> Callable[..., None]:
+        return lambda *_: taken.append(name)
+
+    names = ("small_linear", "small_silu", "few_token_linear", "few_token_silu")
+    kernels = SimpleNamespace(**{name: kernel(name) for name in names})
+    taken: list[str] = []
+    weight_OI = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    x_TI = weight_OI.new_empty(num_tokens, shape[1])
+    few_token_linear(kernels, x_TI, weight_OI, None)
+    few_token_silu(kernels, x_TI, weight_OI)
+    assert taken == [
+        "small_linear" if is_small else "few_token_linear",
+        "small_silu" if is_small_gated else "few_token_silu",
+    ]
 
 
 @pytest.mark.parametrize("num_others", [0, 1, 8, 63, 64, 120, 127, 128, 159, 300])

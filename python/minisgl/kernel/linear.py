@@ -32,11 +32,13 @@ _FEWEST_TOKENS = 8
 # The compiled kernels of a GPU take so many tokens, and are faster than torch if the weight has no
 # more numbers than this. On an H200, 4 tokens: 2560 to 19456 with the activation in 28 µs instead
 # of 32, 5120 to 7168 in 20 instead of 24; but 7168 to 8192 in 34 instead of 31.
-_MOST_OF_FEW = 16
+_MOST_OF_FEW = 32
 _LARGEST_WEIGHT_FOR_FEW = 50_000_000
-# Weights of no more numbers than this have a kernel of their own; and with the activation of a
-# gated MLP those of no more than that. Steps of 16 requests of Qwen3-0.6B take 1.23 ms with it, and
-# 1.34 with the other, which needs more shared memory.
+# Up to 16 tokens a weight with so few outputs or inputs has a kernel of its own, if it has no more
+# numbers than this, or with the activation of a gated MLP no more than that. A step of 16 requests
+# of Qwen3-0.6B takes 1.23 ms with it, and 1.34 with the other, which needs more shared memory.
+_MOST_OF_SMALL = 16
+_SMALL_SIDE = 1024
 _SMALL_WEIGHT = 1 << 22
 _SMALL_GATED_WEIGHT = 1 << 23
 _PACK_FOR_TOKENS = 32
@@ -95,7 +97,7 @@ def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor) -> Any | None:
 def few_token_linear(
     kernels: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
 ) -> Tensor:
-    """Return y_TO = x_TI @ weight_OI.T + bias_O for up to 16 tokens.
+    """Return y_TO = x_TI @ weight_OI.T + bias_O for up to 32 tokens.
 
     Sums are in float32 and rounded once. What a token gets does not depend on those beside it.
 
@@ -103,7 +105,7 @@ def few_token_linear(
         kernels: those of csrc/*.cu.
         x_TI, weight_OI, bias_O: bfloat16; rows of x and the weight begin at multiples of 16 bytes.
     """
-    is_small = weight_OI.numel() <= _SMALL_WEIGHT
+    is_small = _is_small(x_TI, weight_OI, _SMALL_WEIGHT)
     multiply = kernels.small_linear if is_small else kernels.few_token_linear
     y_TO = x_TI.new_empty((len(x_TI), len(weight_OI)))
     multiply(x_TI, weight_OI, weight_OI.new_empty(0) if bias_O is None else bias_O, y_TO)
@@ -111,7 +113,7 @@ def few_token_linear(
 
 
 def few_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
-    """Return silu(gate) * up for up to 16 tokens.
+    """Return silu(gate) * up for up to 32 tokens.
 
     Gate and up are rounded before the activation.
 
@@ -119,11 +121,18 @@ def few_token_silu(kernels: Any, x_TI: Tensor, weight_UI: Tensor) -> Tensor:
         kernels: those of csrc/*.cu.
         x_TI, weight_UI: as those of `few_token_linear`; the rows of the gate, and then those of up.
     """
-    is_small = weight_UI.numel() <= _SMALL_GATED_WEIGHT
+    is_small = _is_small(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
     multiply = kernels.small_silu if is_small else kernels.few_token_silu
     y_TF = x_TI.new_empty((len(x_TI), len(weight_UI) // 2))
     multiply(x_TI, weight_UI, y_TF)
     return y_TF
+
+
+def _is_small(x_TI: Tensor, weight_OI: Tensor, most_numbers: int) -> bool:
+    """Whether the kernel of small weights takes a product of a few tokens."""
+    if len(x_TI) > _MOST_OF_SMALL or weight_OI.numel() > most_numbers:
+        return False
+    return min(weight_OI.shape) <= _SMALL_SIDE
 
 
 def _onednn_multiplies_bf16() -> bool:

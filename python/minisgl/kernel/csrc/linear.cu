@@ -1,7 +1,7 @@
 // The product of a few tokens with a weight, which is bound by reading the weight; alone, or of the
 // gate and up projections of an MLP together with the activation. Of small weights, small_linear.cu.
 //
-// At most 16 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
+// At most 32 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
 // divide the inputs among themselves. A thread keeps its numbers of the tokens in registers. Its
 // numbers of the weight are copied to shared memory in the background: those of the first group
 // before the kernel waits for the tokens, so that memory is busy while the kernel before this one
@@ -25,12 +25,13 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kPiece = 32;               // inputs that a warp multiplies at once: 8 a thread
 constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at once
 constexpr int kMostRounds = 10;          // of a block: 160 KiB of the weight are on their way
-constexpr int kMostParts = 8;            // of the inputs: a cluster has no more blocks everywhere
+constexpr int kMostParts = 4;            // of the inputs: blocks of a cluster
 constexpr int kTile = 8;                 // rows of the weight, of a fragment
 constexpr int kTiles = 4;                // of a group
 constexpr int kRows = kTile * kTiles;
-constexpr int kHalf = 8;                 // of a fragment's 16 tokens
-constexpr int kJoined = 8;               // groups whose parts are joined at once
+constexpr int kHalf = 8;                 // of a fragment's tokens
+constexpr int kFragment = 2 * kHalf;
+constexpr int kJoined = 4;               // groups whose parts are joined at once
 
 // Each block of a cluster has a part of the inputs.
 struct Parts {
@@ -79,6 +80,7 @@ template <int kTokens, int kRounds, bool kIsGated>
 __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it keeps
     multiply_groups(const Product in, const Parts parts) {
   constexpr int kOutputs = kOutputsOf<kIsGated>, kHalves = kTokens / kHalf;
+  constexpr int kFragments = (kTokens + kFragment - 1) / kFragment;
   auto& shared = *reinterpret_cast<Shared<kTokens, kRounds>*>(dynamic_shared());
   int warp = threadIdx.x / 32, row_of_tile = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
   int cluster = blockIdx.x / parts.num, part = blockIdx.x % parts.num;
@@ -135,17 +137,20 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
     bool has_next = group + num_clusters < num_groups;
     if (has_next) begin_group(group + num_clusters);
     forget(num_inputs);  // or a compiler keeps for each round whether it is there
-    float sum[kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
+    float sum[kFragments][kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       wait_for_copies<kRounds - 1>();
-      uint4 low = x[round][0], high{};
-      if constexpr (kHalves == 2) high = x[round][1];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint4 w = shared.weight[round][tile][threadIdx.x];
-        multiply(sum[tile][0], {low.x, high.x, low.y, high.y}, {w.x, w.y});
-        multiply(sum[tile][1], {low.z, high.z, low.w, high.w}, {w.z, w.w});
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          uint4 low = x[round][2 * f], high{};
+          if constexpr (kHalves > 1) high = x[round][2 * f + 1];
+          multiply(sum[f][tile][0], {low.x, high.x, low.y, high.y}, {w.x, w.y});
+          multiply(sum[f][tile][1], {low.z, high.z, low.w, high.w}, {w.z, w.w});
+        }
       }
       if (has_next) copy_weight(round);
       group_copies();  // also if there is none, so that all rounds wait for as many
@@ -156,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        auto& [even, odd] = sum[tile];
-        int i = 2 * half, token = kHalf * half + row_of_tile;
+        auto& [even, odd] = sum[half / 2][tile];
+        int i = half % 2 * 2, token = kHalf * half + row_of_tile;
         float* place = &shared.of_warp[warp][token][kTile * tile + 2 * column];
         *reinterpret_cast<float2*>(place) = {even[i] + odd[i], even[i + 1] + odd[i + 1]};
       }
@@ -225,15 +230,14 @@ template <int kRounds, bool kIsGated>
 void start_for(const Product& in, Parts parts, DLDevice device) {
   if (in.tokens == 0 || in.outputs == 0) return;
   if (in.tokens <= kHalf) start<kHalf, kRounds, kIsGated>(in, parts, device);
-  else start<2 * kHalf, kRounds, kIsGated>(in, parts, device);
+  else if (in.tokens <= kFragment) start<kFragment, kRounds, kIsGated>(in, parts, device);
+  else start<2 * kFragment, kRounds, kIsGated>(in, parts, device);
 }
 
 template <bool kIsGated>
 void multiply(const Product& in, DLDevice device) {
   Parts parts = divide(in);
-  int num_rounds = parts.inputs / kRound;
-  if (num_rounds <= 6) start_for<6, kIsGated>(in, parts, device);
-  else if (num_rounds <= 8) start_for<8, kIsGated>(in, parts, device);
+  if (parts.inputs <= 8 * kRound) start_for<8, kIsGated>(in, parts, device);
   else start_for<kMostRounds, kIsGated>(in, parts, device);
 }
 
