@@ -235,6 +235,27 @@ def test_more_inputs_than_a_block_takes_need_clusters(cuda_kernels: Any) -> None
         cuda_kernels.few_token_linear(torch.ones_like(wide_OI), wide_OI, no_bias_O, y_TO)
 
 
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("inputs", [1096, 4608])
+def test_in_any_order_of_blocks_and_threads(cuda_kernels: Any, inputs: int, seed: int) -> None:
+    """Each block takes several groups of outputs, and joins those of its cluster several times."""
+    if DEVICE.type == "cuda":
+        pytest.skip("a GPU chooses itself")
+    random = torch.Generator().manual_seed(0)
+    x_TI = torch.randn(9, inputs, generator=random).bfloat16()
+    weight_OI = torch.randn(300, inputs, generator=random).bfloat16()
+    no_bias_O = weight_OI.new_empty(0)
+    y_TO = x_TI.new_empty(9, 300)
+    cuda_kernels.few_token_linear(x_TI, weight_OI, no_bias_O, y_TO)
+    expected_TO = y_TO.clone()
+    try:
+        cuda_kernels.set_blocks(seed, 2)
+        cuda_kernels.few_token_linear(x_TI, weight_OI, no_bias_O, y_TO.zero_())
+    finally:
+        cuda_kernels.set_blocks(0, 1)
+    assert torch.equal(y_TO, expected_TO)
+
+
 @pytest.mark.parametrize("inputs", [1096, 4608])
 def test_a_token_of_few_gets_the_same_result_beside_others(
     cuda_kernels: Any, weight_kernels: int, inputs: int
@@ -276,6 +297,8 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
         (16, (64, 4096), torch.bfloat16, True),
         (2, (64, 781_250), torch.bfloat16, True),
         (2, (64, 781_252), torch.bfloat16, False),  # weights of more numbers are torch's
+        (17, (64, 109_374), torch.bfloat16, True),
+        (17, (64, 109_376), torch.bfloat16, False),
         (2, (128, 64), torch.bfloat16, True),
         (2, (136, 64), torch.bfloat16, False),  # so many inputs are too many for the device
         (2, (68, 64), torch.bfloat16, False),

@@ -1,0 +1,242 @@
+// The kernel of products of a few tokens with a weight, which are bound by reading the weight. It is
+// compiled for linear.cu and for gated_linear.cu, side by side.
+//
+// At most 32 tokens. A block takes one group of the weight's rows after the other, and its 8 warps
+// divide the inputs among themselves. A thread keeps its numbers of the tokens in registers. Its
+// numbers of the weight are copied to shared memory in the background: those of the first group
+// before the kernel waits for the tokens, so that memory is busy while the kernel before this one
+// ends, and those of the next group as soon as a place is free. A thread reads only what it has
+// copied, so no copy waits for another thread. The numbers go to the tensor cores as they lie: any
+// order of the inputs gives the same product, so a thread takes 16 bytes of a row as its words of
+// fragments. Where there are many inputs, each block of a cluster has a part of them. The sums of
+// warps and those of parts are added up in a fixed order. The contract stands in linear.py.
+//
+// Dimensions: F mlp width, I inputs of a linear layer, O outputs of a linear layer, T tokens of a
+// step, U both halves of a gated mlp.
+
+#pragma once
+
+#include <cstdint>
+
+#include "linear.cuh"
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kPiece = 32;               // inputs that a warp multiplies at once: 8 a thread
+constexpr int kRound = kWarps * kPiece;  // inputs that a block multiplies at once
+constexpr int kMostRounds = 10;          // of a block: 160 KiB of the weight are on their way
+constexpr int kMostParts = 4;            // of the inputs: blocks of a cluster
+constexpr int kTile = 8;                 // rows of the weight, of a fragment
+constexpr int kTiles = 4;                // of a group
+constexpr int kRows = kTile * kTiles;
+constexpr int kHalf = 8;                 // of a fragment's tokens
+constexpr int kFragment = 2 * kHalf;
+constexpr int kJoined = 4;               // groups whose parts are joined at once
+
+// Each block of a cluster has a part of the inputs.
+struct Parts {
+  int num, inputs;
+};
+
+// What a block has in shared memory: the numbers of the weight that are on their way to each thread,
+// and the sums of its warps and of the parts. Of warps, tokens lie apart so that no two threads wait
+// for one bank.
+template <int kTokens, int kRounds>
+struct Shared {
+  uint4 weight[kRounds][kTiles][kThreads];
+  alignas(16) float of_warp[kWarps][kTokens][kRows + 8];
+  alignas(16) float of_part[kJoined][kTokens][kRows];
+};
+
+// Adds up numbers of which `place_of` tells the places.
+template <class PlaceOf>
+__device__ float4 sum_of(int num, PlaceOf place_of) {
+  float4 sum{};
+  for (int i = 0; i < num; ++i) {
+    float4 x = *reinterpret_cast<const float4*>(place_of(i));
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+  }
+  return sum;
+}
+
+// Writes four outputs of a token from a group's first output on, whose sums are found by `sum_at`.
+template <int kOutputs, bool kIsGated, class SumAt>
+__device__ void write(const Product& in, int group, int token, int output, SumAt sum_at) {
+  float4 sum = sum_at(token, output), of_up{};
+  if constexpr (kIsGated) of_up = sum_at(token, kOutputs + output);
+  float y[4] = {sum.x, sum.y, sum.z, sum.w}, up[4] = {of_up.x, of_up.y, of_up.z, of_up.w};
+  for (int i = 0; i < 4; ++i) {
+    int o = group * kOutputs + output + i;
+    if (o < in.outputs) in.write(token, o, kIsGated ? silu_and_mul(y[i], up[i]) : y[i]);
+  }
+}
+
+// The outputs of a group: one of each row, or one of a row of the gate and a row of up.
+template <bool kIsGated>
+constexpr int kOutputsOf = kIsGated ? kRows / 2 : kRows;
+
+// Of the inputs a block has up to kRounds rounds.
+template <int kTokens, int kRounds, bool kIsGated>
+__global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all that it keeps
+    multiply_groups(const Product in, const Parts parts) {
+  constexpr int kOutputs = kOutputsOf<kIsGated>, kHalves = kTokens / kHalf;
+  constexpr int kFragments = (kTokens + kFragment - 1) / kFragment;
+  auto& shared = *reinterpret_cast<Shared<kTokens, kRounds>*>(dynamic_shared());
+  int warp = threadIdx.x / 32, row_of_tile = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+  int cluster = blockIdx.x / parts.num, part = blockIdx.x % parts.num;
+  int num_clusters = gridDim.x / parts.num;
+  int num_groups = (in.outputs + kOutputs - 1) / kOutputs;
+  if (parts.num > 1) arrive_at_cluster();
+
+  // Inputs that are not there count as zero. Rows and tokens that are not there stand for the last
+  // ones, so that no copy waits for a condition; what they give is not written.
+  int first_input = part * parts.inputs + warp * kPiece + 8 * column;
+  int num_inputs = min(in.inputs, (part + 1) * parts.inputs) - first_input;
+  auto is_there = [&](int round) { return round * kRound < num_inputs; };
+  const uint16_t* rows[kTiles];
+  auto begin_group = [&](int group) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      int row = kTile * tile + row_of_tile;
+      int64_t o = min(group * kOutputs + row % kOutputs, in.outputs - 1);
+      if (row >= kOutputs) o += in.outputs;
+      rows[tile] = in.weight + o * in.weight_stride + first_input;
+    }
+  };
+  auto copy_weight = [&](int round) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      begin_copy(&shared.weight[round][tile][threadIdx.x], rows[tile] + round * kRound,
+                 is_there(round));
+  };
+  auto token_at = [&](int round, int half) {
+    int64_t token = min(kHalf * half + row_of_tile, in.tokens - 1);
+    const uint16_t* place = in.x + token * in.x_stride + first_input + round * kRound;
+    return is_there(round) ? load_fresh(reinterpret_cast<const uint4*>(place)) : uint4{};
+  };
+
+  begin_group(cluster);
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    copy_weight(round);
+    group_copies();
+  }
+  wait_for_inputs();
+  let_next_start();
+  uint4 x[kRounds][kHalves];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round)
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) x[round][half] = token_at(round, half);
+
+  auto sum_of_warps = [&](int token, int row) {
+    return sum_of(kWarps, [&](int w) { return &shared.of_warp[w][token][row]; });
+  };
+  int nth = 0;
+  for (int group = cluster; group < num_groups; group += num_clusters, ++nth) {
+    bool has_next = group + num_clusters < num_groups;
+    if (has_next) begin_group(group + num_clusters);
+    forget(num_inputs);  // or a compiler keeps for each round whether it is there
+    float sum[kFragments][kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      wait_for_copies<kRounds - 1>();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint4 w = shared.weight[round][tile][threadIdx.x];
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          uint4 low = x[round][2 * f], high{};
+          if constexpr (kHalves > 1) high = x[round][2 * f + 1];
+          multiply(sum[f][tile][0], {low.x, high.x, low.y, high.y}, {w.x, w.y});
+          multiply(sum[f][tile][1], {low.z, high.z, low.w, high.w}, {w.z, w.w});
+        }
+      }
+      if (has_next) copy_weight(round);
+      group_copies();  // also if there is none, so that all rounds wait for as many
+    }
+
+    if (nth) __syncthreads();  // the sums of the group before have been read
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        auto& [even, odd] = sum[half / 2][tile];
+        int i = half % 2 * 2, token = kHalf * half + row_of_tile;
+        float* place = &shared.of_warp[warp][token][kTile * tile + 2 * column];
+        *reinterpret_cast<float2*>(place) = {even[i] + odd[i], even[i + 1] + odd[i + 1]};
+      }
+    __syncthreads();
+    constexpr int kQuads = kOutputs / 4;
+    if (parts.num == 1) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
+        write<kOutputs, kIsGated>(in, group, i / kQuads, i % kQuads * 4, sum_of_warps);
+      continue;
+    }
+
+    // Groups belong to the blocks of a cluster in turn. Each block sends its part to the owner.
+    int joined = nth % kJoined;
+    auto place_of = [&](int j, int from, int token, int row) {
+      return &shared.of_part[j / parts.num * parts.num + from][token][row];
+    };
+    if (joined == 0) wait_for_cluster();  // before this, another block may not be ready
+#pragma unroll 1
+    for (int i = threadIdx.x; i < in.tokens * kRows / 4; i += kThreads) {
+      int token = i / (kRows / 4), row = i % (kRows / 4) * 4;
+      store_in_cluster(place_of(joined, part, token, row), sum_of_warps(token, row),
+                       joined % parts.num);
+    }
+    if (has_next && joined < kJoined - 1) continue;
+    arrive_at_cluster();
+    wait_for_cluster();
+    for (int j = part; j <= joined; j += parts.num) {
+      auto sum_of_parts = [&](int token, int row) {
+        return sum_of(parts.num, [&](int from) { return place_of(j, from, token, row); });
+      };
+#pragma unroll 1
+      for (int i = threadIdx.x; i < in.tokens * kQuads; i += kThreads)
+        write<kOutputs, kIsGated>(in, group - (joined - j) * num_clusters, i / kQuads,
+                                  i % kQuads * 4, sum_of_parts);
+    }
+    if (has_next) arrive_at_cluster();
+  }
+}
+
+// As few parts of the inputs as blocks can have.
+inline Parts divide(const Product& in) {
+  Parts parts{1, 0};
+  int num_rounds = (in.inputs + kRound - 1) / kRound;
+  while (num_rounds > kMostRounds * parts.num) parts.num *= 2;
+  TVM_FFI_ICHECK(parts.num <= kMostParts) << in.inputs << " inputs are too many";
+  parts.inputs = (num_rounds + parts.num - 1) / parts.num * kRound;
+  return parts;
+}
+
+template <int kTokens, int kRounds, bool kIsGated>
+void start(const Product& in, Parts parts, DLDevice device) {
+  constexpr int kOutputs = kOutputsOf<kIsGated>, kBytes = sizeof(Shared<kTokens, kRounds>);
+  auto kernel = multiply_groups<kTokens, kRounds, kIsGated>;
+  bool is_divided = parts.num > 1;
+  int at_once = is_divided ? num_clusters_at_once(kernel, kThreads, parts.num, kBytes)
+                           : num_multiprocessors(device.device_id);
+  TVM_FFI_ICHECK(at_once > 0) << "no cluster of " << parts.num << " blocks runs on this device";
+  int num_groups = (in.outputs + kOutputs - 1) / kOutputs;
+  launch(Start{true, is_divided ? parts.num : 0, kBytes}, device,
+         min(num_groups, at_once) * parts.num, kThreads, kernel, in, parts);
+}
+
+template <int kRounds, bool kIsGated>
+void start_for(const Product& in, Parts parts, DLDevice device) {
+  if (in.tokens == 0 || in.outputs == 0) return;
+  if (in.tokens <= kHalf) start<kHalf, kRounds, kIsGated>(in, parts, device);
+  else if (in.tokens <= kFragment) start<kFragment, kRounds, kIsGated>(in, parts, device);
+  else start<2 * kFragment, kRounds, kIsGated>(in, parts, device);
+}
+
+template <bool kIsGated>
+void multiply_groups_of(const Product& in, DLDevice device) {
+  Parts parts = divide(in);
+  if (parts.inputs <= 6 * kRound) start_for<6, kIsGated>(in, parts, device);
+  else if (parts.inputs <= 8 * kRound) start_for<8, kIsGated>(in, parts, device);
+  else start_for<kMostRounds, kIsGated>(in, parts, device);
+}
