@@ -250,9 +250,11 @@ def test_in_any_order_of_blocks_and_threads(cuda_kernels: Any, inputs: int, seed
     expected_TO = y_TO.clone()
     try:
         cuda_kernels.set_blocks(seed, 2)
+        cuda_kernels.set_most_behind(1 << 15)
         cuda_kernels.few_token_linear(x_TI, weight_OI, no_bias_O, y_TO.zero_())
     finally:
         cuda_kernels.set_blocks(0, 1)
+        cuda_kernels.set_most_behind(1000)
     assert torch.equal(y_TO, expected_TO)
 
 

@@ -13,6 +13,12 @@ void set_blocks(int64_t seed, int64_t num_together) {
   cuda_on_cpu::num_together = static_cast<size_t>(num_together);
 }
 
+// Sets for how many turns a thread falls behind its block at most. Between two points at which a block
+// meets, its warps may have hundreds of their own.
+void set_most_behind(int64_t num_turns) {
+  cuda_on_cpu::most_behind_block = static_cast<unsigned>(num_turns);
+}
+
 // Makes the contiguous `place` hold `value` only when a block has waited for its inputs, until
 // `forget_late`.
 void arrives_late(TensorView place, TensorView value) {
@@ -34,5 +40,6 @@ void run_streams() { cuda_on_cpu::run_streams(); }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(use_stream, use_stream);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_streams, run_streams);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_blocks, set_blocks);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_most_behind, set_most_behind);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(arrives_late, arrives_late);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forget_late, forget_late);

@@ -159,6 +159,7 @@ inline const char* failure = nullptr;  // why the launch fails
 // behind.
 inline uint64_t seed = 0;
 inline size_t num_together = 1;
+inline unsigned most_behind_block = 1000;  // turns, of a thread
 inline std::mt19937_64 random;
 
 // Inputs that the kernel before still writes: they hold their value once a thread of a block has
@@ -208,7 +209,8 @@ inline bool release(Thread* warp_or_block, size_t num) {
   for (size_t i = 0; i < num; ++i)
     if (warp_or_block[i].at != at) return false;
   for (size_t i = 0; i < num; ++i) warp_or_block[i].at = Point::nowhere;
-  if (seed && random() % 8 == 0) warp_or_block[random() % num].turns_behind = random() % 1000;
+  unsigned most = at == Point::block ? most_behind_block : 1000;
+  if (seed && random() % 8 == 0) warp_or_block[random() % num].turns_behind = random() % most;
   return true;
 }
 
