@@ -301,8 +301,10 @@ def test_few_tokens_wait_for_the_kernel_before(cuda_kernels: Any) -> None:
         (2, (64, 781_252), torch.bfloat16, False),  # weights of more numbers are torch's
         (17, (64, 109_374), torch.bfloat16, True),
         (17, (64, 109_376), torch.bfloat16, False),
-        (2, (128, 64), torch.bfloat16, True),
-        (2, (136, 64), torch.bfloat16, False),  # so many inputs are too many for the device
+        (2, (128, 66_000), torch.bfloat16, True),
+        (2, (136, 66_000), torch.bfloat16, False),  # so many inputs are too many for the device
+        (2, (136, 64), torch.bfloat16, True),  # but not of a small weight
+        (17, (136, 64), torch.bfloat16, False),
         (2, (68, 64), torch.bfloat16, False),
         (32, (64, 64), torch.bfloat16, True),
         (33, (64, 64), torch.bfloat16, False),

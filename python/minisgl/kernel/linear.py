@@ -58,7 +58,7 @@ def gpu_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
         assert triton_kernels is not None
         y_1O: Tensor = triton_kernels.one_token_linear(x_TI, weight_OI, bias_O)
         return y_1O
-    kernels = _few_token_kernels(x_TI, weight_OI)
+    kernels = _few_token_kernels(x_TI, weight_OI, _SMALL_WEIGHT)
     if kernels is None:
         return F.linear(x_TI, weight_OI, bias_O)
     return few_token_linear(kernels, x_TI, weight_OI, bias_O)
@@ -77,15 +77,15 @@ def gpu_linear_silu(x_TI: Tensor, weight_UI: Tensor) -> Tensor:
         assert triton_kernels is not None
         y_1F: Tensor = triton_kernels.one_token_silu(x_TI, weight_UI)
         return y_1F
-    kernels = _few_token_kernels(x_TI, weight_UI)
+    kernels = _few_token_kernels(x_TI, weight_UI, _SMALL_GATED_WEIGHT)
     if kernels is None:
         gate_TF, up_TF = gpu_linear(x_TI, weight_UI, None).chunk(2, dim=1)
         return silu_and_mul(gate_TF, up_TF)
     return few_token_silu(kernels, x_TI, weight_UI)
 
 
-def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor) -> Any | None:
-    """The kernels, if that for a few tokens takes a product, and less time than torch."""
+def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor, small_weight: int) -> Any | None:
+    """The kernels, if one for a few tokens takes a product, and less time than torch."""
     num_tokens, inputs = x_TI.shape
     is_few = num_tokens <= _FEW_TOKENS
     largest_weight = _LARGEST_WEIGHT_FOR_FEW if is_few else _LARGEST_WEIGHT_FOR_SOME
@@ -94,9 +94,9 @@ def _few_token_kernels(x_TI: Tensor, weight_OI: Tensor) -> Any | None:
     if inputs % 8 or not x_TI.is_contiguous() or not weight_OI.is_contiguous():
         return None
     kernels = cuda_kernels_for(weight_OI)
-    if kernels is None or inputs > kernels.most_inputs_of_few_tokens(weight_OI):
-        return None
-    return kernels
+    if kernels is None or _is_small(x_TI, weight_OI, small_weight):
+        return kernels
+    return kernels if inputs <= kernels.most_inputs_of_few_tokens(weight_OI) else None
 
 
 def few_token_linear(

@@ -137,6 +137,8 @@ int num_clusters_at_once(Kernel*, int, int, int = 0) {
 
 inline int num_multiprocessors(int) { return 3; }
 
+inline size_t most_shared_memory(int) { return 227 << 10; }
+
 inline bool can_start_early(int) { return true; }
 
 inline bool has_clusters(int) { return true; }

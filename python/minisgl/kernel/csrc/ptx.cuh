@@ -201,21 +201,29 @@ int num_clusters_at_once(Kernel* kernel, int num_threads, int num_blocks, int nu
   return 0;
 }
 
+// What a device says of itself; 0 if it does not.
+inline int attribute_of(int device, cudaDeviceAttr attribute) {
+  int x = 0;
+  auto result = cudaDeviceGetAttribute(&x, attribute, device);
+  return result == cudaSuccess ? x : 0;
+}
+
 inline int num_multiprocessors(int device) {
-  int num = 0;
-  cudaDeviceGetAttribute(&num, cudaDevAttrMultiProcessorCount, device);
-  return num;
+  return attribute_of(device, cudaDevAttrMultiProcessorCount);
 }
 
-inline int major_capability(int device) {
-  int major = 0;
-  auto result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return result == cudaSuccess ? major : 0;
+// Bytes that a block can ask for.
+inline size_t most_shared_memory(int device) {
+  return static_cast<size_t>(attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-inline bool can_start_early(int device) { return major_capability(device) >= 9; }
+inline bool can_start_early(int device) {
+  return attribute_of(device, cudaDevAttrComputeCapabilityMajor) >= 9;
+}
 
-inline bool has_clusters(int device) { return major_capability(device) >= 9; }
+inline bool has_clusters(int device) {
+  return attribute_of(device, cudaDevAttrComputeCapabilityMajor) >= 9;
+}
 
 inline cudaLaunchAttribute may_start_early() {
   cudaLaunchAttribute attribute{};
