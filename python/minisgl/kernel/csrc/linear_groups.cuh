@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(kThreads, 1)  // a thread has room for all tha
     bool has_next = group + num_clusters < num_groups;
     if (has_next) begin_group(group + num_clusters);
     forget(num_inputs);  // or a compiler keeps for each round whether it is there
-    float sum[kFragments][kTiles][2][4] = {};  // of either half of a piece: no product waits for the one before
+    // Of either half of a piece, so that no product waits for the one before.
+    float sum[kFragments][kTiles][2][4] = {};
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       wait_for_copies<kRounds - 1>();
