@@ -15,7 +15,7 @@ import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.server import ServerConfig
-from minisgl.server.launch import _accept_connections, _listen, launch_server
+from minisgl.server.launch import _accept_connections, _listen, interruptible, launch_server
 
 
 def test_a_port_that_somebody_listens_on_is_refused_by_number() -> None:
@@ -150,3 +150,19 @@ def test_a_signal_that_comes_amid_code_of_a_text_leaves_the_exit_code(
     command = [sys.executable, "-m", "interrupted"]
     done = subprocess.run(command, check=False, capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_library_makes_an_error_of_is_still_one(number: int) -> None:
+    """Pydantic makes a SchemaError of what interrupts it while it builds a schema."""
+
+    def build() -> None:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ValueError("the schema could not be built") from None
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        build()
+    with pytest.raises(ValueError, match="no signal"), interruptible():
+        raise ValueError("no signal came")

@@ -148,18 +148,26 @@ class _Interrupted(KeyboardInterrupt):
 def interruptible() -> Iterator[None]:
     """Let SIGINT and SIGTERM raise KeyboardInterrupt, until the event loop handles the signals.
 
-    A SIGINT that is ignored stays so: a shell starts programs in the background like this.
+    Also where a library makes another error of it, as pydantic does while it builds a schema. A
+    SIGINT that is ignored stays so: a shell starts programs in the background like this.
     """
+    has_come = False
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+        nonlocal has_come
+        has_come = True
+        raise _Interrupted
+
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         numbers.append(signal.SIGINT)
-    previous = {number: signal.signal(number, _interrupt) for number in numbers}
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
+    except Exception:
+        if has_come:
+            raise _Interrupted from None
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
-    raise _Interrupted
