@@ -168,6 +168,17 @@ def test_another_threads_calls_are_not_captured(kernels: CpuKernels) -> None:
     assert other_TD.tolist() == [[1.0] * 8], "once, by the thread"
 
 
+def test_calls_through_another_object_of_the_library_are_captured(kernels: CpuKernels) -> None:
+    """Two threads may have loaded the library at a time, and a layer keeps what it was given."""
+    other = CpuKernels(kernels._library)
+    x_TD = torch.rand(1, 8)
+    y_TD = torch.empty(1, 8)
+    graph, _ = capture(kernels, lambda: other.rms_norm(x_TD, WEIGHT_D, EPS, y_TD))
+    y_TD.zero_()
+    graph.replay()
+    assert torch.equal(y_TD, rms_norm(x_TD, WEIGHT_D, EPS))
+
+
 def test_calls_after_a_failed_capture_are_not_kept(kernels: CpuKernels) -> None:
     x_TD = torch.rand(1, 8)
     with pytest.raises(CannotBeCaptured):

@@ -32,6 +32,10 @@ _ALLOCATIONS = frozenset(
 )
 
 
+# Of this thread. Not of a `CpuKernels`: several objects may call one library.
+_CAPTURED: ContextVar[_Calls | None] = ContextVar("captured calls", default=None)
+
+
 class CannotBeCaptured(Exception):
     """A call computes something with torch, which a graph would not repeat."""
 
@@ -76,15 +80,14 @@ class CpuGraphMemory:
 
 
 class CpuKernels:
-    """The functions of a library, as attributes. During `capture` each call is kept too."""
+    """The functions of a library, as attributes. During a `capture` each call is kept too."""
 
     def __init__(self, library: tvm_ffi.Module) -> None:
         self._library = library
-        self._captured: ContextVar[_Calls | None] = ContextVar("captured calls", default=None)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Found once for each function."""
-        kernel = _Kernel(self._library.get_function(name), self._captured)
+        kernel = _Kernel(self._library.get_function(name))
         setattr(self, name, kernel)
         return kernel
 
@@ -100,12 +103,12 @@ class CpuKernels:
             CannotBeCaptured: torch computed something as well.
         """
         calls = _Calls(memory)
-        token = self._captured.set(calls)
+        token = _CAPTURED.set(calls)
         try:
             with _NothingIsComputed(memory):
                 result = call()
         finally:
-            self._captured.reset(token)
+            _CAPTURED.reset(token)
         return CpuGraph(self._library.get_function("repeat"), calls), result
 
 
@@ -136,15 +139,14 @@ class _Calls:
 class _Kernel:
     """One function of a library."""
 
-    __slots__ = ("_captured", "_function")
+    __slots__ = ("_function",)
 
-    def __init__(self, function: tvm_ffi.Function, captured: ContextVar[_Calls | None]) -> None:
+    def __init__(self, function: tvm_ffi.Function) -> None:
         self._function = function
-        self._captured = captured
 
     def __call__(self, *arguments: Any) -> None:
         self._function(*arguments)
-        calls = self._captured.get()
+        calls = _CAPTURED.get()
         if calls is not None:
             calls.keep(self._function, arguments)
 

@@ -5,7 +5,6 @@ Where that folder can be written by others, each process compiles its own.
 
 from __future__ import annotations
 
-import functools
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -18,18 +17,19 @@ import tvm_ffi
 from minisgl.builds import Library, cpu_library, cuda_library, library_folder
 from minisgl.kernel.cpu_graph import CpuKernels
 from minisgl.utils.env import cache_folder
+from minisgl.utils.once import made_once
 
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
+@made_once
 def load_cpu_kernels() -> CpuKernels | None:
     """Return the functions of *.cpp; None, with a warning, if they cannot be compiled here."""
     library = _load("CPU", cpu_library())
     return None if library is None else CpuKernels(library)
 
 
-@functools.cache
+@made_once
 def load_cuda_kernels(major: int, minor: int) -> Any | None:
     """Return the functions of *.cu for a GPU of that compute capability.
 

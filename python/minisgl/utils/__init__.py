@@ -26,6 +26,7 @@ For all:
 
     logger.py            logging
     progress.py          a progress bar
+    once.py              what is made once, whichever thread asks first
     registry.py          tables of named backends and models
     field_types.py       whether values have the types of their fields
 """

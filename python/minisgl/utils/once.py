@@ -1,0 +1,30 @@
+"""What is made once in a process, whichever thread asks first."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
+
+ArgumentsT = TypeVarTuple("ArgumentsT")
+ResultT = TypeVar("ResultT")
+
+
+def made_once(make: Callable[[*ArgumentsT], ResultT]) -> Callable[[*ArgumentsT], ResultT]:
+    """Keep what a function makes for its arguments, which must be hashable.
+
+    Other threads that ask meanwhile wait for the same result. `functools.cache` lets each of them
+    make its own.
+    """
+    made: dict[tuple[*ArgumentsT], ResultT] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(make)
+    def get(*arguments: *ArgumentsT) -> ResultT:
+        with lock:
+            if arguments not in made:
+                made[arguments] = make(*arguments)
+            return made[arguments]
+
+    return get
