@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda:0")
 NUM_HEADS = 8
 NUM_KV_HEADS = 2
 NOWHERE = 10**6  # in every entry of the page table after the pages of its row
-LITTER = 100.0  # in every slot of no request
+LITTER = math.nan  # in every slot of no request
 # Around tiles of 128 and 192 queries, and of 32 to 128 keys; slices of one token come last.
 SPANS = {
     "ragged": [(0, length) for length in (2, 31, 96, 127, 128, 129, 191, 193, 700, 1500, 1)],
