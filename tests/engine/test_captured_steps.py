@@ -109,9 +109,7 @@ class CapturableAttention(TorchAttentionBackend):
 
 
 class RepeatedCalls(GraphCapture):
-    """Captures calls of any kind, sampling too, for a `GraphRunner` as a GPU has it."""
-
-    takes_sampling = True
+    """Captures calls of any kind, for a `GraphRunner` as a GPU has it."""
 
     def __init__(self, log: Counter[str]) -> None:
         self._log = log
@@ -145,8 +143,7 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         captures_filters: bool = False,
         **options: Any,
     ) -> tuple[Host, Counter[str]]:
-        kernels = object() if captures_filters else None
-        monkeypatch.setattr(graph_module, "cuda_kernels_for", lambda _: kernels)
+        monkeypatch.setattr(graph_module, "has_filter_kernels", lambda _: captures_filters)
         config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config, info, rendezvous)
 
@@ -159,7 +156,6 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
             engine.context,
         )
         write_tables = engine._write_tables
-        start_host_copy = engine._host_copier.start
 
         def count_writes(writes: TableWrites) -> None:
             log["writes"] += len(writes.pages) + len(writes.tokens) > 0
@@ -171,13 +167,8 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
             log["steps"] += 1
             return launch(prepared)
 
-        def copy_tokens(token_B: Tensor, *others: Any) -> ForwardOutput:
-            """On a CPU the output would be where the next replay writes."""
-            return start_host_copy(token_B.clone(), *others)
-
         monkeypatch.setattr(engine, "launch", count_steps)
         monkeypatch.setattr(engine, "_write_tables", count_writes)
-        monkeypatch.setattr(engine._host_copier, "start", copy_tokens)
         return Host(engine, config), log
 
     return make

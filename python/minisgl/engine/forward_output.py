@@ -56,7 +56,7 @@ class ForwardOutput:
 
 
 class HostCopier:
-    """Copies tokens to the host, into pinned buffers in turn.
+    """Copies tokens out of the way of the next step; from a GPU into pinned buffers in turn.
 
     A buffer must be read before its turn comes again.
 
@@ -81,7 +81,7 @@ class HostCopier:
         Copies of logprobs and embeddings were started before it, so they end before it does.
         """
         if not self._pinned:
-            return ForwardOutput(token_B, None, logprobs, prompt_outputs)
+            return ForwardOutput(token_B.clone(), None, logprobs, prompt_outputs)
         self._turn = (self._turn + 1) % _NUM_PINNED
         pinned = self._pinned[self._turn]
         host_B = pinned.token_Z[: len(token_B)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,7 @@ class Graph(Protocol):
 
 
 class GraphCapture(ABC):
-    """Captures calls on one device.
-
-    Attributes:
-        takes_sampling: whether it captures the way from logits to tokens too.
-    """
-
-    takes_sampling: ClassVar[bool]
+    """Captures calls on one device."""
 
     @abstractmethod
     def rehearse(self, call: Callable[[], object]) -> None:
@@ -61,8 +55,6 @@ class CudaGraphCapture(GraphCapture):
     the memory of device and host back that the next one takes again.
     """
 
-    takes_sampling = True
-
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
@@ -88,12 +80,10 @@ class CudaGraphCapture(GraphCapture):
 
 
 class CpuGraphCapture(GraphCapture):
-    """Captures calls of compiled kernels. Filters and noise are computed by torch, so not those.
+    """Captures calls of compiled kernels.
 
     As on a GPU all graphs share the memory of what they compute on the way.
     """
-
-    takes_sampling = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels

@@ -1,11 +1,11 @@
 """Steps captured as graphs: decodes, decodes with a shared prefix, and steps with prompts.
 
 A replay costs the host one call instead of hundreds, and a GPU no gaps between kernels. A step is
-two graphs: from tokens to logits, and from logits to tokens; on a CPU, the first of them. Between
-them the host writes grammar masks, and the logits may be read. The graphs read their numbers at
-fixed addresses, which one copy fills before each replay. Tokens, slots and lists of pages are
-looked up on the device, in the tables. What is smaller than a captured size is padded with tokens
-of the padding row, which has the padding page only.
+two graphs: from tokens to logits, and from logits to tokens. Between them the host writes grammar
+masks, and the logits may be read. The graphs read their numbers at fixed addresses, which one copy
+fills before each replay. Tokens, slots and lists of pages are looked up on the device, in the
+tables. What is smaller than a captured size is padded with tokens of the padding row, which has the
+padding page only.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, D model width, P pages,
@@ -44,7 +44,7 @@ from minisgl.engine.sampling_batch import (
     sampling_arrays,
 )
 from minisgl.engine.steps import PreparedReplay
-from minisgl.kernel import CannotBeCaptured, cuda_kernels_for, look_up, scatter
+from minisgl.kernel import CannotBeCaptured, has_filter_kernels, look_up, scatter
 from minisgl.layers import Context, VocabShard
 from minisgl.utils.progress import ProgressBar
 from minisgl.utils.staging import StagedCopy, fixed_staging
@@ -110,7 +110,7 @@ class GraphRunner:
         self._num_row_pages = context.page_table_RP.shape[1]
         self._padding_row = num_rows - 1
         self._padding_page = int(context.page_table_RP[-1, 0])
-        captures_filters = cuda_kernels_for(context.kv_pool.k_cache(0)) is not None
+        captures_filters = has_filter_kernels(context.kv_pool.k_cache(0))
         self._filter_choices = _filter_choices(captures_filters, sampler.vocab)
 
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
@@ -240,11 +240,10 @@ class GraphRunner:
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
-        if self._device_capture.takes_sampling:
-            for is_filtered in self._filter_choices:
-                variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
-                sample = partial(self._sampler.sample, variant)
-                sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
+        for is_filtered in self._filter_choices:
+            variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
+            sample = partial(self._sampler.sample, variant)
+            sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
 
         # The next graph uses the memory of the logits too.
         sampling_inputs = replace(sampling_inputs, logits_BV=unowned(logits_BV))

@@ -36,7 +36,7 @@ from minisgl.kernel.decode_attention import BalancedDecode
 from minisgl.kernel.dispatch import cuda_kernels_for, kernels_for, triton_kernels_for
 from minisgl.kernel.embedding import embed, take_rows
 from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
-from minisgl.kernel.filters import lowest_kept, lowest_kept_reference
+from minisgl.kernel.filters import has_filter_kernels, lowest_kept, lowest_kept_reference
 from minisgl.kernel.linear import CpuLinear, gpu_linear, gpu_linear_silu, sizes_without_padding
 from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
@@ -78,6 +78,7 @@ __all__ = [
     "gpu_linear",
     "gpu_linear_silu",
     "gumbel_noise",
+    "has_filter_kernels",
     "kernels_for",
     "load_cpu_kernels",
     "look_up",

@@ -1,7 +1,7 @@
 """The filters top_k, top_p and min_p: together they keep all tokens from some logit on.
 
 The reference finds that logit in the sorted likeliest tokens. A GPU counts values instead of
-sorting them (csrc/filters.cu).
+sorting them (csrc/filters.cu), a CPU counts what is larger than a number (csrc/cpu_sample.cpp).
 """
 
 # Dimensions: B requests of a step, C candidates: the likeliest tokens, V vocabulary.
@@ -9,11 +9,12 @@ sorting them (csrc/filters.cu).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import cuda_kernels_for
+from minisgl.kernel.dispatch import cpu_kernels_for, cuda_kernels_for
 
 _FEW_CANDIDATES = 1024
 
@@ -34,12 +35,21 @@ def lowest_kept(
     Returns:
         lowest_B: float32.
     """
-    kernels = cuda_kernels_for(logits_BV)
+    kernels = _kernels_for(logits_BV)
     if kernels is None:
         return lowest_kept_reference(logits_BV.float(), temperature_B, top_k_B, top_p_B, min_p_B)
     lowest_B = torch.empty_like(temperature_B)
     kernels.lowest_kept(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, lowest_B)
     return lowest_B
+
+
+def has_filter_kernels(x: Tensor) -> bool:
+    """Whether `lowest_kept` is one kernel, for logits like this tensor."""
+    return _kernels_for(x) is not None
+
+
+def _kernels_for(x: Tensor) -> Any | None:
+    return cuda_kernels_for(x) or cpu_kernels_for(x)
 
 
 def lowest_kept_reference(

@@ -89,9 +89,36 @@ def _choose(
     position_B: Tensor,
     first_token: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the column that wins in each row, int32, and its score, float32."""
-    column_B = argmax(logits_BV)
-    score_B = logits_BV.gather(1, column_B.long()[:, None])[:, 0].float()
+    """Return the column that wins in each row, int32, and its score, float32.
+
+    A NaN beside numbers wins nowhere but in the reference.
+    """
+    kernels = cpu_kernels_for(logits_BV)
+    if kernels is None:
+        return _choose_reference(
+            logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token
+        )
+    if lowest_B is None:
+        lowest_B = temperature_B.new_empty(0)
+    column_B = temperature_B.new_empty(len(logits_BV), dtype=torch.int32)
+    score_B = torch.empty_like(temperature_B)
+    kernels.choose(
+        logits_BV, lowest_B, temperature_B, seed_B2, position_B, first_token, column_B, score_B
+    )
+    return column_B, score_B
+
+
+def _choose_reference(
+    logits_BV: Tensor,
+    lowest_B: Tensor | None,
+    temperature_B: Tensor,
+    seed_B2: Tensor,
+    position_B: Tensor,
+    first_token: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `_choose` does, in plain torch."""
+    column_B = logits_BV.argmax(dim=-1)
+    score_B = logits_BV.gather(1, column_B[:, None])[:, 0].float()
     index_X = temperature_B.nonzero().flatten()  # the requests that are not greedy
     if len(index_X):
         score_XV = logits_BV[index_X].float()
@@ -100,24 +127,10 @@ def _choose(
         seed_X = seed_B2[index_X].contiguous().view(torch.int64).flatten()
         noise_XV = gumbel_noise(seed_X, position_B[index_X].long(), logits_BV.shape[1], first_token)
         noisy_XV = torch.addcmul(score_XV, temperature_B[index_X, None], noise_XV)
-        column_X = argmax(noisy_XV)
+        column_X = noisy_XV.argmax(dim=-1)
         column_B[index_X] = column_X
-        score_B[index_X] = noisy_XV.gather(1, column_X.long()[:, None])[:, 0]
-    return column_B, score_B
-
-
-def argmax(logits_BV: Tensor) -> Tensor:
-    """Return the lowest index of the largest element of each row, int32, of logits on a CPU.
-
-    The compiled kernel takes a tenth of the time of torch's. A NaN beside numbers is no largest
-    element there, while it is torch's.
-    """
-    kernels = cpu_kernels_for(logits_BV)
-    if kernels is None:
-        return logits_BV.argmax(dim=-1).int()
-    token_B = torch.empty(len(logits_BV), dtype=torch.int32)
-    kernels.argmax(logits_BV, token_B)
-    return token_B
+        score_B[index_X] = noisy_XV.gather(1, column_X[:, None])[:, 0]
+    return column_B.int(), score_B
 
 
 def gumbel_noise(

@@ -168,35 +168,6 @@ void mask_logits(TensorView logits_BV, TensorView mask_B, TensorView bits_XW) {
   });
 }
 
-// The lowest index of the largest element of each row; 0 if all are NaN, which is otherwise ignored.
-void argmax(TensorView logits_BV, TensorView token_B) {
-  constexpr int64_t kBlock = 1024;
-  for_dtype(logits_BV, [&](auto zero) {
-    using T = decltype(zero);
-    int64_t rows = logits_BV.size(0), width = logits_BV.size(1);
-    auto* tokens = static_cast<int32_t*>(token_B.data_ptr());
-#pragma omp parallel for if (rows > 1 && rows * width > kParallelWork)
-    for (int64_t b = 0; b < rows; ++b) {
-      const T* logits = row<T>(logits_BV, b);
-      float top = -INFINITY;
-      int64_t best = 0;  // where the block begins that has the largest
-      for (int64_t begin = 0; begin < width; begin += kBlock) {
-        float block_top = -INFINITY;
-        int64_t end = std::min(begin + kBlock, width);
-#pragma omp simd reduction(max : block_top)
-        for (int64_t v = begin; v < end; ++v) block_top = std::max(block_top, get(logits[v]));
-        if (block_top > top) {
-          top = block_top;
-          best = begin;
-        }
-      }
-      const T* end = logits + std::min(best + kBlock, width);
-      const T* found = std::find_if(logits + best, end, [&](T x) { return get(x) == top; });
-      tokens[b] = static_cast<int32_t>((found < end ? found : logits) - logits);
-    }
-  });
-}
-
 // table[index] = value over a flat index.
 void scatter(TensorView table, TensorView index_Z, TensorView value_Z) {
   auto* entries = static_cast<int32_t*>(table.data_ptr());
@@ -236,7 +207,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate_and_store, rotate_and_store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(causal_softmax, causal_softmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mask_logits, mask_logits);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(argmax, argmax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter, scatter);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(look_up, look_up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_rows, take_rows);

@@ -82,12 +82,22 @@ inline Floats multiply_add(Pairs w, Pairs x, Floats sum) {
 #endif
 }
 
+inline int64_t round_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
 // Elements below which waking another thread costs more than it gains.
 constexpr int64_t kParallelWork = 1 << 14;
 
 template <class T>
 T* row(const TensorView& x, int64_t i) {
   return static_cast<T*>(x.data_ptr()) + i * x.stride(0);
+}
+
+// An element of a list, whose elements may lie apart.
+template <class T>
+T& item(const TensorView& x_Z, int64_t i) {
+  return *row<T>(x_Z, i);
 }
 
 // A list of integers of 32 or 64 bits.

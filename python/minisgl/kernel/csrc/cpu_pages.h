@@ -44,10 +44,6 @@ V load(const void* x) {
   return value;
 }
 
-inline int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
-
 // Keys and values from `key` on. Those after the last one repeat it.
 template <class T>
 struct Block {

@@ -1,0 +1,298 @@
+// From logits to tokens: the filters top_k, top_p and min_p, and Gumbel noise.
+//
+// A row is read in vectors some tens of times: sorting it, or adding to a table entry after entry,
+// takes longer.
+//
+// Dimensions: B requests of a step, V vocabulary.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "cpu.h"
+
+namespace {
+
+constexpr int64_t kBlock = 2048;  // tokens whose scores stay in a core's cache
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// ---- noise: see kernel/sample.py
+
+inline uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352d;
+  x ^= x >> 15;
+  x *= 0x846ca68b;
+  return x ^ x >> 16;
+}
+
+// log x of a normal x > 0, in operations that a compiler turns into vectors: S. Moshier's logf
+// ("Cephes Mathematical Library"), relative error below 1e-6.
+inline float log_positive(float x) {
+  constexpr uint32_t kSqrtHalf = 0x3f3504f3;
+  uint32_t u = std::bit_cast<uint32_t>(x) - kSqrtHalf;
+  float n = static_cast<float>(static_cast<int32_t>(u) >> 23);  // x = 2^n * (1 + f)
+  float f = std::bit_cast<float>((u & 0x7fffff) + kSqrtHalf) - 1.0f;
+  float p = 7.0376836292e-2f;
+  p = p * f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  float square = f * f;
+  return n * 0.693359375f + (f + (p * f * square - n * 2.12194440e-4f - 0.5f * square));
+}
+
+inline float gumbel(uint32_t key, uint32_t token) {
+  uint32_t bits = mix(mix(token ^ key) ^ key);
+  float uniform = (static_cast<float>(static_cast<int32_t>(bits >> 9)) + 0.5f) * 0x1p-23f;
+  return -log_positive(-log_positive(uniform));
+}
+
+uint32_t noise_key(const int32_t* seed_2, int32_t position) {
+  return mix(uint32_t(seed_2[0]) ^ mix(uint32_t(seed_2[1]) ^ mix(uint32_t(position))));
+}
+
+// The scores of a block of a row: see choose_tokens in kernel/sample.py.
+class Scores {
+ public:
+  template <class T>
+  Scores(const T* logits, int64_t length, float lowest, float temperature, uint32_t key,
+         uint32_t first_token)
+      : length_(length) {
+    if (temperature == 0) {
+#pragma omp simd
+      for (int64_t v = 0; v < length; ++v) score_[v] = get(logits[v]);
+      return;
+    }
+#pragma omp simd
+    for (int64_t v = 0; v < length; ++v) {
+      float x = get(logits[v]), noisy = x + temperature * gumbel(key, first_token + uint32_t(v));
+      score_[v] = x < lowest ? -kInfinity : noisy;
+    }
+  }
+
+  // The largest that is a number.
+  float top() const {
+    float top = -kInfinity;
+#pragma omp simd reduction(max : top)
+    for (int64_t v = 0; v < length_; ++v) top = std::max(top, score_[v]);
+    return top;
+  }
+
+  // Where a score is for the first time; 0 if it is not there.
+  int64_t find(float score) const {
+    const auto* end = score_.begin() + length_;
+    const auto* found = std::find(score_.begin(), end, score);
+    return found == end ? 0 : found - score_.begin();
+  }
+
+ private:
+  int64_t length_;
+  std::array<float, kBlock> score_;
+};
+
+// ---- filters
+
+// Numbers of T as integers in the same order, and back.
+template <class T>
+struct Key;
+template <>
+struct Key<float> {
+  static int64_t of(float x) {
+    int32_t bits = std::bit_cast<int32_t>(x);
+    return bits ^ (bits >> 31 & 0x7fffffff);
+  }
+  static float value(int64_t key) {
+    int32_t bits = static_cast<int32_t>(key);
+    return std::bit_cast<float>(bits ^ (bits >> 31 & 0x7fffffff));
+  }
+};
+template <>
+struct Key<bf16> {
+  static int64_t of(float x) {
+    int16_t bits = static_cast<int16_t>(std::bit_cast<uint32_t>(x) >> 16);
+    return bits ^ (bits >> 15 & 0x7fff);
+  }
+  static float value(int64_t key) {
+    int16_t bits = static_cast<int16_t>(key ^ (key >> 15 & 0x7fff));
+    return get(static_cast<bf16>(bits));
+  }
+};
+
+// The logits of a row, and the weights that the temperature gives them: 1 for the largest.
+template <class T>
+class Row {
+ public:
+  explicit Row(int64_t width)
+      : width_(width), logit_(round_up(width, kFloats), -kInfinity), weight_(logit_.size()) {}
+
+  void read(const T* logits, float temperature) {
+    float top = -kInfinity, *logit = logit_.data(), *weight = weight_.data();
+#pragma omp simd reduction(max : top)
+    for (int64_t v = 0; v < width_; ++v) {
+      logit[v] = get(logits[v]);
+      top = std::max(top, logit[v]);
+    }
+    top_ = top;
+    float scale = scale_ = 1.0f / std::max(temperature, 1e-30f);
+#pragma omp simd
+    for (int64_t v = 0; v < width_; ++v) {
+      float x = logit[v] < top ? exp_nonpositive((logit[v] - top) * scale) : 1.0f;
+      weight[v] = logit[v] <= top ? x : 0.0f;  // 0 for a NaN
+    }
+  }
+
+  // The smallest logit that top_k, then top_p of what top_k leaves, and min_p keep.
+  float lowest_kept(int64_t top_k, float top_p, float min_p) const {
+    constexpr bool kCounts = true;
+    float lowest = -kInfinity, total = 0;
+    if (top_k < width_) {
+      lowest = smallest<kCounts>(float(top_k));
+      if (top_p < 1) {
+        float num_equal = float(top_k) - sums_above<kCounts>({lowest})[0];
+        total = sums_above<!kCounts>({lowest})[0] + num_equal * weight_of(lowest);
+      }
+    } else if (top_p < 1) {
+      total = sums_above<!kCounts>({-kInfinity})[0];
+    }
+    if (top_p < 1) lowest = std::max(lowest, smallest<!kCounts>(top_p * total));
+    if (min_p > 0) lowest = std::max(lowest, smallest_likely(std::log(min_p)));
+    return lowest;
+  }
+
+ private:
+  static constexpr int kCuts = 4;
+  using Cuts = std::array<float, kCuts>;
+
+  // The smallest logit above which less than `limit` is added up, or the largest one.
+  template <bool kCounts>
+  float smallest(float limit) const {
+    int64_t low = Key<T>::of(-kInfinity) - 1, high = Key<T>::of(top_);
+    while (high - low > 1) {
+      int64_t keys[kCuts];
+      Cuts cuts;
+      for (int i = 0; i < kCuts; ++i) {
+        keys[i] = low + std::max<int64_t>((high - low) * (i + 1) / (kCuts + 1), 1);
+        cuts[i] = Key<T>::value(keys[i]);
+      }
+      Cuts sums = sums_above<kCounts>(cuts);
+      for (int i = 0; i < kCuts && keys[i] < high; ++i)
+        (sums[i] < limit ? high : low) = keys[i];
+    }
+    return Key<T>::value(high);
+  }
+
+  // How many logits are larger than each of some numbers, or the sum of their weights.
+  template <bool kCounts>
+  Cuts sums_above(const Cuts& cuts) const {
+    Floats sum[kCuts] = {};
+    for (size_t v = 0; v < logit_.size(); v += kFloats) {
+      Floats x, weight = Floats{} + 1.0f;
+      std::memcpy(&x, &logit_[v], sizeof(x));
+      if (!kCounts) std::memcpy(&weight, &weight_[v], sizeof(weight));
+      for (int i = 0; i < kCuts; ++i) sum[i] += x > cuts[i] ? weight : Floats{};
+    }
+    Cuts sums;
+    for (int i = 0; i < kCuts; ++i) {
+      sums[i] = 0;
+      for (int lane = 0; lane < kFloats; ++lane) sums[i] += sum[i][lane];
+    }
+    return sums;
+  }
+
+  float weight_of(float x) const { return x < top_ ? exp_nonpositive((x - top_) * scale_) : 1.0f; }
+
+  float smallest_likely(float least_score) const {
+    float lowest = top_, top = top_, scale = scale_;
+    const float* logit = logit_.data();
+#pragma omp simd reduction(min : lowest)
+    for (int64_t v = 0; v < width_; ++v)
+      lowest = std::min(lowest, (logit[v] - top) * scale >= least_score ? logit[v] : top);
+    return lowest;
+  }
+
+  int64_t width_;
+  std::vector<float> logit_, weight_;
+  float top_ = 0, scale_ = 1;
+};
+
+}  // namespace
+
+// The first token of the largest score in each row, and that score. Tokens are counted from the
+// row's first one, which is `first_token`. lowest_B may have no elements.
+void choose(TensorView logits_BV, TensorView lowest_B, TensorView temperature_B,
+            TensorView seed_B2, TensorView position_B, int64_t first_token, TensorView token_B,
+            TensorView score_B) {
+  for_dtype(logits_BV, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t num_rows = logits_BV.size(0), width = logits_BV.size(1);
+    int64_t num_blocks = (width + kBlock - 1) / kBlock;
+    auto scores_of = [&](int64_t b, int64_t block) {
+      int64_t begin = block * kBlock;
+      return Scores(row<const T>(logits_BV, b) + begin, std::min(kBlock, width - begin),
+                    lowest_B.numel() ? item<float>(lowest_B, b) : -kInfinity,
+                    item<float>(temperature_B, b),
+                    noise_key(row<const int32_t>(seed_B2, b), item<int32_t>(position_B, b)),
+                    uint32_t(first_token + begin));
+    };
+    std::vector<float> tops(num_rows * num_blocks);
+#pragma omp parallel if (num_rows * width > kParallelWork)
+    {
+#pragma omp for collapse(2)
+      for (int64_t b = 0; b < num_rows; ++b)
+        for (int64_t block = 0; block < num_blocks; ++block)
+          tops[b * num_blocks + block] = scores_of(b, block).top();
+#pragma omp for
+      for (int64_t b = 0; b < num_rows; ++b) {
+        const float* first = &tops[b * num_blocks];
+        int64_t block = std::max_element(first, first + num_blocks) - first;
+        int64_t token = block * kBlock + scores_of(b, block).find(first[block]);
+        item<float>(score_B, b) = first[block];
+        item<int32_t>(token_B, b) = static_cast<int32_t>(token);
+      }
+    }
+  });
+}
+
+// See kernel/filters.py; minus infinity where a row has no filter, or a temperature of 0.
+void lowest_kept(TensorView logits_BV, TensorView temperature_B, TensorView top_k_B,
+                 TensorView top_p_B, TensorView min_p_B, TensorView lowest_B) {
+  for_dtype(logits_BV, [&](auto zero) {
+    using T = decltype(zero);
+    int64_t num_rows = logits_BV.size(0), width = logits_BV.size(1);
+    std::vector<int64_t> filtered;
+    for (int64_t b = 0; b < num_rows; ++b) {
+      item<float>(lowest_B, b) = -kInfinity;
+      bool has_filter = item<int32_t>(top_k_B, b) < width || item<float>(top_p_B, b) < 1 ||
+                        item<float>(min_p_B, b) > 0;
+      if (has_filter && item<float>(temperature_B, b) != 0) filtered.push_back(b);
+    }
+#pragma omp parallel if (filtered.size() > 1)
+    {
+      Row<T> numbers(filtered.empty() ? 0 : width);
+#pragma omp for schedule(dynamic)
+      for (size_t i = 0; i < filtered.size(); ++i) {
+        int64_t b = filtered[i];
+        numbers.read(row<const T>(logits_BV, b), item<float>(temperature_B, b));
+        item<float>(lowest_B, b) = numbers.lowest_kept(
+            item<int32_t>(top_k_B, b), item<float>(top_p_B, b), item<float>(min_p_B, b));
+      }
+    }
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose, choose);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(lowest_kept, lowest_kept);
