@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,46 @@ def test_decodes(
 
     same(both(monkeypatch, call), dtype)
     assert not call()[[1, 2, 4, 5, 6, 7]].any(), "rows of other tokens were written"
+
+
+@pytest.fixture(params=[1, 2, 3, 7])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many threads for the kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 300, 1000])
+def test_decodes_of_long_contexts_do_not_depend_on_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+    random: torch.Generator,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    """A context is cut into ranges of up to 256 keys, which threads share."""
+    lengths = torch.tensor([2000, 1, 64, 255, 256, 257, 700, 321])
+    num_pages = -(-2000 // 16)
+    page_table = torch.randperm(8 * num_pages, generator=random).int().view(8, num_pages)
+    shape = (2, 2, page_table.numel() * 16, 32)
+    k, v = torch.randn(shape, generator=random).to(dtype).transpose(1, 2)
+    q = torch.randn(8, 6, 32, generator=random).to(dtype)
+
+    def attended(index: Tensor) -> Tensor:
+        o = torch.zeros_like(q)
+        attend_decode(
+            q, k, v, page_table, 16, index, index, lengths[index] - 1, o, scale=0.5, window=window
+        )
+        return o[index]
+
+    index = torch.arange(8)
+    compiled, reference = both(monkeypatch, lambda: attended(index))
+    same((compiled, reference), dtype)
+    for one in index.split(1):
+        assert torch.equal(attended(one), compiled[one])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,11 +1,16 @@
 // Attention of single queries over a paged context, in blocks of keys that stay in a core's cache.
 //
-// A task has the queries of a token that share a kv head. They are too few to fill vectors, as
+// Of a token the queries that share a kv head go together. They are too few to fill vectors, as
 // cpu_prompt_attention.cpp does with the rows of a prompt, so the head width lies in lanes.
+//
+// A context is cut into ranges. Each thread has ranges side by side, so that it knows which block
+// comes next. What the ranges of a context have added up is merged (Dao et al. 2023,
+// "Flash-Decoding"). How a context is cut depends on its length alone, and so does its output.
 //
 // Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
 // tables, S kv slots, T tokens of a step.
 
+#include <omp.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
@@ -33,6 +38,46 @@ inline Floats totals(Floats* x) {
       x[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], every_second(0)) +
              __builtin_shuffle(x[2 * i], x[2 * i + 1], every_second(1));
   return x[0];
+}
+
+// Some of the keys and values that a kv head of a request has.
+struct Range {
+  int64_t b, kv_head, begin, end;
+  int64_t index, num_ranges;  // among those of this head
+  int64_t num_blocks_before;
+};
+
+constexpr int64_t kRangeBlocks = 4;  // at most
+
+inline int64_t num_blocks(int64_t num_keys) { return (num_keys + kKeys - 1) / kKeys; }
+
+// The ranges of all heads, in the order of their requests.
+std::vector<Range> ranges_of(const Integers& positions, int64_t batch, int64_t num_kv_heads,
+                             int64_t window) {
+  std::vector<Range> ranges;
+  int64_t before = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    int64_t last = positions[b] + 1, first = window ? std::max<int64_t>(0, last - window) : 0;
+    int64_t blocks = num_blocks(last - first), num = (blocks + kRangeBlocks - 1) / kRangeBlocks;
+    for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head)
+      for (int64_t i = 0; i < num; ++i) {
+        int64_t begin = first + blocks * i / num * kKeys;
+        int64_t end = std::min(first + blocks * (i + 1) / num * kKeys, last);
+        ranges.push_back({b, kv_head, begin, end, i, num, before});
+        before += num_blocks(end - begin);
+      }
+  }
+  return ranges;
+}
+
+// The first range of a thread: all have as many blocks as possible alike.
+int64_t first_of_thread(const std::vector<Range>& ranges, int64_t thread, int64_t num_threads) {
+  if (thread == num_threads) return ranges.size();
+  const Range& last = ranges.back();
+  int64_t total = last.num_blocks_before + num_blocks(last.end - last.begin);
+  auto is_before = [](const Range& range, int64_t block) { return range.num_blocks_before < block; };
+  int64_t block = total * thread / num_threads;
+  return std::lower_bound(ranges.begin(), ranges.end(), block, is_before) - ranges.begin();
 }
 
 // One thread's queries, and what they have added up so far, with weights relative to exp(top).
@@ -64,15 +109,15 @@ class Queries {
     std::fill(total_.begin(), total_.end(), 0.0f);
   }
 
-  // Add a block to the sums, and fetch the next one meanwhile.
+  // Add a block to the sums, and fetch the next one meanwhile, line by line: what is loaded after
+  // many lines waits for them.
   void attend(const Block<T>& block, const Block<T>& next, float scale) {
     int64_t num_lines = block.copy_values(width_, v_.data(), columns_);
     for (int64_t g = 0; g < group_; ++g) {
-      int64_t begin = kKeys * g / group_, end = kKeys * (g + 1) / group_;
-      for (int64_t l = begin; l < end; ++l) next.prefetch(l, width_);
-      for (int64_t l = 0; l < block.num_keys; l += kFloats) multiply_keys(block, l, g, scale);
+      for (int64_t l = 0; l < block.num_keys; l += kFloats)
+        multiply_keys(block, next, l, g, scale);
       float factor = weigh(block.num_keys, g);
-      add_values(num_lines, &o_[g * columns_], factor);
+      add_values(num_lines, next, g, factor);
     }
   }
 
@@ -80,6 +125,36 @@ class Queries {
     for (int64_t g = 0; g < group_; ++g)
       for (int64_t h = 0; h < width_; ++h)
         put(o[g * width_ + h], o_[g * columns_ + h] / total_[g]);
+  }
+
+  // How many floats the sums take.
+  int64_t num_floats() const { return group_ * (columns_ + 2); }
+
+  void save(float* sums) const {
+    sums = std::copy(o_.begin(), o_.end(), sums);
+    sums = std::copy(top_.begin(), top_.end(), sums);
+    std::copy(total_.begin(), total_.end(), sums);
+  }
+
+  // Take the sums of ranges, which lie one after the other.
+  void merge(const float* sums, int64_t num_ranges) {
+    std::copy_n(sums, o_.size(), o_.data());
+    std::copy_n(sums + o_.size(), group_, top_.data());
+    std::copy_n(sums + o_.size() + group_, group_, total_.data());
+    for (int64_t i = 1; i < num_ranges; ++i) {
+      sums += num_floats();
+      const float *tops = sums + o_.size(), *totals = tops + group_;
+      for (int64_t g = 0; g < group_; ++g) {
+        float top = std::max(top_[g], tops[g]);
+        float factor = exp_nonpositive(top_[g] - top), other = exp_nonpositive(tops[g] - top);
+        top_[g] = top;
+        total_[g] = total_[g] * factor + totals[g] * other;
+        const float* o = sums + g * columns_;
+#pragma omp simd
+        for (int64_t h = 0; h < columns_; ++h)
+          o_[g * columns_ + h] = o_[g * columns_ + h] * factor + o[h] * other;
+      }
+    }
   }
 
  private:
@@ -94,12 +169,17 @@ class Queries {
   }
 
   // Scores of kFloats keys from l on.
-  void multiply_keys(const Block<T>& block, int64_t l, int64_t g, float scale) {
+  void multiply_keys(const Block<T>& block, const Block<T>& next, int64_t l, int64_t g,
+                     float scale) {
     Floats sum[kFloats] = {};
     const Lanes* q = &q_[g * num_vectors()];
-    for (int64_t i = 0; i < num_vectors(); ++i)
-      for (int j = 0; j < kFloats; ++j)
+    for (int64_t i = 0; i < num_vectors(); ++i) {
+      bool fetches = i % group_ == g;
+      for (int j = 0; j < kFloats; ++j) {
+        if (fetches) __builtin_prefetch(next.k[l + j] + i * kInputs);
         sum[j] = multiply_add(part(block.k[l + j], i), q[i], sum[j]);
+      }
+    }
     Floats score = totals(sum) * scale;
     std::memcpy(&score_[l], &score, sizeof(score));
   }
@@ -123,22 +203,28 @@ class Queries {
   }
 
   // o = o * factor + weight @ v, some vectors side by side.
-  void add_values(int64_t num_lines, float* o, float factor) {
+  void add_values(int64_t num_lines, const Block<T>& next, int64_t g, float factor) {
     int64_t h = 0;
-    for (; h + 4 * kFloats <= columns_; h += 4 * kFloats) add_columns<4>(num_lines, h, o, factor);
-    for (; h < columns_; h += kFloats) add_columns<1>(num_lines, h, o, factor);
+    for (; h + 4 * kFloats <= columns_; h += 4 * kFloats)
+      add_columns<4>(num_lines, next, g, h, factor);
+    for (; h < columns_; h += kFloats) add_columns<1>(num_lines, next, g, h, factor);
   }
 
   template <int kVectors>
-  void add_columns(int64_t num_lines, int64_t h, float* o, float factor) {
+  void add_columns(int64_t num_lines, const Block<T>& next, int64_t g, int64_t h, float factor) {
     Floats sum[kVectors];
-    for (int i = 0; i < kVectors; ++i) sum[i] = load<Floats>(o + h + i * kFloats) * factor;
+    float* o = &o_[g * columns_ + h];
+    for (int i = 0; i < kVectors; ++i) sum[i] = load<Floats>(o + i * kFloats) * factor;
     for (int64_t l = 0; l < num_lines; ++l) {
       auto weight = load<Scalar>(&weight_[l * kParts]);
-      for (int i = 0; i < kVectors; ++i)
-        sum[i] = multiply_add(load<Lanes>(&v_[l * columns_ + h + i * kFloats]), weight, sum[i]);
+      for (int i = 0; i < kVectors; ++i) {
+        int64_t column = h + i * kFloats;
+        if (column % kInputs == 0 && column / kInputs % group_ == g)
+          for (int p = 0; p < kParts; ++p) __builtin_prefetch(next.v[l * kParts + p] + column);
+        sum[i] = multiply_add(load<Lanes>(&v_[l * columns_ + column]), weight, sum[i]);
+      }
     }
-    std::memcpy(o + h, sum, sizeof(sum));
+    std::memcpy(o, sum, sizeof(sum));
   }
 
   int64_t group_;
@@ -152,6 +238,28 @@ class Queries {
   std::vector<float> top_, total_;
 };
 
+// Call f with each block of some ranges, its range and the block after it.
+template <class T, class F>
+void for_blocks_of(const Pool& pool, const Integers& rows, const Range* range, const Range* end,
+                   F f) {
+  Block<T> blocks[2] = {};
+  auto find = [&](const Range* place, int64_t key, Block<T>& block) {
+    if (place == end)
+      block.num_keys = 0;
+    else
+      pool.find(rows[place->b], place->kv_head, key, place->end, block);
+  };
+  if (range != end) find(range, range->begin, blocks[0]);
+  for (int i = 0; range != end; i = 1 - i) {
+    const Range* next = range;
+    int64_t key = blocks[i].key + kKeys;
+    if (key >= range->end) key = ++next == end ? 0 : next->begin;
+    find(next, key, blocks[1 - i]);
+    f(*range, blocks[i], blocks[1 - i]);
+    range = next;
+  }
+}
+
 }  // namespace
 
 // One query of each request against its paged context, or against the last `window` tokens of it if
@@ -161,27 +269,49 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
                    TensorView o_TNH, double scale, int64_t window) {
   Integers tokens(token_B), rows(row_B), positions(position_B);
   int64_t batch = token_B.size(0), num_kv_heads = k_SKH.size(1);
+  if (batch == 0) return;
   int64_t group = q_TNH.size(1) / num_kv_heads;
-  int64_t num_positions = batch;
-  for (int64_t b = 0; b < batch; ++b) num_positions += positions[b];
-  int64_t work = num_positions * q_TNH.size(1) * q_TNH.size(2);
+  std::vector<Range> ranges = ranges_of(positions, batch, num_kv_heads, window);
+  int64_t num_ranges = ranges.size(), work = ranges.back().num_blocks_before * kKeys;
+  work *= group * q_TNH.size(2);
   Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
+  bool has_several = num_ranges > batch * num_kv_heads;
+  std::vector<float> sums;  // of each range, if a head has several
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
+    auto heads = [&](const TensorView& x, const Range& range) {
+      return row<T>(x, tokens[range.b]) + range.kv_head * group * width;
+    };
 #pragma omp parallel if (work > 2 * kParallelWork)
     {
       Queries<T, decltype(width)> queries(group, width);
-#pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < batch * num_kv_heads; ++task) {
-        int64_t b = task / num_kv_heads, kv_head = task % num_kv_heads;
-        int64_t head = kv_head * group * width, end = positions[b] + 1;
-        int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
-        queries.begin(row<T>(q_TNH, tokens[b]) + head);
-        for_blocks<T>(pool, rows[b], kv_head, begin, end,
-                      [&](const Block<T>& block, const Block<T>& next) {
-                        queries.attend(block, next, float(scale));
-                      });
-        queries.write(row<T>(o_TNH, tokens[b]) + head);
+      int64_t size = queries.num_floats(), thread = omp_get_thread_num();
+      int64_t num_threads = omp_get_num_threads();
+      if (has_several) {
+#pragma omp single
+        sums.resize(num_ranges * size);
+      }
+      const Range* begin = &ranges[0] + first_of_thread(ranges, thread, num_threads);
+      const Range* end = &ranges[0] + first_of_thread(ranges, thread + 1, num_threads);
+      for_blocks_of<T>(pool, rows, begin, end,
+                       [&](const Range& range, const Block<T>& block, const Block<T>& next) {
+                         if (block.key == range.begin) queries.begin(heads(q_TNH, range));
+                         queries.attend(block, next, float(scale));
+                         if (block.key + kKeys < range.end) return;
+                         if (range.num_ranges == 1)
+                           queries.write(heads(o_TNH, range));
+                         else
+                           queries.save(&sums[(&range - &ranges[0]) * size]);
+                       });
+      if (has_several) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < num_ranges; ++i) {
+          const Range& range = ranges[i];
+          if (range.index || range.num_ranges == 1) continue;
+          queries.merge(&sums[i * size], range.num_ranges);
+          queries.write(heads(o_TNH, range));
+        }
       }
     }
   };
