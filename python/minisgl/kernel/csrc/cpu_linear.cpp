@@ -74,7 +74,7 @@ void multiply_rows(const TensorView& x_TI, const TensorView& weight_OI, const bf
 template <int kTokens>
 void multiply(const TensorView& x_TI, const TensorView& weight_OI, const bf16* bias,
               const TensorView& y_TO) {
-  constexpr int kRows = kTokens > 2 ? 2 : 1;
+  constexpr int kRows = 2;
   int64_t num_outputs = weight_OI.size(0), stride = num_outputs / kRows;
 #pragma omp parallel for schedule(static) if (weight_OI.numel() > kParallelWork)
   for (int64_t o = 0; o < stride; ++o)
