@@ -125,6 +125,11 @@ class PrefillManager:
         return len(self._queue)
 
     @property
+    def num_uncomputed(self) -> int:
+        """How many prompts are not computed: those that wait, and the half computed ones."""
+        return len(self._queue) + len(self._half_computed)
+
+    @property
     def half_computed(self) -> list[Req]:
         return [prefill.req for prefill in self._half_computed.values()]
 

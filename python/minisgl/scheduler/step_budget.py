@@ -38,17 +38,22 @@ class Pace:
         auto_factor: what the bound is if the user does not say it: a step may take this many times
             as long as it would without prompts.
         auto_ms: the least bound if the user does not say it.
+        auto_crowding: by how much the automatic bound is longer for each prompt that waits, times
+            the number of running requests. A longer step holds up those that run, and lets those
+            begin who wait: where few run and many wait, short steps serve few, and all of them
+            late. On a GPU the least bound has room for many prompts.
     """
 
     min_tokens: int
     auto_factor: float
     auto_ms: float
+    auto_crowding: float
 
 
 # A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
 # more than anybody reads.
-GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
-CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
+GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0, auto_crowding=0.0)
+CPU_PACE = Pace(min_tokens=4, auto_factor=1.6, auto_ms=20.0, auto_crowding=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +96,21 @@ class StepPacer:
         self._prompt_waves = prompt_waves
         self.latest = StepBudget(max_tokens)
 
-    def budget(self, running: list[ReqSlice], oldest: OldestPrompt | None) -> StepBudget:
+    def budget(
+        self, running: list[ReqSlice], oldest: OldestPrompt | None, num_waiting: int
+    ) -> StepBudget:
         """The budget of a step.
 
         Args:
             running: what the step computes of running requests.
             oldest: the prompt that has waited for longest, if any waits.
+            num_waiting: prompts that are not computed, the oldest included.
         """
         if self._target_itl_ms == 0 or oldest is None or not running:
             return StepBudget(self._max_tokens)
         work = StepWork.of(running, self._prompt_waves)
         without_prompts = self.costs.seconds(work)
-        bound = self._bound(without_prompts)
+        bound = self._bound(without_prompts, num_waiting / len(running))
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
         num_bounded = self._num_tokens(bound - fixed, oldest)
         bound *= _relaxation(oldest, num_bounded)
@@ -113,11 +121,18 @@ class StepPacer:
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
-    def _bound(self, without_prompts: float) -> float:
-        """Seconds that a step may take as long as prompts do not wait too long."""
+    def _bound(self, without_prompts: float, num_waiting_for_each: float) -> float:
+        """Seconds that a step may take as long as prompts do not wait too long.
+
+        Args:
+            without_prompts: seconds that it takes without any.
+            num_waiting_for_each: prompts that wait, for each running request.
+        """
         if self._target_itl_ms is not None:
             return self._target_itl_ms / 1e3
-        return max(self._pace.auto_ms / 1e3, self._pace.auto_factor * without_prompts)
+        pace = self._pace
+        factor = pace.auto_factor * (1 + pace.auto_crowding * num_waiting_for_each)
+        return max(pace.auto_ms / 1e3, factor * without_prompts)
 
     def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:
         """Tokens within the options that take so long, at the place where the oldest prompt is."""
