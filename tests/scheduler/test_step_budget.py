@@ -163,11 +163,11 @@ def test_the_budget_is_what_fits(target: float | None, num_tokens: int) -> None:
     oldest = OldestPrompt(position=0, num_tokens=4000, num_passed=0)
     if target is None:
         made.costs = StepCosts(decode=0.016, mixed=0.001, token=1e-4)
-    assert made.budget([decode()], oldest, 0).num_tokens == num_tokens
+    assert made.budget([decode()], oldest, 1).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize(
-    ("num_running", "num_waiting", "bound_ms"), [(8, 0, 64), (8, 1, 72), (8, 8, 128), (1, 3, 32)]
+    ("num_running", "num_waiting", "bound_ms"), [(8, 1, 64), (8, 2, 72), (8, 9, 128), (1, 4, 32)]
 )
 def test_the_automatic_bound_grows_with_those_who_wait_for_each_running_request(
     num_running: int, num_waiting: int, bound_ms: float

@@ -38,10 +38,10 @@ class Pace:
         auto_factor: what the bound is if the user does not say it: a step may take this many times
             as long as it would without prompts.
         auto_ms: the least bound if the user does not say it.
-        auto_crowding: by how much the automatic bound is longer for each prompt that waits, times
-            the number of running requests. A longer step holds up those that run, and lets those
-            begin who wait: where few run and many wait, short steps serve few, and all of them
-            late. On a GPU the least bound has room for many prompts.
+        auto_crowding: by how much the automatic bound is longer for each prompt that waits behind
+            the oldest one, times the number of running requests. A longer step holds up those that
+            run, and lets those begin who wait: where few run and many wait, short steps serve few,
+            and all of them late. On a GPU the least bound has room for many prompts.
     """
 
     min_tokens: int
@@ -110,7 +110,7 @@ class StepPacer:
             return StepBudget(self._max_tokens)
         work = StepWork.of(running, self._prompt_waves)
         without_prompts = self.costs.seconds(work)
-        bound = self._bound(without_prompts, num_waiting / len(running))
+        bound = self._bound(without_prompts, (num_waiting - 1) / len(running))
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
         num_bounded = self._num_tokens(bound - fixed, oldest)
         bound *= _relaxation(oldest, num_bounded)
@@ -126,7 +126,7 @@ class StepPacer:
 
         Args:
             without_prompts: seconds that it takes without any.
-            num_waiting_for_each: prompts that wait, for each running request.
+            num_waiting_for_each: prompts behind the oldest one, for each running request.
         """
         if self._target_itl_ms is not None:
             return self._target_itl_ms / 1e3
