@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SamplingParams
+from minisgl.engine.graph_capture import Graph
 from minisgl.engine.graph_key import GraphKey, GraphKind
 from minisgl.engine.graph_runner import CapturedStep, GraphRunner
 from minisgl.engine.sampler import SamplingInputs
@@ -51,6 +52,12 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraph]:
 
     monkeypatch.setattr(CpuGraph, "replay", counted)
     return replays
+
+
+def sampling_graphs(engine: WatchedEngine) -> list[Graph]:
+    assert engine._graphs is not None
+    steps = engine._graphs._captured.values()
+    return [choice.graph for step in steps for choice in step.sampling_graphs.values()]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,9 @@ def test_tokens_are_those_without_graphs(
         answers = Host(replaying, config).ask(prompts, each)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
         assert len(replays) > 5
+        sampling = {id(graph) for graph in sampling_graphs(replaying)}
+        num_sampled = sum(id(graph) in sampling for graph in replays)
+        assert num_sampled > 5 or kind in ("processed", "all"), "tokens are chosen by graphs, too"
         replays.clear()
 
 

@@ -31,7 +31,7 @@ from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
 from minisgl.engine.sampler import sampler_capacity
 from minisgl.engine.warm_up import run_warm_up, warm_up_plans, warm_up_samples
-from minisgl.kernel import dispatch, gpu
+from minisgl.kernel import dispatch, gpu, lowest_kept_reference
 from minisgl.kernel.attention import attend_prompts_reference
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
 from minisgl.utils.staging import FixedStaging, StagedCopy, Staging, capacity_for
@@ -211,6 +211,9 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         score_KGTL.mul_(scale).masked_fill_(is_hidden, -torch.inf)
         score_KGTL.copy_(score_KGTL.softmax(dim=-1))
 
+    def filters_reference(logits_BV: Tensor, *filters: Tensor) -> Tensor:
+        return lowest_kept_reference(logits_BV.float(), *filters)
+
     kernels = SimpleNamespace(**{name: getattr(gpu, name) for name in gpu.__all__})
     kernels.attend_decode = attend_decode
     kernels.attend_prompts = attend_prompts
@@ -218,6 +221,7 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.causal_softmax = causal_softmax
     monkeypatch.setattr(dispatch, "load_cpu_kernels", lambda: kernels)
     monkeypatch.setattr(sampler_module, "choose_tokens", gpu.choose_tokens)
+    monkeypatch.setattr(sampler_module, "lowest_kept", filters_reference)
     monkeypatch.setattr(gpu.sample, "_PROGRAMS", 1)
     monkeypatch.setattr(model_runner, "Staging", lambda _, capacity: FixedStaging(capacity))
 

@@ -141,6 +141,19 @@ def test_a_cpu_keeps_it_of_float32(top_k: int, top_p: float, min_p: float) -> No
         same_tokens_are_kept(lowest_kept, logits_BV, 1.0, min(top_k, 9001), top_p, min_p)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="of a CPU; a GPU has the reference")
+@pytest.mark.parametrize(("width", "temperature", "top_p"), [(5.0, 1.0, 0.9999), (1.0, 0.3, 0.999)])
+def test_a_cpu_adds_up_many_small_weights(width: float, temperature: float, top_p: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits_BV = torch.randn(1, 151936, generator=random) * width
+    filters = (temperature, 151936, top_p, 0.0)
+    num_kept, num_by_definition = (
+        int((logits_BV >= lowest(find, logits_BV, *filters)).sum())
+        for find in (lowest_kept, by_definition)
+    )
+    assert num_kept == pytest.approx(num_by_definition, rel=1e-3)
+
+
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
 def test_the_reference_keeps_what_the_definition_keeps(
     top_k: int, top_p: float, min_p: float

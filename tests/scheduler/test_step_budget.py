@@ -163,20 +163,20 @@ def test_the_budget_is_what_fits(target: float | None, num_tokens: int) -> None:
     oldest = OldestPrompt(position=0, num_tokens=4000, num_passed=0)
     if target is None:
         made.costs = StepCosts(decode=0.016, mixed=0.001, token=1e-4)
-    assert made.budget([decode()], oldest, 1).num_tokens == num_tokens
+    assert made.budget([decode()], oldest, 0).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize(
-    ("num_running", "num_waiting", "bound_ms"), [(8, 1, 64), (8, 2, 72), (8, 9, 128), (1, 4, 32)]
+    ("num_running", "num_behind", "bound_ms"), [(8, 0, 64), (8, 1, 72), (8, 8, 128), (8, 99, 128)]
 )
 def test_the_automatic_bound_grows_with_those_who_wait_for_each_running_request(
-    num_running: int, num_waiting: int, bound_ms: float
+    num_running: int, num_behind: int, bound_ms: float
 ) -> None:
     """Twice the time of a step, 4 ms a decode, and more with those who wait."""
     made = pacer(StepCosts(decode=0.004, token=1e-4), None)
     oldest = OldestPrompt(position=0, num_tokens=4000, num_passed=0)
     bounds = [
-        each.budget([decode()] * num_running, oldest, num_waiting).bound_ms
+        each.budget([decode()] * num_running, oldest, num_behind).bound_ms
         for each in (made, pacer(made.costs, 50))
     ]
     assert bounds == pytest.approx([bound_ms, 50])
@@ -185,7 +185,7 @@ def test_the_automatic_bound_grows_with_those_who_wait_for_each_running_request(
 def test_a_prompt_that_is_far_along_gets_fewer_tokens() -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4, attended=1e-8), 50)
     budgets = [
-        made.budget([decode()], OldestPrompt(position, 40_000, 0), 1).num_tokens
+        made.budget([decode()], OldestPrompt(position, 40_000, 0), 0).num_tokens
         for position in (0, 10_000, 30_000)
     ]
     assert budgets == [392, 199, 99]
@@ -195,7 +195,7 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50)
     length = 10_000 + 24 * 400
     bounds = [
-        made.budget([decode()], OldestPrompt(0, 10_000, passed), 1).bound_ms
+        made.budget([decode()], OldestPrompt(0, 10_000, passed), 0).bound_ms
         for passed in (0, 0.7 * length, 1.4 * length, 100 * length)
     ]
     assert bounds == pytest.approx([50, 100, 200, 50 * 64])
@@ -209,7 +209,7 @@ def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
     rooms: list[int], num_tokens: int
 ) -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50, rooms)
-    assert made.budget([decode()], OldestPrompt(0, 10_000, 0), 1).num_tokens == num_tokens
+    assert made.budget([decode()], OldestPrompt(0, 10_000, 0), 0).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
 def test_a_captured_step_is_chosen_whose_waves_are_full(position: int, num_tokens: int) -> None:
     """832 tokens would fit, too, but they take three waves, as 1,088 do, and 704 take two."""
     made = pacer(HOPPER, 57, ROOMS, WAVES)
-    assert made.budget([decode()] * 64, OldestPrompt(position, LONG, 0), 1).num_tokens == num_tokens
+    assert made.budget([decode()] * 64, OldestPrompt(position, LONG, 0), 0).num_tokens == num_tokens
 
 
 def test_before_anything_is_measured_nothing_is_bounded() -> None:
     made = pacer(StepCosts(), None)
-    assert made.budget([decode()], OldestPrompt(0, 100, 0), 1) == StepBudget(8192, 20)
+    assert made.budget([decode()], OldestPrompt(0, 100, 0), 0) == StepBudget(8192, 20)

@@ -38,10 +38,11 @@ class Pace:
         auto_factor: what the bound is if the user does not say it: a step may take this many times
             as long as it would without prompts.
         auto_ms: the least bound if the user does not say it.
-        auto_crowding: by how much the automatic bound is longer for each prompt that waits behind
-            the oldest one, times the number of running requests. A longer step holds up those that
-            run, and lets those begin who wait: where few run and many wait, short steps serve few,
-            and all of them late. On a GPU the least bound has room for many prompts.
+        auto_crowding: the automatic bound is 1 + auto_crowding * waiting / running times as long,
+            where prompts wait behind the oldest one; no more prompts count than requests run. A
+            longer step holds up those that run, and lets those begin who wait: where few run and
+            many wait, short steps serve few, and all of them late. On a GPU the least bound has
+            room for many prompts.
     """
 
     min_tokens: int
@@ -97,20 +98,20 @@ class StepPacer:
         self.latest = StepBudget(max_tokens)
 
     def budget(
-        self, running: list[ReqSlice], oldest: OldestPrompt | None, num_waiting: int
+        self, running: list[ReqSlice], oldest: OldestPrompt | None, num_behind_oldest: int
     ) -> StepBudget:
         """The budget of a step.
 
         Args:
             running: what the step computes of running requests.
             oldest: the prompt that has waited for longest, if any waits.
-            num_waiting: prompts that are not computed, the oldest included.
+            num_behind_oldest: other prompts that could begin or go on.
         """
         if self._target_itl_ms == 0 or oldest is None or not running:
             return StepBudget(self._max_tokens)
         work = StepWork.of(running, self._prompt_waves)
         without_prompts = self.costs.seconds(work)
-        bound = self._bound(without_prompts, (num_waiting - 1) / len(running))
+        bound = self._bound(without_prompts, min(1.0, num_behind_oldest / len(running)))
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
         num_bounded = self._num_tokens(bound - fixed, oldest)
         bound *= _relaxation(oldest, num_bounded)
@@ -121,17 +122,17 @@ class StepPacer:
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
-    def _bound(self, without_prompts: float, num_waiting_for_each: float) -> float:
+    def _bound(self, without_prompts: float, crowding: float) -> float:
         """Seconds that a step may take as long as prompts do not wait too long.
 
         Args:
             without_prompts: seconds that it takes without any.
-            num_waiting_for_each: prompts behind the oldest one, for each running request.
+            crowding: prompts behind the oldest one, for each running request; at most 1.
         """
         if self._target_itl_ms is not None:
             return self._target_itl_ms / 1e3
         pace = self._pace
-        factor = pace.auto_factor * (1 + pace.auto_crowding * num_waiting_for_each)
+        factor = pace.auto_factor * (1 + pace.auto_crowding * crowding)
         return max(pace.auto_ms / 1e3, factor * without_prompts)
 
     def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:

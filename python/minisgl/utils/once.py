@@ -15,16 +15,17 @@ def made_once(make: Callable[[*ArgumentsT], ResultT]) -> Callable[[*ArgumentsT],
     """Keep what a function makes for its arguments, which must be hashable.
 
     Other threads that ask meanwhile wait for the same result. `functools.cache` lets each of them
-    make its own.
+    make its own. The function may not ask for what it makes.
     """
     made: dict[tuple[*ArgumentsT], ResultT] = {}
     lock = threading.Lock()
 
     @functools.wraps(make)
     def get(*arguments: *ArgumentsT) -> ResultT:
-        with lock:
-            if arguments not in made:
-                made[arguments] = make(*arguments)
-            return made[arguments]
+        if arguments not in made:
+            with lock:
+                if arguments not in made:
+                    made[arguments] = make(*arguments)
+        return made[arguments]
 
     return get

@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "cpu_pages.h"
@@ -70,7 +71,7 @@ std::vector<Range> ranges_of(const Integers& positions, int64_t batch, int64_t n
   return ranges;
 }
 
-// The first range of a thread: all have as many blocks as possible alike.
+// The first range of a thread. Threads get as nearly equal numbers of blocks as whole ranges allow.
 int64_t first_of_thread(const std::vector<Range>& ranges, int64_t thread, int64_t num_threads) {
   if (thread == num_threads) return ranges.size();
   const Range& last = ranges.back();
@@ -78,6 +79,11 @@ int64_t first_of_thread(const std::vector<Range>& ranges, int64_t thread, int64_
   auto is_before = [](const Range& range, int64_t block) { return range.num_blocks_before < block; };
   int64_t block = total * thread / num_threads;
   return std::lower_bound(ranges.begin(), ranges.end(), block, is_before) - ranges.begin();
+}
+
+// How many floats the sums of a range take.
+inline int64_t num_floats(int64_t group, int64_t width) {
+  return group * (round_up(width, kFloats) + 2);
 }
 
 // One thread's queries, and what they have added up so far, with weights relative to exp(top).
@@ -127,9 +133,6 @@ class Queries {
         put(o[g * width_ + h], o_[g * columns_ + h] / total_[g]);
   }
 
-  // How many floats the sums take.
-  int64_t num_floats() const { return group_ * (columns_ + 2); }
-
   void save(float* sums) const {
     sums = std::copy(o_.begin(), o_.end(), sums);
     sums = std::copy(top_.begin(), top_.end(), sums);
@@ -142,7 +145,7 @@ class Queries {
     std::copy_n(sums + o_.size(), group_, top_.data());
     std::copy_n(sums + o_.size() + group_, group_, total_.data());
     for (int64_t i = 1; i < num_ranges; ++i) {
-      sums += num_floats();
+      sums += num_floats(group_, width_);
       const float *tops = sums + o_.size(), *totals = tops + group_;
       for (int64_t g = 0; g < group_; ++g) {
         float top = std::max(top_[g], tops[g]);
@@ -272,11 +275,13 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   if (batch == 0) return;
   int64_t group = q_TNH.size(1) / num_kv_heads;
   std::vector<Range> ranges = ranges_of(positions, batch, num_kv_heads, window);
-  int64_t num_ranges = ranges.size(), work = ranges.back().num_blocks_before * kKeys;
-  work *= group * q_TNH.size(2);
+  int64_t num_ranges = ranges.size(), width = q_TNH.size(2);
+  int64_t work = (ranges.back().num_blocks_before + kRangeBlocks) * kKeys * group * width;
   Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
   bool has_several = num_ranges > batch * num_kv_heads;
-  std::vector<float> sums;  // of each range, if a head has several
+  std::unique_ptr<float[]> sums;  // of each range, if a head has several
+  int64_t num_sums = num_floats(group, width);
+  if (has_several) sums = std::make_unique_for_overwrite<float[]>(num_ranges * num_sums);
   auto attend = [&](auto zero, auto width) {
     using T = decltype(zero);
     auto heads = [&](const TensorView& x, const Range& range) {
@@ -285,12 +290,7 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
 #pragma omp parallel if (work > 2 * kParallelWork)
     {
       Queries<T, decltype(width)> queries(group, width);
-      int64_t size = queries.num_floats(), thread = omp_get_thread_num();
-      int64_t num_threads = omp_get_num_threads();
-      if (has_several) {
-#pragma omp single
-        sums.resize(num_ranges * size);
-      }
+      int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
       const Range* begin = &ranges[0] + first_of_thread(ranges, thread, num_threads);
       const Range* end = &ranges[0] + first_of_thread(ranges, thread + 1, num_threads);
       for_blocks_of<T>(pool, rows, begin, end,
@@ -301,7 +301,7 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
                          if (range.num_ranges == 1)
                            queries.write(heads(o_TNH, range));
                          else
-                           queries.save(&sums[(&range - &ranges[0]) * size]);
+                           queries.save(&sums[(&range - &ranges[0]) * num_sums]);
                        });
       if (has_several) {
 #pragma omp barrier
@@ -309,14 +309,14 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
         for (int64_t i = 0; i < num_ranges; ++i) {
           const Range& range = ranges[i];
           if (range.index || range.num_ranges == 1) continue;
-          queries.merge(&sums[i * size], range.num_ranges);
+          queries.merge(&sums[i * num_sums], range.num_ranges);
           queries.write(heads(o_TNH, range));
         }
       }
     }
   };
   for_dtype(q_TNH, [&](auto zero) {
-    for_width(q_TNH.size(2), [&](auto width) { attend(zero, width); });
+    for_width(width, [&](auto constant_width) { attend(zero, constant_width); });
   });
 }
 

@@ -5,6 +5,7 @@
 //
 // Dimensions: B requests of a step, V vocabulary.
 
+#include <omp.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
@@ -68,8 +69,10 @@ uint32_t noise_key(const int32_t* seed_2, int32_t position) {
 // The scores of a block of a row: see choose_tokens in kernel/sample.py.
 class Scores {
  public:
+  // Not inlined: `find` looks for what `top` has found in other scores of the same block, so both
+  // have to be rounded alike.
   template <class T>
-  Scores(const T* logits, int64_t length, float lowest, float temperature, uint32_t key,
+  [[gnu::noinline]] Scores(const T* logits, int64_t length, float lowest, float temperature, uint32_t key,
          uint32_t first_token)
       : length_(length) {
     if (temperature == 0) {
@@ -158,11 +161,12 @@ class Row {
   // The smallest logit that top_k, then top_p of what top_k leaves, and min_p keep.
   float lowest_kept(int64_t top_k, float top_p, float min_p) const {
     constexpr bool kCounts = true;
-    float lowest = -kInfinity, total = 0;
+    float lowest = -kInfinity;
+    double total = 0;
     if (top_k < width_) {
-      lowest = smallest<kCounts>(float(top_k));
+      lowest = smallest<kCounts>(double(top_k));
       if (top_p < 1) {
-        float num_equal = float(top_k) - sums_above<kCounts>({lowest})[0];
+        double num_equal = double(top_k) - sums_above<kCounts>({lowest})[0];
         total = sums_above<!kCounts>({lowest})[0] + num_equal * weight_of(lowest);
       }
     } else if (top_p < 1) {
@@ -176,10 +180,11 @@ class Row {
  private:
   static constexpr int kCuts = 4;
   using Cuts = std::array<float, kCuts>;
+  using Sums = std::array<double, kCuts>;
 
   // The smallest logit above which less than `limit` is added up, or the largest one.
   template <bool kCounts>
-  float smallest(float limit) const {
+  float smallest(double limit) const {
     int64_t low = Key<T>::of(-kInfinity) - 1, high = Key<T>::of(top_);
     while (high - low > 1) {
       int64_t keys[kCuts];
@@ -188,27 +193,29 @@ class Row {
         keys[i] = low + std::max<int64_t>((high - low) * (i + 1) / (kCuts + 1), 1);
         cuts[i] = Key<T>::value(keys[i]);
       }
-      Cuts sums = sums_above<kCounts>(cuts);
+      Sums sums = sums_above<kCounts>(cuts);
       for (int i = 0; i < kCuts && keys[i] < high; ++i)
         (sums[i] < limit ? high : low) = keys[i];
     }
     return Key<T>::value(high);
   }
 
-  // How many logits are larger than each of some numbers, or the sum of their weights.
+  // How many logits are larger than each of some numbers, or the sum of their weights. Of a block
+  // it is a float, else small weights would vanish beside the sum of many.
   template <bool kCounts>
-  Cuts sums_above(const Cuts& cuts) const {
-    Floats sum[kCuts] = {};
-    for (size_t v = 0; v < logit_.size(); v += kFloats) {
-      Floats x, weight = Floats{} + 1.0f;
-      std::memcpy(&x, &logit_[v], sizeof(x));
-      if (!kCounts) std::memcpy(&weight, &weight_[v], sizeof(weight));
-      for (int i = 0; i < kCuts; ++i) sum[i] += x > cuts[i] ? weight : Floats{};
-    }
-    Cuts sums;
-    for (int i = 0; i < kCuts; ++i) {
-      sums[i] = 0;
-      for (int lane = 0; lane < kFloats; ++lane) sums[i] += sum[i][lane];
+  Sums sums_above(const Cuts& cuts) const {
+    Sums sums{};
+    int64_t size = logit_.size();
+    for (int64_t begin = 0; begin < size; begin += kBlock) {
+      Floats sum[kCuts] = {};
+      for (int64_t v = begin; v < std::min(begin + kBlock, size); v += kFloats) {
+        Floats x, weight = Floats{} + 1.0f;
+        std::memcpy(&x, &logit_[v], sizeof(x));
+        if (!kCounts) std::memcpy(&weight, &weight_[v], sizeof(weight));
+        for (int i = 0; i < kCuts; ++i) sum[i] += x > cuts[i] ? weight : Floats{};
+      }
+      for (int i = 0; i < kCuts; ++i)
+        for (int lane = 0; lane < kFloats; ++lane) sums[i] += sum[i][lane];
     }
     return sums;
   }
@@ -280,7 +287,8 @@ void lowest_kept(TensorView logits_BV, TensorView temperature_B, TensorView top_
                         item<float>(min_p_B, b) > 0;
       if (has_filter && item<float>(temperature_B, b) != 0) filtered.push_back(b);
     }
-#pragma omp parallel if (filtered.size() > 1)
+    int num_threads = std::clamp<int>(filtered.size(), 1, omp_get_max_threads());
+#pragma omp parallel num_threads(num_threads)
     {
       Row<T> numbers(filtered.empty() ? 0 : width);
 #pragma omp for schedule(dynamic)
