@@ -182,8 +182,8 @@ class SchedulerConfig(EngineConfig):
     target_itl_ms: float | None = option(
         None,
         "milliseconds that a step with prompts may hold up running requests; it gives way when "
-        "prompts wait too long; 0: any; auto: 2 times (on a CPU 1.6, and more if many prompts "
-        "wait) the time of a step without prompts, at least 57 on a GPU and 20 on a CPU",
+        "prompts wait too long; 0: any; auto: 2 times (on a CPU 1.7) the time of a step without "
+        "prompts, at least 57 on a GPU and 20 on a CPU",
     )
     overlap: bool | None = option(
         None,

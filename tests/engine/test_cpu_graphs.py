@@ -99,9 +99,10 @@ def test_tokens_are_those_without_graphs(
         answers = Host(replaying, config).ask(prompts, each)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
         assert len(replays) > 5
-        sampling = {id(graph) for graph in sampling_graphs(replaying)}
+        sampling = set(map(id, sampling_graphs(replaying)))
         num_sampled = sum(id(graph) in sampling for graph in replays)
-        assert num_sampled > 5 or kind in ("processed", "all"), "tokens are chosen by graphs, too"
+        if kind not in ("processed", "all"):
+            assert num_sampled > 5
         replays.clear()
 
 

@@ -205,7 +205,7 @@ def test_extending_evicts_but_never_takes_from_others() -> None:
 def test_all_pages_and_rows_come_back(cache: str) -> None:
     pages = Pages(16, cache)
     reqs = [pages.admitted(9, first) for first in (0, 0, 100, 200)]
-    assert pages.table.num_free == 0
+    assert not pages.table.has_free
     for req in reqs:
         pages.end(req)
 

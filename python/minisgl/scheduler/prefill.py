@@ -125,12 +125,6 @@ class PrefillManager:
         return len(self._queue)
 
     @property
-    def num_behind_oldest(self) -> int:
-        """How many prompts a longer step would let begin or go on: there are rows for them."""
-        num_admissible = min(len(self._queue), self._table.num_free)
-        return max(0, len(self._half_computed) + num_admissible - 1)
-
-    @property
     def half_computed(self) -> list[Req]:
         return [prefill.req for prefill in self._half_computed.values()]
 
@@ -272,7 +266,7 @@ class PrefillManager:
 
     def _may_admit(self, order: Order, chunks: _Chunks) -> bool:
         has_room = order is by_age or len(self._half_computed) < MAX_HALF_COMPUTED
-        return chunks.may_admit and has_room and self._table.num_free > 0
+        return chunks.may_admit and has_room and self._table.has_free
 
     def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
         """Admit a request that waits; False, and nothing has changed, if there are no pages."""

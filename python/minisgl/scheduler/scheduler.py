@@ -259,7 +259,7 @@ class Scheduler:
         slices = running.slices
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
-        budget = self.pacer.budget(slices, self.prefill.oldest, self.prefill.num_behind_oldest)
+        budget = self.pacer.budget(slices, self.prefill.oldest)
         chunks = self.prefill.plan(
             min(budget.num_tokens, running.budget),
             num_running=len(self.decode),

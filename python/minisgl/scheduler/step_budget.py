@@ -38,23 +38,17 @@ class Pace:
         auto_factor: what the bound is if the user does not say it: a step may take this many times
             as long as it would without prompts.
         auto_ms: the least bound if the user does not say it.
-        auto_crowding: the automatic bound is 1 + auto_crowding * waiting / running times as long,
-            where prompts wait behind the oldest one; no more prompts count than requests run. A
-            longer step holds up those that run, and lets those begin who wait: where few run and
-            many wait, short steps serve few, and all of them late. On a GPU the least bound has
-            room for many prompts.
     """
 
     min_tokens: int
     auto_factor: float
     auto_ms: float
-    auto_crowding: float
 
 
 # A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
 # more than anybody reads.
-GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0, auto_crowding=0.0)
-CPU_PACE = Pace(min_tokens=4, auto_factor=1.6, auto_ms=20.0, auto_crowding=1.0)
+GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
+CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +91,18 @@ class StepPacer:
         self._prompt_waves = prompt_waves
         self.latest = StepBudget(max_tokens)
 
-    def budget(
-        self, running: list[ReqSlice], oldest: OldestPrompt | None, num_behind_oldest: int
-    ) -> StepBudget:
+    def budget(self, running: list[ReqSlice], oldest: OldestPrompt | None) -> StepBudget:
         """The budget of a step.
 
         Args:
             running: what the step computes of running requests.
             oldest: the prompt that has waited for longest, if any waits.
-            num_behind_oldest: other prompts that could begin or go on.
         """
         if self._target_itl_ms == 0 or oldest is None or not running:
             return StepBudget(self._max_tokens)
         work = StepWork.of(running, self._prompt_waves)
         without_prompts = self.costs.seconds(work)
-        bound = self._bound(without_prompts, min(1.0, num_behind_oldest / len(running)))
+        bound = self._bound(without_prompts)
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
         num_bounded = self._num_tokens(bound - fixed, oldest)
         bound *= _relaxation(oldest, num_bounded)
@@ -122,18 +113,11 @@ class StepPacer:
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
-    def _bound(self, without_prompts: float, crowding: float) -> float:
-        """Seconds that a step may take as long as prompts do not wait too long.
-
-        Args:
-            without_prompts: seconds that it takes without any.
-            crowding: prompts behind the oldest one, for each running request; at most 1.
-        """
+    def _bound(self, without_prompts: float) -> float:
+        """Seconds that a step may take as long as prompts do not wait too long."""
         if self._target_itl_ms is not None:
             return self._target_itl_ms / 1e3
-        pace = self._pace
-        factor = pace.auto_factor * (1 + pace.auto_crowding * crowding)
-        return max(pace.auto_ms / 1e3, factor * without_prompts)
+        return max(self._pace.auto_ms / 1e3, self._pace.auto_factor * without_prompts)
 
     def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:
         """Tokens within the options that take so long, at the place where the oldest prompt is."""

@@ -36,8 +36,8 @@ class TableManager:
         self._drained_tokens: dict[int, list[_Write]] = {}
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def has_free(self) -> bool:
+        return bool(self._free)
 
     def allocate(self) -> int:
         return self._free.pop()
