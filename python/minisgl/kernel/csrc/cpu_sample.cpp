@@ -1,7 +1,7 @@
 // From logits to tokens: the filters top_k, top_p and min_p, and Gumbel noise.
 //
-// A row is read in vectors some tens of times: sorting it, or adding to a table entry after entry,
-// takes longer.
+// A filter reads a row in vectors, seven times or fourteen: sorting it, or adding to a table entry
+// after entry, takes longer.
 //
 // Dimensions: B requests of a step, V vocabulary.
 
@@ -72,8 +72,8 @@ class Scores {
   // Not inlined: `find` looks for what `top` has found in other scores of the same block, so both
   // have to be rounded alike.
   template <class T>
-  [[gnu::noinline]] Scores(const T* logits, int64_t length, float lowest, float temperature, uint32_t key,
-         uint32_t first_token)
+  [[gnu::noinline]] Scores(const T* logits, int64_t length, float lowest, float temperature,
+                           uint32_t key, uint32_t first_token)
       : length_(length) {
     if (temperature == 0) {
 #pragma omp simd
