@@ -18,6 +18,7 @@ from fastapi import Request
 
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import Conversation, TokenIds, open_prompt, pack_ids
+from minisgl.server.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from minisgl.server.http import body_worker
 from minisgl.server.http.body import _check_content_type
 from minisgl.server.http.body_parser import (
@@ -33,6 +34,7 @@ from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
+from minisgl.server.openai.generation_request import ConversationRequest
 from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
 from minisgl.server.openai.validation import RequestBounds
@@ -50,6 +52,7 @@ from tests.server.harness import (
 MANY = 100_000
 BOUNDS = RequestBounds(MANY, 8)
 TURN = {"role": "user", "content": "hi"}
+BEGINNING = {"role": "assistant", "content": "The answer is"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"title": "é"}}}
 REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
     (CompletionRequest, {"model": "m", "prompt": "hé", "temperature": 0.5}),
@@ -59,6 +62,9 @@ REQUESTS: list[tuple[type[PromptRequest], dict[str, Any]]] = [
     (EmbeddingRequest, {"model": "m", "input": [1, 2]}),
     (ChatRequest, {"model": "m", "messages": [TURN, TURN], "tools": [TOOL], "seed": -5}),
     (ResponsesRequest, {"model": "m", "input": "hi", "instructions": "be kind"}),
+    (MessagesRequest, {"model": "m", "messages": [TURN], "system": "be kind", "max_tokens": 3}),
+    (MessagesRequest, {"model": "m", "messages": [TURN, BEGINNING], "max_tokens": 3}),
+    (CountTokensRequest, {"model": "m", "messages": [TURN], "thinking": {"type": "enabled"}}),
     (TokenizeRequest, {"messages": [TURN]}),
     (TokenizeRequest, {"prompt": "", "add_special_tokens": False}),
     (DetokenizeRequest, {"tokens": []}),
@@ -93,6 +99,24 @@ def test_a_packed_request_is_the_request(model: type[PromptRequest], body: dict[
     assert [open_prompt(prompt) for prompt in packed.prompts()] == parsed.prompts()
     prompt_fields = {model.prompt_field, *model.other_prompt_fields}
     assert packed.model_dump(exclude=prompt_fields) == parsed.model_dump(exclude=prompt_fields)
+    if isinstance(parsed, ConversationRequest) and isinstance(packed, ConversationRequest):
+        assert packed.allows_reasoning == parsed.allows_reasoning
+        assert packed.template_variables == parsed.template_variables
+        assert packed.tool_use == parsed.tool_use
+
+
+@pytest.mark.parametrize(
+    ("model", "field"), [(MessagesRequest, "system"), (ChatRequest, "messages")]
+)
+def test_every_part_of_a_prompt_may_be_large(model: type[PromptRequest], field: str) -> None:
+    large = "a" * (MAX_PARAMETERS + 1)
+    body = {"model": "m", "messages": [TURN], "max_tokens": 3}
+    body[field] = large if field == "system" else [{"role": "user", "content": large}]
+    packed = unpack_request(pack_body(bytes_of(body), model, BOUNDS), model, BOUNDS)
+    (prompt,) = packed.prompts()
+    conversation = open_prompt(prompt)
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[0]["content"] == large
 
 
 def test_no_text_of_a_request_outlives_it() -> None:

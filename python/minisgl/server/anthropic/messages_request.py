@@ -206,14 +206,13 @@ _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
     "tool": "required",
     "none": "none",
 }
-PLACEHOLDER_TURNS = [{"role": "user", "content": "-"}]
 
 
 class _AnthropicRequest(ConversationRequest):
     """A conversation in Anthropic's form."""
 
     prompt_field: ClassVar[str] = "messages"
-    placeholder: ClassVar[Any] = PLACEHOLDER_TURNS
+    other_prompt_fields: ClassVar[tuple[str, ...]] = ("system",)
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1), FITS_CONTEXT]
@@ -224,6 +223,10 @@ class _AnthropicRequest(ConversationRequest):
     output_config: OutputConfig | None = None
     cache_control: Any = None
     speed: Any = None
+
+    def placeholder(self) -> Any:
+        last_role = self.messages[-1].role  # which says whether the answer has begun
+        return [{"role": last_role, "content": "-"}]
 
     def read_prompts(self) -> list[Prompt]:
         return [

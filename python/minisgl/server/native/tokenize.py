@@ -65,10 +65,12 @@ class DetokenizeRequest(PromptRequest):
     """POST /detokenize."""
 
     prompt_field: ClassVar[str] = "tokens"
-    placeholder: ClassVar[Any] = [0]
 
     model: str | None = None
     tokens: PromptIds
+
+    def placeholder(self) -> Any:
+        return [0]
 
     def read_prompts(self) -> list[Prompt]:
         return [TokenIds(pack_ids(self.tokens))]

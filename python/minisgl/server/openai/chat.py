@@ -19,7 +19,7 @@ from minisgl.server.openai.generation_request import (
     ConversationRequest,
     check_positive,
 )
-from minisgl.server.openai.messages import PLACEHOLDER_TURNS, Message, TextPart
+from minisgl.server.openai.messages import Message, TextPart
 from minisgl.server.openai.tools import MAX_TOOLS, Function, NamedTool, Tool
 from minisgl.server.openai.unsupported import EmptyObjectOnly, FalseOnly, Refused
 from minisgl.server.openai.validation import (
@@ -55,7 +55,6 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     """POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
-    placeholder: ClassVar[Any] = PLACEHOLDER_TURNS
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1), FITS_CONTEXT]
@@ -86,6 +85,9 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
     max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
     prompt_logprobs: Refused = None
     reasoning: Annotated[Any, NeutralOnly({}, instead="chat_template_kwargs")] = None
+
+    def placeholder(self) -> Any:
+        return [{"role": "user", "content": "-"}]
 
     def read_prompts(self) -> list[Prompt]:
         messages = [message.for_template() for message in self.messages]

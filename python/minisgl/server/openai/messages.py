@@ -16,8 +16,6 @@ from minisgl.server.openai.validation import (
     ValidText,
 )
 
-PLACEHOLDER_TURNS = [{"role": "user", "content": "-"}]
-
 
 def refusal_as_text(part: Any) -> Any:
     """A part of a turn, with its text as `text` also where it is a refusal."""

@@ -27,7 +27,7 @@ class PackedRequest(msgspec.Struct, frozen=True):
     """A request in two parts.
 
     Attributes:
-        parameters: its other fields, in JSON.
+        parameters: its other fields, in JSON, and a placeholder for the prompts.
         prompts: each of its prompts, as `encode_prompt` writes it.
         ignored_fields: what the request had beside them.
     """
@@ -42,13 +42,11 @@ class PromptRequest(RequestModel):
 
     Attributes:
         prompt_field: the field that has the prompt.
-        other_prompt_fields: fields that may have it instead.
-        placeholder: a valid value of `prompt_field`, where the prompts were taken out.
+        other_prompt_fields: fields that may have it instead, or a part of it.
     """
 
     prompt_field: ClassVar[str] = "prompt"
     other_prompt_fields: ClassVar[tuple[str, ...]] = ()
-    placeholder: ClassVar[Any] = "-"
     _packed_prompts: list[Prompt] | None = PrivateAttr(None)
     _ignored_fields: list[IgnoredField] = PrivateAttr([])
 
@@ -84,6 +82,10 @@ class PromptRequest(RequestModel):
             return self._packed_prompts
         return self.read_prompts()
 
+    def placeholder(self) -> Any:
+        """A valid value of `prompt_field`, for where the prompts are taken out."""
+        return "-"
+
     def pack(self, body: dict[str, Any]) -> PackedRequest:
         """
         Args:
@@ -95,6 +97,7 @@ class PromptRequest(RequestModel):
         prompt_fields = {self.prompt_field, *self.other_prompt_fields}
         declared = self.declared_fields(body)
         fields = {name: value for name, value in declared.items() if name not in prompt_fields}
+        fields[self.prompt_field] = self.placeholder()
         parameters = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
         prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
         return PackedRequest(parameters, prompts, self._ignored_fields)
@@ -102,8 +105,7 @@ class PromptRequest(RequestModel):
     @classmethod
     def unpack(cls, parameters: Any, packed: PackedRequest, bounds: RequestBounds) -> Self:
         """The request again, from its decoded parameters and the rest of it."""
-        fields = {**parameters, cls.prompt_field: cls.placeholder}
-        request = cls.read(fields, bounds)
+        request = cls.read(parameters, bounds)
         request._packed_prompts = [encoded_prompt(raw) for raw in packed.prompts]
         request._ignored_fields = packed.ignored_fields
         return request
