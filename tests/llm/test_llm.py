@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -609,6 +610,25 @@ def test_after_a_step_that_broke_nothing_is_taken_any_more(
             llm.generate(PROMPTS, greedy(3), use_tqdm=False)
 
 
+def test_a_step_that_broke_while_it_ended_requests_holds_no_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step meets what is half done, as an answer that has ended already."""
+    with make(folder, overlap=True) as llm:
+        assert isinstance(llm._scheduler, Scheduler)
+        engine = llm._scheduler._executor
+        assert isinstance(engine, Engine)
+        pool = weakref.ref(engine.context.kv_pool)
+        del engine
+        with monkeypatch.context() as broken:
+            requests = llm._scheduler.requests
+            broken.setattr(requests, "leave_step", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, greedy(1), use_tqdm=False)
+    gc.collect()
+    assert pool() is None
+
+
 def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> None:
     with make(folder, skip_tokenizer_init=True) as bare:
         [expected], [answer] = (
@@ -621,6 +641,8 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(folder: Path, llm: LLM) -> N
         assert outputs[-1].finish_reason == "length"
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):
             bare.generate(["the dog"], greedy(5), use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="there can be no stop texts"):
+            bare.generate([ids_of("the dog")], SamplingParams(stop=("x",)), use_tqdm=False)
         with pytest.raises(InvalidRequest, match="prompts must be token ids"):
             bare.chat([{"role": "user", "content": "hello"}], greedy(5))
 

@@ -199,9 +199,13 @@ class LLM:
         """
         if self._scheduler.is_running and os.getpid() == self._pid:
             self._queues.post(ExitMsg())
-            with suppress(EngineFailed):
-                self._step()
-            self._resources.close()
+            # A step that was broken off has left any state, which the last one may meet.
+            ignored = EngineFailed if self._failure is None else Exception
+            try:
+                with suppress(ignored):
+                    self._step()
+            finally:
+                self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +222,8 @@ class LLM:
     def _tokenizer(self) -> Tokenizer:
         if self._optional_tokenizer is None:
             raise InvalidRequest(
-                "without a tokenizer (skip_tokenizer_init) prompts must be token ids"
+                "this LLM has no tokenizer (skip_tokenizer_init): prompts must be token ids, and "
+                "there can be no stop texts"
             )
         return self._optional_tokenizer
 
