@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minisgl.utils import hardware
 from minisgl.utils.hardware import (
     Hardware,
     available_memory,
@@ -21,16 +22,35 @@ from minisgl.utils.hardware import (
 
 
 def test_the_hardware_is_one_that_can_be_used() -> None:
-    hardware = detect_hardware()
+    found = detect_hardware()
 
-    assert hardware.device in ("cpu", "cuda")
-    assert (hardware.device == "cuda") == (hardware.num_devices > 0)
+    assert found.device in ("cpu", "cuda")
+    assert (found.device == "cuda") == (found.num_devices > 0)
 
 
 def test_available_memory_is_less_than_there_is() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     assert 0 < available_memory() < total
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("50000000", "30000000", 25_000_000), ("10000000", "30000000", 0)],
+)
+def test_cached_files_of_a_control_group_can_be_given_up(
+    limit: str, used: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is mapped counts as used there, as often as its files are read."""
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    stat = "anon 9000000\nfile 6000000\ninactive_file 4000000\nactive_file 1000000\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    monkeypatch.setattr(hardware, "_CONTROL_GROUP", tmp_path)
+    assert available_memory() == expected
+
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > expected
 
 
 @pytest.mark.parametrize(

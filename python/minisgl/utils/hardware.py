@@ -17,6 +17,7 @@ _MADV_HUGEPAGE = 14  # madvise(2)
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 1 << 21
 _FIRST_WITH_BF16 = 8  # compute capability
+_CONTROL_GROUP = Path("/sys/fs/cgroup")  # version 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,17 @@ def available_memory() -> int:
         fields = dict(line.split(":", 1) for line in info)
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
+        used = int((_CONTROL_GROUP / "memory.current").read_text())
+        stat = (_CONTROL_GROUP / "memory.stat").read_text()
     except OSError:
         return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
+    if limit == "max":
+        return free
+    # Files that are cached, as a checkpoint that was read, count as used and can be given up.
+    counts = dict(line.split() for line in stat.splitlines())
+    cached = sum(int(counts[name]) for name in ("inactive_file", "active_file"))
+    return max(0, min(free, int(limit) - used + cached))
 
 
 @contextmanager
