@@ -19,6 +19,7 @@
     ├─ CapacityError          our pages are exhausted; the scheduler waits, evicts or retracts
     ├─ StepOutOfMemory        the device's memory is full; the scheduler ends a request of the step
     ├─ KernelInputError       a tensor contract is broken: names the tensor, expected, actual
+    ├─ ClientGone             nobody reads the answer any more; the request is aborted
     └─ EngineFailed           unrecoverable: each open request gets it, then the supervisor acts
 
 Raised anywhere, caught by type at a border (HTTP handler, worker entry, `LLM`). An `assert` is for
@@ -27,9 +28,12 @@ our own bugs only. Next to read: `llm/llm.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 __all__ = [
     "CapacityError",
     "CheckpointError",
+    "ClientGone",
     "ConfigError",
     "EngineFailed",
     "InvalidApiKey",
@@ -78,6 +82,17 @@ class RequestError(MiniSGLError):
         super().__init__(message)
         self.param = param
         self.code = code or type(self).code
+
+    def name_field(self, field_of: Callable[[str | None], str | None]) -> None:
+        """Say which field of the client is wrong, where the engine has named its parameter.
+
+        An error that no field has caused names none.
+
+        Args:
+            field_of: from a parameter, or None, to a field of the request.
+        """
+        if self.status == 400:
+            self.param = field_of(self.param)
 
 
 class InvalidRequest(RequestError):

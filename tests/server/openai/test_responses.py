@@ -511,6 +511,18 @@ def test_a_refusal_in_mid_stream_fails_the_response() -> None:
     }
 
 
+def test_what_is_not_the_clients_fault_is_the_servers_error_of_the_response() -> None:
+    failure = ReplyError(503, "out_of_memory", "the device's memory is full", None)
+    *_, error, failed = fail_after(
+        "part", lambda app, uid: app.worker.send(UserReply(uid, error=failure))
+    )
+    assert (error["code"], error["param"]) == ("out_of_memory", None)
+    assert failed["response"]["error"] == {
+        "code": "server_error",
+        "message": "the device's memory is full",
+    }
+
+
 def test_the_log_probabilities_of_a_call_are_not_those_of_the_text_behind_it() -> None:
     deltas: list[list[Delta]] = [
         [ToolCallStart(0, "c", "f")],

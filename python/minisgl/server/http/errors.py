@@ -41,8 +41,7 @@ def errors_name_fields(field_of: Callable[[str | None], str | None]) -> Iterator
     try:
         yield
     except RequestError as error:
-        if error.status == 400:
-            error.param = field_of(error.param)
+        error.name_field(field_of)
         raise
 
 

@@ -101,7 +101,7 @@ class AnswerBuilder(ABC):
 
     def fail_stream(self, error: RequestError | EngineFailed) -> bytes:
         if isinstance(error, RequestError):
-            error.param = self._request.field_of(error.param)
+            error.name_field(self._request.field_of)
         return b"".join(self.error_events(error))
 
     @property

@@ -181,7 +181,8 @@ class ResponsesBuilder(AnswerBuilder):
         body = error_response(error).error.model_dump(include={"code", "message", "param"})
         yield self._event({"type": "error", **body})
         self._output.end_item("incomplete")
-        code = "server_error" if isinstance(error, EngineFailed) else "invalid_prompt"
+        is_ours = isinstance(error, EngineFailed) or error.status >= 500
+        code = "server_error" if is_ours else "invalid_prompt"
         yield self._end_event(self._response("failed", error={"code": code, "message": str(error)}))
 
     def _end_event(self, response: Object) -> bytes:
