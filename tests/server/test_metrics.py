@@ -234,6 +234,19 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
     run_with_app(scenario)
 
 
+def test_what_a_dead_scheduler_counted_may_come_late() -> None:
+    """The next one counts from zero, and a counter of /metrics never falls."""
+    metrics = Metrics()
+    for num_steps in (20, 30):
+        metrics.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
+    metrics.end_epoch()
+    metrics.update(EngineStats(0, 0, 0, 10, 0, 30, 0, 0))
+    for num_steps in (5, 12):
+        metrics.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
+    counted = parse(metrics.expose().decode())["steps_total"]
+    assert counted == 30 + 30 + 7
+
+
 def test_it_wants_a_key_and_counts_who_has_none() -> None:
     async def scenario(app: App) -> None:
         call = app.call("GET", "/metrics")

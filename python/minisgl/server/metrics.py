@@ -177,7 +177,7 @@ class Metrics:
         self._budget_seconds.set(stats.budget_ms / 1e3)
         for name, counter in self._counters.items():
             count = getattr(stats, name)
-            counter.inc(count - self._counted[name])
+            counter.inc(max(0, count - self._counted[name]))  # less: of a dead scheduler, and late
             self._counted[name] = count
 
     def samples(self) -> list[MetricSample]:
