@@ -146,6 +146,15 @@ def test_a_process_that_somebody_stops_is_replaced_and_the_grammar_is_not_blamed
         trials.close()
 
 
+def test_a_grammar_that_others_leave_no_time_is_refused_for_now(model: GrammarModel) -> None:
+    trials = Trials(model, TrialLimits(cpu_s=3600.0, wall_s=0.25, num_bytes=2**40))
+    try:
+        reason = "it was not compiled within 0.25 s; other work has the processors"
+        assert trials.ask(BOMB) == Verdict(refusal(reason), is_lasting=False)
+    finally:
+        trials.close()
+
+
 def test_a_grammar_whose_trial_is_broken_off_twice_is_refused(endless_trials: Trials) -> None:
     trials = endless_trials
     verdicts: list[Verdict] = []

@@ -151,6 +151,23 @@ def test_a_refusal_reaches_all_who_wait_and_is_remembered() -> None:
     assert len(host.trials.tried) == 1
 
 
+def test_a_refusal_for_now_reaches_all_who_wait_and_the_next_is_tried() -> None:
+    host = GrammarHost()
+    uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
+    host.step()
+    host.post_verdict(GrammarVerdictMsg(0, "no time", is_lasting=False))
+    host.drain()
+    errors = [host.answer(uid).error for uid in uids]
+    assert [error and error.message for error in errors] == ["no time"] * 2
+
+    host.submit(prompt_of(5, 2), guided())
+    host.step()
+    assert len(host.trials.tried) == 2
+    host.post_verdict(GrammarVerdictMsg(1, num_bytes=1))
+    host.drain()
+    host.check_answers()
+
+
 def test_a_trial_is_cancelled_when_the_last_who_waits_is_aborted() -> None:
     host = GrammarHost()
     uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]

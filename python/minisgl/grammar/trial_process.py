@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from enum import Enum, auto
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
@@ -65,28 +66,39 @@ def _try(
     if pid == 0:
         _run_fork(compiler, request.grammar, limits, writer, own_pid)
     writer.close()
-    has_report = _wait(reader, cancels, request.number, limits.wall_s)
-    if not has_report:
+    end = _wait(reader, cancels, request.number, limits.wall_s)
+    if end is not _End.REPORTED:
         os.kill(pid, signal.SIGKILL)
     verdict: Verdict | None = None
     with suppress(EOFError):
         verdict = msgspec.json.decode(reader.recv_bytes(), type=Verdict)
     reader.close()
     _, status = os.waitpid(pid, 0)
+    if verdict is None and end is _End.LATE:
+        reason = f"it was not compiled within {limits.wall_s:g} s; other work has the processors"
+        return Verdict.refused(reason, is_lasting=False)
     return verdict or _verdict_on(status, limits)
 
 
-def _wait(reader: Connection, cancels: Connection, number: int, timeout_s: float) -> bool:
-    """Wait for the report of a trial; False if it is cancelled or the time is up."""
+class _End(Enum):
+    """What a trial was waited for until."""
+
+    REPORTED = auto()  # or its fork has ended without a report
+    CANCELLED = auto()
+    LATE = auto()
+
+
+def _wait(reader: Connection, cancels: Connection, number: int, timeout_s: float) -> _End:
+    """Wait for the report of a trial."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         ready = wait([reader, cancels], timeout=deadline - time.monotonic())
         if reader in ready:
-            return True
+            return _End.REPORTED
         # Cancels of earlier trials may come late.
         if cancels in ready and msgspec.json.decode(cancels.recv_bytes(), type=int) == number:
-            return False
-    return False
+            return _End.CANCELLED
+    return _End.LATE
 
 
 def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
@@ -94,8 +106,10 @@ def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
     if not os.WIFSIGNALED(status):
         return Verdict.refused("its trial failed")
     ended_by = os.WTERMSIG(status)
-    if ended_by in (signal.SIGPROF, signal.SIGKILL):
+    if ended_by == signal.SIGPROF:
         return Verdict.refused(f"it takes more than {limits.cpu_s:g} s to compile")
+    if ended_by == signal.SIGKILL:
+        return Verdict.refused("its trial was broken off")
     return Verdict.refused(f"it takes more than {limits.num_bytes >> 20} MiB to compile")
 
 

@@ -37,14 +37,16 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
         error: why the grammar is refused; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
+        is_lasting: whether another trial would find the same.
     """
 
     error: str | None = None
     num_bytes: int = 0
+    is_lasting: bool = True
 
     @classmethod
-    def refused(cls, reason: str) -> Verdict:
-        return cls(str(refusal(reason)))
+    def refused(cls, reason: str, *, is_lasting: bool = True) -> Verdict:
+        return cls(str(refusal(reason)), is_lasting=is_lasting)
 
 
 class TrialLimits(msgspec.Struct, frozen=True):

@@ -63,11 +63,13 @@ class GrammarVerdictMsg(BaseBackendMsg, frozen=True):
         number: of the grammar, as all ranks count them.
         error: why it is refused; None if it is accepted.
         num_bytes: memory that it takes when it is compiled.
+        is_lasting: whether the error is remembered; else the next request has it tried again.
     """
 
     number: int
     error: str | None = None
     num_bytes: int = 0
+    is_lasting: bool = True
 
 
 class GrammarCompiledMsg(BaseBackendMsg, frozen=True):

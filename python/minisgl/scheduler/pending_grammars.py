@@ -166,7 +166,8 @@ class PendingGrammars:
 
     def _report(self, number: int, verdict: Verdict) -> None:
         """Runs on the thread of the trials."""
-        self._post(GrammarVerdictMsg(number, verdict.error, verdict.num_bytes))
+        msg = GrammarVerdictMsg(number, verdict.error, verdict.num_bytes, verdict.is_lasting)
+        self._post(msg)
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended, and its trial if nobody else waits for that."""
