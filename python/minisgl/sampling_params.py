@@ -74,8 +74,8 @@ class Grammar:
 class SamplingParams:
     """How to choose the next token of a request.
 
-    The filters apply in the order temperature, top_k, top_p, min_p; ties at a border are kept,
-    except that a top_k of 1 is greedy.
+    They apply in this order: bias and penalties, temperature, top_k, top_p, min_p. Ties at a border
+    are kept, except that a top_k of 1 is greedy.
 
     Attributes:
         max_tokens: tokens to generate at most; None means up to the end of the context. With 0 the
@@ -112,8 +112,6 @@ class SamplingParams:
         grammar: only tokens that continue a match are chosen; the answer ends where the match does.
         cache_salt: cached prefixes are found by requests with an equal one only; 1 to 256
             characters.
-
-    The order is: bias and penalties, then temperature, then filters.
 
     Numbers may be numpy's.
 
@@ -282,10 +280,14 @@ class SamplingParams:
         return bool(self.stop) or not self.skip_special_tokens
 
     @property
+    def has_penalty(self) -> bool:
+        adds = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return adds or self.repetition_penalty != 1
+
+    @property
     def changes_logits(self) -> bool:
         """Whether there are penalties or a bias."""
-        adds = self.presence_penalty != 0 or self.frequency_penalty != 0
-        return adds or self.repetition_penalty != 1 or bool(self.logit_bias)
+        return self.has_penalty or bool(self.logit_bias)
 
 
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:

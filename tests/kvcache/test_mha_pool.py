@@ -65,7 +65,8 @@ def test_the_first_write_to_a_part_of_a_large_pool_takes_little_memory() -> None
     pool = create_kvcache_pool(32, 4, 64, 4096, 16, torch.bfloat16, torch.device("cpu"))
     before = resident_bytes()
     for layer in range(32):
-        pool.kv_cache(layer)[:, 40_000:40_016] = 1
+        pool.k_cache(layer)[40_000:40_016] = 1
+        pool.v_cache(layer)[40_000:40_016] = 1
 
     assert resident_bytes() - before < 8 << 20
 

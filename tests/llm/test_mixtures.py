@@ -65,7 +65,7 @@ class Crowd:
         self._queues.post(AbortBackendMsg(self._random.randrange(len(self.requests))))
 
     def step(self) -> None:
-        if self._scheduler.is_idle and self._queues.is_inbox_empty:
+        if self._scheduler.is_idle and self._queues._to_scheduler.empty():
             return
         self._scheduler.step()
         self._scheduler.check_integrity()

@@ -102,7 +102,7 @@ class _Attacker:
             self._matchers.stay_in_budget()
             for msg in self._posted:
                 assert isinstance(msg, ForgetGrammarMsg)
-                self._matchers.known.discard(msg.grammar)
+                self._matchers.known.forget(msg.grammar)
                 for uid in msg.uids:
                     del reqs[uid]
                     self._matchers.close(uid)
@@ -122,7 +122,7 @@ class _Attacker:
         bits = np.unpackbits(self._masks_XW[index].view(np.uint8), bitorder="little")
         state = self._matchers.accept(uid, [int(self._draw.choice(np.flatnonzero(bits)))])
         if state.error is not None:
-            self._matchers.forget(uid)
+            self._matchers.forget_grammar_of(uid)
             self._num_refused += 1
         return state.error is None and not state.is_complete
 

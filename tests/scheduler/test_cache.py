@@ -77,7 +77,7 @@ class Pages:
 def test_a_page_that_is_filled_in_part_counts_whole(
     page_size: int, num_tokens: int, num_pages: int
 ) -> None:
-    assert Pages(8, page_size=page_size).manager.num_pages_for(num_tokens) == num_pages
+    assert Pages(8, page_size=page_size).manager._num_pages_for(num_tokens) == num_pages
 
 
 def test_admission_gives_a_row_with_the_tokens_and_pages_for_all_of_them() -> None:

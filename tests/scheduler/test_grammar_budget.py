@@ -86,7 +86,7 @@ def test_then_the_answers_of_the_largest_end_and_the_error_names_the_bound() -> 
 def test_a_grammar_that_was_forgotten_counts_while_answers_follow_it() -> None:
     grammars = Grammars()
     grammars.add(A, 70, 1)
-    grammars.known.discard(A)
+    grammars.known.forget(A)
     grammars.add(B, 40, 2)
     assert [msg.uids for msg in grammars.excess()] == [(1,)]
 

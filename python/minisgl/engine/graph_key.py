@@ -107,7 +107,9 @@ def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
     """How many tokens of prompts captured steps have room for beside so many decodes, ascending."""
     keys = captured[GraphKind.WITH_PROMPTS]
     beside = min((key.num_decodes for key in keys if key.num_decodes >= num_decodes), default=0)
-    return [key.num_prompt_tokens for key in keys if key.num_decodes == beside > 0]
+    if beside == 0:
+        return []
+    return [key.num_prompt_tokens for key in keys if key.num_decodes == beside]
 
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:

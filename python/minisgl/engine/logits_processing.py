@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import ReqSlice, SamplingParams
+from minisgl.core import ReqSlice
 from minisgl.sampling_params import MAX_BIASES, MAX_STOPS
 from minisgl.utils.staging import Numbers, Staging, capacity_for
 
@@ -48,7 +48,7 @@ def process_logits(
         shard: the tokens of the first columns; there may be more columns.
     """
     _add_biases(logits_XV, slices, eos_ids, shard, staging)
-    if any(_has_penalty(req_slice.req.params) for req_slice in slices):
+    if any(req_slice.req.params.has_penalty for req_slice in slices):
         _penalize(logits_XV, slices, token_pool_RL, shard, staging)
 
 
@@ -94,11 +94,6 @@ def _banned_tokens(req_slice: ReqSlice, eos_ids: frozenset[int]) -> set[int]:
 
 def _is_too_short(req_slice: ReqSlice) -> bool:
     return req_slice.end - req_slice.req.num_prompt < req_slice.req.params.min_tokens
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    adds = params.presence_penalty != 0 or params.frequency_penalty != 0
-    return adds or params.repetition_penalty != 1
 
 
 def _penalize(

@@ -100,7 +100,7 @@ def sample_logits(logits_BV: Tensor, args: BatchSamplingArgs, vocab: VocabShard)
         lowest_B = lowest_kept(
             whole_BV, args.temperature_B, args.top_k_B, args.top_p_B, args.min_p_B
         )
-    numbers = (lowest_B, args.temperature_B, args.seed_2B.view(-1, 2), args.position_B)
+    numbers = (lowest_B, args.temperature_B, args.seed_Z.view(-1, 2), args.position_B)
     if vocab.is_whole:
         return choose_tokens(logits_BV, *numbers)
     return vocab.agree(choose_scored_tokens(logits_BV, *numbers, vocab.first_token))

@@ -1,6 +1,6 @@
 """The sampling parameters of a batch: the numbers that say how each request's token is chosen."""
 
-# Dimensions: B requests of a step, or of a captured graph.
+# Dimensions: B requests of a step, or of a captured graph, Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BatchSamplingArgs:
         is_filtered: whether to look at the filters.
         is_masked: whether logits have to be masked first.
         temperature_B: float32; 0 is greedy.
-        seed_2B: int32, the halves of each 64-bit seed side by side.
+        seed_Z: int32, two for each request: the halves of its 64-bit seed, side by side.
         position_B: int32, of the tokens to be chosen.
         mask_B: int32, which of the step's masks applies, counted over the requests that have a
             grammar; -1: none.
@@ -37,7 +37,7 @@ class BatchSamplingArgs:
     is_filtered: bool
     is_masked: bool
     temperature_B: Tensor
-    seed_2B: Tensor
+    seed_Z: Tensor
     position_B: Tensor
     mask_B: Tensor
     top_k_B: Tensor
@@ -56,7 +56,7 @@ class SamplingArrays(NamedTuple):
     """The tensors of `BatchSamplingArgs` on the host, in the same order."""
 
     temperature_B: FloatArray
-    seed_2B: IntArray
+    seed_Z: IntArray
     position_B: IntArray
     mask_B: IntArray
     top_k_B: IntArray
@@ -76,7 +76,7 @@ def sampling_arrays(slices: list[ReqSlice], end_B: IntArray) -> SamplingArrays:
     is_masked_B = numbers_B["is_masked"]
     return SamplingArrays(
         temperature_B=numbers_B["temperature"],
-        seed_2B=numbers_B["seed"].copy().view(np.int32),
+        seed_Z=numbers_B["seed"].copy().view(np.int32),
         position_B=end_B,
         mask_B=is_masked_B.cumsum(dtype=np.int32) * is_masked_B - 1,
         top_k_B=numbers_B["top_k"],

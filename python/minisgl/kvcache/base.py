@@ -6,7 +6,7 @@ locked handle keeps the pages of its prefix in the cache, and who has locked it 
 read: `radix_cache.py`.
 """
 
-# Dimensions: H head width, K kv heads, S kv slots; 2 is keys and values.
+# Dimensions: H head width, K kv heads, S kv slots.
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ class BaseKVCachePool(ABC):
     page_size: int
 
     @abstractmethod
-    def kv_cache(self, layer: int) -> Tensor:
-        """kv_2SKH of a layer, keys before values: a view, in strides that the pool chooses."""
-
-    @abstractmethod
     def k_cache(self, layer: int) -> Tensor:
-        """k_SKH of a layer."""
+        """k_SKH of a layer: a view, in strides that the pool chooses."""
 
     @abstractmethod
     def v_cache(self, layer: int) -> Tensor:
-        """v_SKH of a layer."""
+        """v_SKH of a layer, in the same strides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +63,9 @@ class InsertResult:
 
     Attributes:
         handle: the inserted prefix.
-        num_cached_tokens: leading tokens that the cache held already: in pages that the caller
-            has from it (`match`), or else in other pages, and then the caller keeps its own. Its
-            pages from there to the end of the handle belong to the cache now.
+        num_cached_tokens: leading tokens that the cache held before. If the caller has pages of
+            its own for these, it keeps them. Its pages from there to the end of the handle are the
+            cache's now.
     """
 
     handle: BaseCacheHandle
@@ -84,7 +80,9 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match(self, key: PrefixKey, after: BaseCacheHandle | None = None) -> BaseCacheHandle:
-        """Find the longest cached prefix, in whole pages; valid until the next evict or lock.
+        """Find the longest cached prefix, in whole pages.
+
+        It is valid until the next evict, or as long as it is locked.
 
         Args:
             after: a locked prefix of the key, from which the search goes on.

@@ -39,15 +39,13 @@ class MHAKVCache(BaseKVCachePool):
         num_slots = num_pages * page_size
         if device.type == "cpu":
             head_first = _zeros((num_layers, 2, num_kv_heads, num_slots, head_dim), dtype)
-            self._kv_2SKH: list[Tensor] = list(head_first.transpose(2, 3))
+            layers = head_first.transpose(2, 3)
         else:
-            self._kv_2SKH = list(
-                torch.zeros(
-                    num_layers, 2, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device
-                )
+            layers = torch.zeros(
+                num_layers, 2, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device
             )
-        self._k_SKH: list[Tensor] = [kv_2SKH[0] for kv_2SKH in self._kv_2SKH]
-        self._v_SKH: list[Tensor] = [kv_2SKH[1] for kv_2SKH in self._kv_2SKH]
+        self._k_SKH: list[Tensor] = [kv_2SKH[0] for kv_2SKH in layers]
+        self._v_SKH: list[Tensor] = [kv_2SKH[1] for kv_2SKH in layers]
 
     @staticmethod
     def page_bytes(
@@ -55,9 +53,6 @@ class MHAKVCache(BaseKVCachePool):
     ) -> int:
         """Bytes that one page takes over all layers, keys and values."""
         return 2 * num_layers * num_kv_heads * head_dim * page_size * itemsize
-
-    def kv_cache(self, layer: int) -> Tensor:
-        return self._kv_2SKH[layer]
 
     def k_cache(self, layer: int) -> Tensor:
         return self._k_SKH[layer]

@@ -18,10 +18,6 @@ class LocalQueues:
         self._to_scheduler: SimpleQueue[BackendMsg] = SimpleQueue()
         self._from_scheduler: list[DetokenizeMsg] = []
 
-    @property
-    def is_inbox_empty(self) -> bool:
-        return self._to_scheduler.empty()
-
     def post(self, msg: BackendMsg) -> None:
         """Leave a message for the scheduler's next step."""
         self._to_scheduler.put(msg)

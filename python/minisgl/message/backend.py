@@ -17,7 +17,7 @@ class BaseBackendMsg(BaseMsg, frozen=True):
 class UserMsg(BaseBackendMsg, frozen=True):
     """Tokenizer → scheduler 0: a tokenized request.
 
-    input_ids: packed by `pack_ids`; never empty.
+    input_ids: packed by `pack_ids`; the scheduler refuses an empty prompt.
     """
 
     uid: int

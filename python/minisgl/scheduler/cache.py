@@ -14,7 +14,7 @@ from another one on the device, as far as possible. And what all rows have in co
 without comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
-`num_pages_for` counts pages of tokens, so admission and allocation agree.
+`_num_pages_for` rounds up, so admission and allocation agree.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CacheManager:
         """Pages that are free or can be evicted."""
         return self._num_free + self._prefix_cache.num_evictable
 
-    def num_pages_for(self, num_tokens: int) -> int:
+    def _num_pages_for(self, num_tokens: int) -> int:
         """Pages that a sequence of this length needs; the last one may be filled in part."""
         return -(-num_tokens // self.page_size)
 
@@ -80,7 +80,7 @@ class CacheManager:
         prefix = self._match(req)
         neighbour = self._prefix_cache.owner_of(prefix)
         self._prefix_cache.lock(prefix, req.uid)
-        wanted = self.num_pages_for(req.num_tokens) - self._num_pages_of(prefix)
+        wanted = self._num_pages_for(req.num_tokens) - self._num_prefix_pages(prefix)
         if wanted + reserve > self.num_available:
             self._prefix_cache.unlock(prefix, req.uid)
             return False
@@ -123,7 +123,7 @@ class CacheManager:
         missing = req.num_tokens - self._held[req.uid].capacity
         if missing <= 0:
             return True
-        wanted = self.num_pages_for(missing)
+        wanted = self._num_pages_for(missing)
         if wanted > self.num_available:
             return False
         self._append(req, wanted)
@@ -147,7 +147,7 @@ class CacheManager:
             return before
         prefix = self._insert(holding, key).handle
         self._prefix_cache.lock(prefix, req.uid)
-        del holding.own[: self._num_pages_of(prefix) - self._num_pages_of(before)]
+        del holding.own[: self._num_prefix_pages(prefix) - self._num_prefix_pages(before)]
         holding.prefix = prefix
         return before
 
@@ -159,7 +159,7 @@ class CacheManager:
         """
         holding = self._held[req.uid]
         published = holding.prefix
-        pages = self._prefix_cache.pages(published)[self._num_pages_of(before) :]
+        pages = self._prefix_cache.pages(published)[self._num_prefix_pages(before) :]
         self._prefix_cache.unlock(published, req.uid)
         self._prefix_cache.lock(before, req.uid)
         self._prefix_cache.cut(published, before)
@@ -168,7 +168,7 @@ class CacheManager:
 
     def _insert(self, holding: _Holding, key: PrefixKey) -> InsertResult:
         """Give a request's own pages to the cache, as far as a key goes and it has no others."""
-        num_new = len(key.tokens) // self.page_size - self._num_pages_of(holding.prefix)
+        num_new = len(key.tokens) // self.page_size - self._num_prefix_pages(holding.prefix)
         pages = np.array(holding.own[:num_new], dtype=np.int32)
         return self._prefix_cache.insert(key, pages, holding.prefix)
 
@@ -204,7 +204,7 @@ class CacheManager:
         req.row = None
         req.num_computed = 0
 
-    def _num_pages_of(self, prefix: BaseCacheHandle) -> int:
+    def _num_prefix_pages(self, prefix: BaseCacheHandle) -> int:
         return prefix.num_tokens // self.page_size
 
     def _append(self, req: Req, num_pages: int) -> None:
@@ -246,7 +246,7 @@ class CacheManager:
         for req in admitted:
             holding = self._held[req.uid]
             assert pages_of_cache.issuperset(self._prefix_cache.pages(holding.prefix).tolist())
-            num_pages = self._num_pages_of(holding.prefix) + len(holding.own)
+            num_pages = self._num_prefix_pages(holding.prefix) + len(holding.own)
             assert holding.capacity == num_pages * self.page_size >= req.num_computed
 
 

@@ -215,11 +215,11 @@ class GrammarMatchers:
         self._measure(match.known, before)
         return tokens
 
-    def forget(self, uid: int) -> None:
+    def forget_grammar_of(self, uid: int) -> None:
         """Forget the grammar of a request whose match has failed: its automaton may be full."""
-        self.known.discard(self._matches[uid].known.grammar)
+        self.known.forget(self._matches[uid].known.grammar)
 
-    def lose(self, uid: int) -> None:
+    def lose_match(self, uid: int) -> None:
         """Follow a request's match no longer: rank 0's stands elsewhere."""
         self._matches[uid] = _Match(self._matches[uid].known, None)
 

@@ -70,10 +70,10 @@ class GrammarProgress:
         states = self._other_ranks.share(own) if own and self._other_ranks else own
         for uid, state in states.items():
             if state.error is not None:
-                self._grammars.forget(uid)
+                self._grammars.forget_grammar_of(uid)
             elif state != own[uid]:
                 logger.warning("the match of request %d is lost: rank 0's stands elsewhere", uid)
-                self._grammars.lose(uid)
+                self._grammars.lose_match(uid)
         return states
 
     def _advance(self, req: Req, token: int) -> MatchState:

@@ -128,10 +128,6 @@ class LeaderInbox:
     def post(self, msg: BackendMsg) -> None:
         self._source.post(msg)
 
-    def close(self) -> None:
-        for queue in self._followers:
-            queue.close()
-
 
 class FollowerInbox:
     """The leader's messages, one batch a step. It is also the `OtherRanks` of this rank.

@@ -88,11 +88,11 @@ class KnownGrammars:
         """Remember why a grammar is refused."""
         self._add(KnownGrammar(grammar, deque(), error, _bytes_of(grammar)))
 
-    def discard(self, grammar: Grammar) -> None:
+    def forget(self, grammar: Grammar) -> None:
         """Forget a grammar, if it is here: the next request with it has it compiled again."""
         known = self._known.pop(grammar, None)
         if known is not None:
-            self._forget(known)
+            self._drop(known)
 
     def _add(self, known: KnownGrammar) -> None:
         assert known.grammar not in self._known
@@ -100,9 +100,9 @@ class KnownGrammars:
         self._num_bytes += known.compiled_bytes
         while self._num_bytes > self._max_bytes and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
-            self._forget(oldest)
+            self._drop(oldest)
 
-    def _forget(self, known: KnownGrammar) -> None:
+    def _drop(self, known: KnownGrammar) -> None:
         self._num_bytes -= known.compiled_bytes
         known.is_kept = False
         self._count_freed(known)

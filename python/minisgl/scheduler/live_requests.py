@@ -111,7 +111,7 @@ class LiveRequests:
         if isinstance(msg, GrammarVerdictMsg) and not msg.is_lasting and reqs:
             grammar = reqs[0].params.grammar
             assert grammar is not None
-            self._grammars.known.discard(grammar)
+            self._grammars.known.forget(grammar)
 
     def _open(self, reqs: Sequence[Req]) -> None:
         """Queue requests that need not wait for their grammar, or answer that it is refused."""
@@ -129,7 +129,7 @@ class LiveRequests:
 
     def retract(self) -> Req:
         """Retract the least urgent request. It waits again when no launched step refers to it."""
-        priority = self._decode.least_urgent.params.priority
+        priority = self._decode.least_urgent.priority
         victim = self._prefill.retract(priority) or self._decode.retract()
         if self._events.request_retracted:
             event = RequestRetracted(victim.uid, victim.num_known)
@@ -173,7 +173,7 @@ class LiveRequests:
 
     def forget_grammar(self, msg: ForgetGrammarMsg) -> None:
         """Forget a grammar, and end the requests whose answers take too much memory with it."""
-        self._grammars.known.discard(msg.grammar)
+        self._grammars.known.forget(msg.grammar)
         for uid in msg.uids:
             req = self._live.get(uid)
             if req is not None:

@@ -251,7 +251,8 @@ class Scheduler:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
         Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched. All ranks agree on it, or the group ends.
+        tables' writes: a plan that is made is launched, or undone (`_undo`). All ranks agree on it,
+        or the group ends.
         """
         running = self.decode.plan(self._max_tokens)
         if running.is_short_of_pages and not self.requests.has_deferred:  # else pages come soon

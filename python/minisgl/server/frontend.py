@@ -137,7 +137,7 @@ class Frontend:
                 generation.stopwatches.append(stopwatch)
                 self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
                 num_places -= 1
-        except UnicodeEncodeError:  # a message cannot be encoded
+        except BaseException:  # a message cannot be encoded, as half a surrogate pair
             self._acceptance.places.give_back(num_places)
             generation.close()
             raise
