@@ -17,7 +17,7 @@ import pytest
 from minisgl.server.args import ServerConfig
 from minisgl.server.workers import Workers
 from minisgl.utils.child import StartupReport
-from minisgl.utils.supervisor import Failure
+from minisgl.utils.child_failures import Failure
 
 
 class RecordingSupervisor:

@@ -19,7 +19,8 @@ import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
 from minisgl.utils.child import Ready, StartupReport
-from minisgl.utils.supervisor import _TICK_S, Failure, Supervisor
+from minisgl.utils.child_failures import TICK_S, Failure
+from minisgl.utils.supervisor import Supervisor
 
 
 def fails(ready: Ready) -> None:
@@ -196,7 +197,7 @@ def test_a_child_may_start_while_others_are_watched_and_is_watched_when_it_is_re
         watching = asyncio.create_task(supervisor.next_failure(hang_timeout_s, 3600))
         child = supervisor._children["new"]
         while child.is_starting:
-            if child.num_still_ticks * _TICK_S > hang_timeout_s:
+            if child.num_still_ticks * TICK_S > hang_timeout_s:
                 start.set()
             await asyncio.sleep(0.01)
         assert not watching.done()

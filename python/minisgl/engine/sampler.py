@@ -22,7 +22,8 @@ penalties). Such steps run it eagerly, then sample the changed rows again.
 """
 
 # Dimensions: B requests of a step, or of a captured graph, L positions of a sequence, R rows of the
-# tables, V vocabulary, W words of 32 bits, X a selection out of another dimension.
+# tables, V vocabulary, W words of 32 bits, X a selection out of another dimension, Z entries of a
+# flat list.
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from minisgl.message import ReplaceMsg, ResumeMsg, SuspendMsg
 from minisgl.server.frontend import Frontend
 from minisgl.server.peers import Peers
 from minisgl.server.workers import Workers
-from minisgl.utils.supervisor import Failure
+from minisgl.utils.child_failures import Failure
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from minisgl.server.args import ServerConfig
 from minisgl.utils.addresses import DETOKENIZER, Addresses
 from minisgl.utils.child import StartupReport
-from minisgl.utils.supervisor import Failure, Supervisor
+from minisgl.utils.child_failures import Failure
+from minisgl.utils.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

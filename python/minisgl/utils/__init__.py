@@ -12,7 +12,9 @@ The machine:
 
 Processes:
 
-    supervisor.py        child processes, as their parent sees them
+    supervisor.py        child processes: they start together, and are ready together
+    child_process.py     one of them, as its parent sees it
+    child_failures.py    which has failed first, and why
     child.py             what a child does: it reports, beats, and ends with its parent
     queues.py            queues between processes
     addresses.py         their addresses, and which process has a request

@@ -15,121 +15,27 @@ has failed.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent import futures
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.child import Order, StartupReport, interrupts_blocked, run_child
+from minisgl.utils.child import Order, StartupReport, run_child
+from minisgl.utils.child_failures import Failure, first_death, next_failure, sentinels_of
+from minisgl.utils.child_process import ChildProcess, ProcessStarter
 
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
-_TICK_S = 0.5
 _MAX_STILL_TICKS = 4  # of a child that stands by and shall take over
-_SPREAD_TICKS = 3  # after which those that wait for a child that hangs have stopped, too
-
-
-@dataclass(slots=True)
-class _Child:
-    """A process, the reading end of the pipe for its reports, and its beat.
-
-    Attributes:
-        orders: the writing end of the pipe for its order, while it stands by.
-        is_starting: it has not reported that it is ready.
-        failure: its report of its failure.
-        num_still_ticks: since its beat was seen to move.
-    """
-
-    process: SpawnProcess
-    reader: Connection
-    beats: ctypes.c_ulong
-    orders: Connection | None = None
-    is_starting: bool = True
-    failure: StartupReport | None = None
-    num_still_ticks: int = 0
-    last_beats: int = 0
-
-    def tick(self) -> None:
-        """Look whether it has beaten since the last tick."""
-        beats = self.beats.value
-        self.num_still_ticks = self.num_still_ticks + 1 if beats == self.last_beats else 0
-        self.last_beats = beats
-
-    def read_report(self) -> StartupReport | None:
-        """Wait for a report. None if the process has closed its end before."""
-        try:
-            return msgspec.json.decode(self.reader.recv_bytes(), type=StartupReport)
-        except EOFError:
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A child that died or hung: its name, and what happened, as a clause.
-
-    Attributes:
-        is_at_start: whether it was not ready yet.
-    """
-
-    name: str
-    reason: str
-    is_at_start: bool = False
-
-
-class _Starter:
-    """A thread that starts processes: they die with the thread that has started them.
-
-    The caller's may end long before.
-    """
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[SpawnProcess, Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
-        self._thread.start()
-
-    def start(self, process: SpawnProcess) -> None:
-        """Start a process. An interrupt is raised when it has been started."""
-        started: Future[None] = Future()
-        self._work.put((process, started))
-        try:
-            started.result()
-        except BaseException:
-            futures.wait([started])
-            raise
-
-    def end(self) -> None:
-        """End the thread, and what it has started and is still alive."""
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while work := self._work.get():
-            process, started = work
-            try:
-                with interrupts_blocked():
-                    process.start()
-            except BaseException as error:
-                started.set_exception(error)
-            else:
-                started.set_result(None)
 
 
 class Supervisor:
@@ -144,8 +50,8 @@ class Supervisor:
         self._log_level = log_level
         self._log_json = log_json
         self._context = multiprocessing.get_context("spawn")
-        self._children: dict[str, _Child] = {}
-        self._starter = _Starter()
+        self._children: dict[str, ChildProcess] = {}
+        self._starter = ProcessStarter()
         self._guard: threading.Thread | None = None
         self._is_stopping = False
         self._death = ""
@@ -153,7 +59,7 @@ class Supervisor:
     @property
     def sentinels(self) -> list[int]:
         """A descriptor for each child, which can be read when the child has died."""
-        return [child.process.sentinel for child in self._children.values()]
+        return sentinels_of(self._children.values())
 
     def start(self, name: str, body: str, *args: Any, has_children: bool = False) -> None:
         """Run body(ready, *args) in a new process. It calls ready(StartupReport) once it can work.
@@ -181,7 +87,8 @@ class Supervisor:
             name=name,
             daemon=not has_children,
         )
-        self._children[name] = _Child(process, reader, beats)  # first: a signal may end `start`
+        child = ChildProcess(process, reader, beats)
+        self._children[name] = child  # first: a signal may end `start`
         self._starter.start(process)
         writer.close()
 
@@ -247,9 +154,9 @@ class Supervisor:
                 raise EngineFailed(f"{names} not ready after {timeout_s:.0f} s")
             for reader in ready:
                 assert isinstance(reader, Connection)
-                name = waiting.pop(reader)
-                report = self._children[name].read_report()
-                reports.append(report or StartupReport(failure=self._describe_death(name)))
+                child = self._children[waiting.pop(reader)]
+                report = child.read_report()
+                reports.append(report or StartupReport(failure=child.describe_death()))
             _raise_failure(reports)
         for child in starting.values():
             child.is_starting = False
@@ -261,72 +168,12 @@ class Supervisor:
         start_timeout_s: float,
         at_tick: Callable[[], None] = lambda: None,
     ) -> Failure:
-        """Wait until a child dies, or hangs for so long and is killed.
-
-        Children may be starting. This method reads their reports: a report of a failure gives its
-        reason, any other says that the child is ready. Time counts only while this process runs
-        too: a machine may sleep.
+        """Wait until a child dies, or hangs and is killed; see `child_failures.next_failure`.
 
         Args:
-            start_timeout_s: until a child that is starting must be ready.
             at_tick: is called twice a second. It may start children.
         """
-        hang_reasons: dict[str, str] = {}
-        while not self._dead_children():
-            await self._wait_for_a_sentinel(_TICK_S)
-            for name, child in self._children.items():
-                self._look_for_reports(name, child)
-                child.tick()
-                limit_s = start_timeout_s if child.is_starting else hang_timeout_s
-                if child.num_still_ticks * _TICK_S >= limit_s:
-                    names = " and ".join(self._still_beside(child))
-                    hang_reasons[name] = f"{names} did nothing for {limit_s:g} s"
-                    child.process.kill()
-            at_tick()
-        first = self._first_death()
-        reason = hang_reasons.get(first) or self._describe_death(first)
-        return Failure(first, reason, self._children[first].is_starting)
-
-    def _still_beside(self, hung: _Child) -> list[str]:
-        """The names of the children that stand still since about the same time.
-
-        Ranks wait for one that hangs, so any of them may be the one.
-        """
-        since = hung.num_still_ticks - _SPREAD_TICKS
-        alike = {
-            name: child
-            for name, child in self._children.items()
-            if child.is_starting == hung.is_starting
-        }
-        return [name for name, child in alike.items() if child.num_still_ticks > since]
-
-    def _look_for_reports(self, name: str, child: _Child) -> None:
-        """Note that a child is ready, or why it has failed."""
-        while child.reader.poll():
-            report = child.read_report()
-            if report is None:
-                return
-            if report.failure:
-                child.failure = report
-            else:
-                child.is_starting = False
-                child.num_still_ticks = 0
-                logger.info("%s is ready", name)
-
-    async def _wait_for_a_sentinel(self, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        has_died = asyncio.Event()
-        sentinels = self.sentinels
-        for sentinel in sentinels:
-            loop.add_reader(sentinel, has_died.set)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await has_died.wait()
-        except TimeoutError:
-            pass
-        finally:
-            for sentinel in sentinels:
-                loop.remove_reader(sentinel)
+        return await next_failure(self._children, hang_timeout_s, start_timeout_s, at_tick)
 
     def kill(self, keep: Collection[str] = ()) -> None:
         """Kill all children but those to keep. Returns at once; `remove` waits."""
@@ -341,11 +188,7 @@ class Supervisor:
 
     def remove_one(self, name: str) -> None:
         """Wait until a child that is dead or killed has ended, and forget it."""
-        child = self._children.pop(name)
-        child.process.join()
-        child.reader.close()
-        if child.orders:
-            child.orders.close()
+        self._children.pop(name).close()
 
     def end_together(self) -> None:
         """From now on, when a child dies, kill the others at once.
@@ -368,54 +211,8 @@ class Supervisor:
     def _wait_for_a_death(self) -> None:
         wait(self.sentinels)
         if not self._is_stopping:
-            self._death = self._end_after_a_death()
-
-    def _end_after_a_death(self) -> str:
-        description = self._describe_death(self._first_death())
-        self.kill()
-        return description
-
-    def _dead_children(self) -> list[str]:
-        dead = set(wait(self.sentinels, timeout=0))
-        return [name for name, child in self._children.items() if child.process.sentinel in dead]
-
-    def _first_death(self) -> str:
-        """The name of the child that probably died first.
-
-        Others may have failed since, because they need it. A child that was killed comes before
-        one that failed, since what lacks another child fails. Of those that failed, one that can
-        explain its failure comes first.
-        """
-        return min(self._dead_children(), key=self._order_of_death)
-
-    def _order_of_death(self, name: str) -> tuple[int, bool]:
-        child = self._children[name]
-        self._look_for_reports(name, child)
-        return self._exit_code(name), not (child.failure and child.failure.is_explained)
-
-    def _exit_code(self, name: str) -> int:
-        """The exit code of a dead child, negative for a signal.
-
-        `join` returns at once, without the code, while another thread of this program collects
-        it: `multiprocessing.active_children` does so for all children.
-        """
-        process = self._children[name].process
-        deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        while process.exitcode is None and time.monotonic() < deadline:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return 0 if process.exitcode is None else process.exitcode
-
-    def _describe_death(self, name: str) -> str:
-        """Exit code of a dead child, and its last report's reason."""
-        child = self._children[name]
-        code = self._exit_code(name)
-        self._look_for_reports(name, child)
-        death = f"{name} died with exit code {code}"
-        if -code in set(signal.Signals):
-            death += f" ({signal.Signals(-code).name})"
-        if child.failure:
-            death += f": {child.failure.failure}"
-        return death
+            self._death = first_death(self._children.values()).describe_death()
+            self.kill()
 
     def __enter__(self) -> Self:
         return self
