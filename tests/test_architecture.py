@@ -18,7 +18,7 @@ SUBPACKAGES = [
     ".".join(path.parent.relative_to(PACKAGE).parts) for path in PACKAGE.glob("*/**/__init__.py")
 ]
 TIERS = [
-    {"version", "core", "config", "sampling_params", "errors", "utils"},
+    {"version", "core", "config", "sampling_params", "prompt_waves", "errors", "utils"},
     {"checkpoint", "builds", "distributed", "grammar", "message", "kernel"},
     {"layers", "attention", "kvcache", "moe"},
     {"models"},

@@ -21,7 +21,7 @@ import numpy as np
 
 from minisgl.benchmark.arguments import output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
-from minisgl.core import BatchPlan, IntArray, PromptWaves, SamplingParams
+from minisgl.core import BatchPlan, IntArray, SamplingParams
 from minisgl.engine import EngineLimits
 from minisgl.message import (
     AbortBackendMsg,
@@ -31,6 +31,7 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
+from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler import Scheduler, SchedulerConfig
 from minisgl.utils.garbage import start_serving
 

@@ -5,7 +5,8 @@ parameters of a request have a file of their own, `sampling_params.py`. Next to 
 
     Req        tokens of one request on the host, and how far it has come
     ReqSlice   the positions [start, end) of one request
-    BatchPlan  what one step computes, decided on the host: slices of prompts and answers
+    BatchPlan  what one step computes, decided on the host: slices of prompts and answers, and
+               `TableWrites` that come before them, of which some are `RowCopy`s
     Batch      a plan as tensors on the device
 
 The dimension key of the package. A tensor's name ends in one letter a dimension, and a file repeats
@@ -65,7 +66,6 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "IntArray",
-    "PromptWaves",
     "Req",
     "ReqSlice",
     "RowCopy",
@@ -309,35 +309,6 @@ class BatchPlan:
     @property
     def sampling_slices(self) -> list[ReqSlice]:
         return [req_slice for req_slice in self.slices if req_slice.samples]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptWaves:
-    """The portions in which a device computes the attention of prompts: tiles, and waves of them.
-
-    A kernel cuts each slice into tiles of some tokens. A processor of the device takes one head of
-    a tile at a time, and all processors together take a wave of them. The last wave takes as long
-    as a full one. So 6 tiles of 40 heads take 132 processors two waves, and 7 tiles take three.
-
-    The values by default are those of a device whose time grows with each token.
-
-    Attributes:
-        tile: tokens of a tile.
-        num_heads: query heads of a rank.
-    """
-
-    tile: int = 1
-    num_heads: int = 1
-    num_processors: int = 1
-
-    def num_tiles(self, num_tokens: int) -> int:
-        """Tiles of a slice."""
-        return -(-num_tokens // self.tile)
-
-    def tokens_of_time(self, num_tiles: int) -> float:
-        """How many tokens would take as long as these tiles if all waves were full."""
-        num_waves = -(-num_tiles * self.num_heads // self.num_processors)
-        return num_waves * self.num_processors / self.num_heads * self.tile
 
 
 class BaseAttnMetadata:

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="the lists of pages are made by a Triton ke
 import tests.kernel.interpreter  # noqa: F401 - repairs it
 from minisgl.attention import flashinfer_decodes, flashinfer_step
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import PromptWaves
 from minisgl.kernel import gpu
+from minisgl.prompt_waves import PromptWaves
 from tests.attention.test_paged_backends import attend
 from tests.attention.test_torch_backend import MIXED, PLAIN, World
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from minisgl.core import (
     BatchPlan,
     FinishReason,
-    PromptWaves,
     Req,
     ReqSlice,
     SamplingParams,
@@ -27,6 +26,7 @@ from minisgl.core import (
     TokenLogprobs,
 )
 from minisgl.engine import EngineLimits, ForwardOutput
+from minisgl.prompt_waves import PromptWaves
 from tests.scheduler.script import Script
 
 Fingerprints = NDArray[np.int64]

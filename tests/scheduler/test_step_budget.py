@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from minisgl.core import PromptWaves, Req, ReqSlice, SamplingParams
+from minisgl.core import Req, ReqSlice, SamplingParams
+from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.prefill import OldestPrompt
 from minisgl.scheduler.step_budget import Pace, StepBudget, StepPacer
 from minisgl.scheduler.step_costs import StepCosts

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.core import PromptWaves, Req, ReqSlice, SamplingParams
+from minisgl.core import Req, ReqSlice, SamplingParams
+from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.step_costs import StepCostFit, StepCosts, StepWork
 
 COSTS = st.builds(

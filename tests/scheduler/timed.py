@@ -10,9 +10,10 @@ from random import Random
 
 import numpy as np
 
-from minisgl.core import BatchPlan, PromptWaves
+from minisgl.core import BatchPlan
 from minisgl.engine import EngineLimits
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, UserMsg, pack_ids
+from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler import Scheduler, SchedulerConfig
 from minisgl.scheduler.step_costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly

@@ -13,8 +13,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, PromptWaves
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
+from minisgl.prompt_waves import PromptWaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.flashinfer_pool import FlashInferPool
 from minisgl.attention.flashinfer_step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
-from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray, PromptWaves
+from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool
+from minisgl.prompt_waves import PromptWaves
 
 # Queries that a processor takes at a time in FlashAttention 3, by the width of a head; else 128.
 _TILES = {64: 192}

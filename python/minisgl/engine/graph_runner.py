@@ -45,7 +45,7 @@ from minisgl.engine.sampling_batch import (
 )
 from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CannotBeCaptured, has_filter_kernels, look_up, scatter
-from minisgl.layers import Context, VocabShard
+from minisgl.layers import Context
 from minisgl.utils.progress import ProgressBar
 from minisgl.utils.staging import StagedCopy, fixed_staging
 
@@ -110,8 +110,11 @@ class GraphRunner:
         self._num_row_pages = context.page_table_RP.shape[1]
         self._padding_row = num_rows - 1
         self._padding_page = int(context.page_table_RP[-1, 0])
-        captures_filters = has_filter_kernels(context.kv_pool.k_cache(0))
-        self._filter_choices = _filter_choices(captures_filters, sampler.vocab)
+        # Over a whole vocabulary one graph from logits to tokens serves all steps: to look for a
+        # filter where there is none takes no time. Over a sharded one, logits of all ranks would be
+        # joined for nothing, so there are two.
+        self._captures_filters = has_filter_kernels(context.kv_pool.k_cache(0))
+        self._always_filters = self._captures_filters and sampler.vocab.is_whole
 
         # The graphs read from here, so it must never grow: this is more than `_stage` ever needs.
         largest = max(key.num_tokens + key.num_slices for some in keys.values() for key in some)
@@ -232,7 +235,7 @@ class GraphRunner:
         copy = self._stage(inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
         page_index_B, page_B, token_index_B, *others = copy.start()
         num_sampling = len(SamplingArrays._fields)
-        args = BatchSamplingArgs(self._filter_choices[0], True, *others[:num_sampling])
+        args = BatchSamplingArgs(self._always_filters, True, *others[:num_sampling])
 
         tensors = graph_tensors(key, others[num_sampling:])
         metadata = self._context.attn_backend.make_capture_metadata(tensors.slices)
@@ -240,7 +243,7 @@ class GraphRunner:
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
-        for is_filtered in self._filter_choices:
+        for is_filtered in sorted({self._always_filters, self._captures_filters}):
             variant = replace(sampling_inputs, args=replace(args, is_filtered=is_filtered))
             sample = partial(self._sampler.sample, variant)
             sampling_graphs[is_filtered] = SamplingGraph(*self._capture_call(key, sample))
@@ -258,8 +261,8 @@ class GraphRunner:
         self, sampling_inputs: SamplingInputs, is_filtered: bool, is_masked: bool
     ) -> SamplingInputs:
         """What is sampled from in a step with or without filters and masks."""
-        is_filtered |= self._filter_choices[0]
-        args = replace(sampling_inputs.args, is_filtered=is_filtered, is_masked=is_masked)
+        looks_at_filters = is_filtered or self._always_filters
+        args = replace(sampling_inputs.args, is_filtered=looks_at_filters, is_masked=is_masked)
         return replace(sampling_inputs, args=args)
 
     def _capture_call(self, key: GraphKey, call: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
@@ -267,17 +270,6 @@ class GraphRunner:
         if all(other.kind is not key.kind for other in self._captured):
             self._device_capture.rehearse(call)
         return self._device_capture.capture(call)
-
-
-def _filter_choices(captures_filters: bool, vocab: VocabShard) -> list[bool]:
-    """Whether the graphs from logits to tokens look at filters.
-
-    Over a whole vocabulary one graph serves all steps: where there is no filter, to look for one
-    takes no time. Over a sharded one, logits of all ranks would be joined for nothing.
-    """
-    if not captures_filters:
-        return [False]
-    return [True] if vocab.is_whole else [False, True]
 
 
 @dataclass(frozen=True, slots=True)

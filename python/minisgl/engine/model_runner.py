@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minisgl.attention import create_attention_backend
 from minisgl.config import EngineConfig
-from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, PromptWaves, ReqSlice, TableWrites
+from minisgl.core import NO_WRITES, Batch, BatchPlan, IntArray, ReqSlice, TableWrites
 from minisgl.engine.batch_builder import (
     BatchBuilder,
     EagerPadding,
@@ -49,6 +49,7 @@ from minisgl.kernel import load_cpu_kernels, scatter, sizes_without_padding
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import Context
 from minisgl.moe import create_moe_backend, expert_shape
+from minisgl.prompt_waves import PromptWaves
 from minisgl.utils.staging import Staging, capacity_for
 
 # Beside few decodes of a CPU: the tokens of an eager step take no longer each than those of the

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from minisgl.core import BatchPlan, IntArray, PromptWaves
+from minisgl.core import BatchPlan, IntArray
 from minisgl.engine import EngineLimits, ForwardOutput, LaunchedStep, PreparedStep
+from minisgl.prompt_waves import PromptWaves
 
 
 class Executor(Protocol):

@@ -53,6 +53,7 @@ class LiveRequests:
 
     def __init__(
         self,
+        *,
         limits: EngineLimits,
         cache: CacheManager,
         prefill: PrefillManager,

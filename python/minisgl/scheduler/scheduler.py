@@ -131,15 +131,15 @@ class Scheduler:
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
         self.outputs = OutputProcessor(progress, self.table, limits, self.events, prefill_watch)
         self.requests = LiveRequests(
-            limits,
-            self.cache,
-            self.prefill,
-            self.decode,
-            self.grammars,
-            self.pending_grammars,
-            self.outputs,
-            self.events,
-            config.seed,
+            limits=limits,
+            cache=self.cache,
+            prefill=self.prefill,
+            decode=self.decode,
+            grammars=self.grammars,
+            pending_grammars=self.pending_grammars,
+            outputs=self.outputs,
+            events=self.events,
+            seed=config.seed,
         )
         self._executor = executor
         self._inbox = inbox

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.core import PromptWaves, ReqSlice
+from minisgl.core import ReqSlice
+from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.prefill import OldestPrompt
 from minisgl.scheduler.step_costs import StepCosts, StepWork
 

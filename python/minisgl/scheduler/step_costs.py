@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import PromptWaves, ReqSlice
+from minisgl.core import ReqSlice
+from minisgl.prompt_waves import PromptWaves
 
 # Typical amounts of work. Coefficients for these have one magnitude.
 _TYPICAL = np.array([4.0, 8.0, 512.0, 512.0 * 4096, 16.0, 16.0 * 1024])

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple
 
-from minisgl.core import BatchPlan, PromptWaves
+from minisgl.core import BatchPlan
 from minisgl.message import StepCostsMsg
+from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler.step_costs import StepCostFit, StepCosts, StepWork
 
 Clock = Callable[[], float]
