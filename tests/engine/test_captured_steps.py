@@ -252,10 +252,12 @@ def test_a_short_prompt_is_replayed_too(hosts: Hosts) -> None:
     with without_graphs(host):
         expected = [host.ask([prompt], params)[0].tokens for prompt in prompts]
     other, log = hosts(max_prefill_length=50)
+    log.clear()
     assert [other.ask([prompt], params)[0].tokens for prompt in prompts] == expected
     assert (log["forward"], log["sample"]) == (4, 2), (
         "one step, and three of which the last samples"
     )
+    assert log["writes"] == 1, "a graph writes the pages and tokens of a prompt that fits it"
 
 
 def test_prompts_beside_decodes_are_replayed(hosts: Hosts) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams, TableWrites
+from minisgl.core import BatchPlan, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
 from minisgl.engine.graph_key import (
     GraphKey,
     GraphKind,
@@ -168,14 +170,18 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
         (8, 0, GraphKey(GraphKind.DECODES, 8), True),
         (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8), False),
         (0, 1, GraphKey(GraphKind.DECODES, 8), False),
-        (1, 0, with_prompts(0, 1, 64), True),
-        (2, 0, with_prompts(0, 1, 64), False),
-        (48, 0, with_prompts(32, 16, 64), True),
+        (5, 64, with_prompts(0, 1, 64), True),
+        (6, 0, with_prompts(0, 1, 64), False),
+        (1, 65, with_prompts(0, 1, 64), False),
+        (52, 64, with_prompts(32, 16, 64), True),
     ],
 )
-def test_a_graph_has_room_for_a_page_a_slice(
+def test_a_graph_has_room_for_a_page_a_slice_and_the_pages_and_tokens_of_its_prompts(
     num_pages: int, num_tokens: int, key: GraphKey, expected: bool
 ) -> None:
     pages = np.zeros(num_pages, dtype=np.int32)
     tokens = np.zeros(num_tokens, dtype=np.int32)
-    assert has_room_for_writes(key, TableWrites(pages, pages, tokens, tokens)) == expected
+    writes = TableWrites(pages, pages, tokens, tokens)
+    assert has_room_for_writes(key, writes, page_size=16) == expected
+    copied = replace(writes, copies=(RowCopy(0, 1, 16),))
+    assert not has_room_for_writes(key, copied, page_size=16)

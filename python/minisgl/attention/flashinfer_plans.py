@@ -55,16 +55,21 @@ class LayerShape:
 
 def page_lists(end_B: IntArray, page_size: int) -> tuple[Tensor, Tensor, int]:
     """indptr of the lists of pages, tokens on the last pages, pages in all; on the host, pinned."""
-    num_pages_B = -(-end_B // page_size)
+    indptr = page_indptr(end_B, page_size)
     last_page_len = torch.from_numpy((end_B - 1) % page_size + 1).pin_memory()
-    return running_sum(num_pages_B), last_page_len, int(num_pages_B.sum())
+    return indptr, last_page_len, int(indptr[-1])
+
+
+def page_indptr(end_B: IntArray, page_size: int) -> Tensor:
+    """int32 [B + 1], pinned: where the lists of pages of contexts begin, and their end."""
+    return running_sum(-(-end_B // page_size)).pin_memory()
 
 
 def running_sum(counts: IntArray) -> Tensor:
-    """int32 [B + 1] from 0, pinned."""
+    """int32 [B + 1] from 0, on the host."""
     total = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=total[1:])
-    return torch.from_numpy(total).pin_memory()
+    return torch.from_numpy(total)
 
 
 def ints(size: int, device: torch.device) -> Tensor:

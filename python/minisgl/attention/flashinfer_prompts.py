@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.flashinfer_plans import LayerShape, ints, page_lists, running_sum
+from minisgl.attention.flashinfer_plans import (
+    LayerShape,
+    ints,
+    page_indptr,
+    page_lists,
+    running_sum,
+)
 from minisgl.core import IntArray
 
 _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
@@ -90,7 +96,7 @@ class FlashInferRagged(RaggedPrompts):
         )
 
     def plan(self, length_B: IntArray) -> None:
-        indptr = running_sum(length_B)
+        indptr = running_sum(length_B).pin_memory()
         shape = self._shape
         self._wrapper.plan(indptr, indptr, *shape.heads, causal=True, **shape.options)
 
@@ -140,7 +146,7 @@ class FlashInferPaged(PagedPrompts):
         else:
             page_Z = torch.empty(0, dtype=torch.int32)  # it has its place already
         self._wrapper.plan(
-            running_sum(length_B),
+            running_sum(length_B).pin_memory(),
             indptr,
             page_Z,
             last_page_len,
@@ -223,11 +229,11 @@ class HopperPaged(_HopperPlan, PagedPrompts):
 
     def plan(self, length_B: IntArray, end_B: IntArray) -> None:
         shape = self._shape
-        indptr, _, num_pages = page_lists(end_B, shape.page_size)
+        indptr = page_indptr(end_B, shape.page_size)
         self._plan(length_B, indptr, end_B, self.room)
         if self.room is None:
             self.indptr = indptr.to(shape.device, non_blocking=True)
-            self.page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
+            self.page_Z = torch.empty(int(indptr[-1]), dtype=torch.int32, device=shape.device)
         else:
             self.indptr.copy_(indptr, non_blocking=True)
 

@@ -55,6 +55,15 @@ class GraphKey:
     def num_tokens(self) -> int:
         return self.num_decodes + self.num_prompt_tokens
 
+    @property
+    def num_token_writes(self) -> int:
+        """Tokens that the graph writes to the token pool: as many as prompts have."""
+        return self.num_prompt_tokens
+
+    def num_page_writes(self, page_size: int) -> int:
+        """Pages that the graph writes to the page table: of so many tokens, one a slice more."""
+        return self.num_slices + self.num_prompt_tokens // page_size
+
 
 # Of each kind, those of fewest tokens first, and of these, those of fewest decodes.
 GraphKeys = dict[GraphKind, list[GraphKey]]
@@ -112,7 +121,14 @@ def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
     return [key.num_prompt_tokens for key in keys if key.num_decodes == beside]
 
 
-def has_room_for_writes(key: GraphKey, writes: TableWrites) -> bool:
-    """Whether a graph can do the table writes of its step: one page a slice, and no tokens."""
-    has_only_pages = len(writes.tokens) == 0 and not writes.copies
-    return has_only_pages and len(writes.pages) <= key.num_slices
+def has_room_for_writes(key: GraphKey, writes: TableWrites, page_size: int) -> bool:
+    """Whether a graph can do the table writes of its step.
+
+    Those of a prompt that is computed in one step fit. Of one in chunks, all tokens are written
+    before the first.
+    """
+    return (
+        len(writes.pages) <= key.num_page_writes(page_size)
+        and len(writes.tokens) <= key.num_token_writes
+        and not writes.copies
+    )

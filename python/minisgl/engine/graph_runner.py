@@ -10,7 +10,8 @@ padding page only.
 
 # Dimensions: B requests of a step, or of a captured graph, D model width, P pages,
 # L positions of a sequence, R rows of the tables, T tokens of a step, or of a captured graph,
-# V vocabulary, X a selection out of another dimension, Y tokens whose hidden states are returned.
+# V vocabulary, X a selection out of another dimension, Y tokens whose hidden states are returned,
+# Z entries of a flat list.
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, TableWrites
+from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, IntArray, TableWrites
 from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
 from minisgl.engine.graph_inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
 from minisgl.engine.graph_key import (
@@ -146,7 +147,7 @@ class GraphRunner:
         """
         inputs = graph_inputs(plan, key, self._padding_row)
         sampling = sampling_arrays(inputs.sampling_slices, inputs.end_B)
-        copy = self._stage(inputs, writes, sampling)
+        copy = self._stage(key, inputs, writes, sampling)
         return PreparedReplay(key, inputs, copy, has_filters(sampling), has_masks(sampling))
 
     def replay(self, prepared: PreparedReplay) -> tuple[Tensor, SamplingInputs]:
@@ -170,26 +171,26 @@ class GraphRunner:
         return self._captured[key].sampling_graphs.get(is_filtered)
 
     def _stage(
-        self, inputs: GraphInputs, writes: TableWrites, sampling: SamplingArrays
+        self, key: GraphKey, inputs: GraphInputs, writes: TableWrites, sampling: SamplingArrays
     ) -> StagedCopy:
         """All numbers of a step, for one copy. `_capture` takes them apart in the same order.
 
-        Each slice of a graph writes one page and one token. Padding writes the padding page to
-        its own place, and its token to the last position of the padding row, which is never read.
+        Each slice of a graph writes the token that it samples. Padding writes the padding page to
+        its own place, and a token to the last position of the padding row, which is never read.
         """
-        num_slices = len(inputs.row_B)
-        page_index_B = np.full(num_slices, self._padding_row * self._num_row_pages, dtype=np.int32)
-        page_B = np.full(num_slices, self._padding_page, dtype=np.int32)
-        num_writes = len(writes.pages)
-        page_index_B[:num_writes] = writes.page_index
-        page_B[:num_writes] = writes.pages
-
+        unread = (self._padding_row + 1) * self._num_row_tokens - 1
         token_index_B = inputs.row_B * self._num_row_tokens + inputs.end_B
-        num_sampling = len(inputs.sampling_slices)
-        token_index_B[num_sampling:] = (self._padding_row + 1) * self._num_row_tokens - 1
-        return self._staging.stage(
-            page_index_B, page_B, token_index_B, *sampling, *inputs.token_arrays()
-        )
+        token_index_B[len(inputs.sampling_slices) :] = unread
+
+        num_pages = key.num_page_writes(self._context.kv_pool.page_size)
+        num_tokens = key.num_token_writes
+        table_writes = [
+            _padded(writes.page_index, num_pages, self._padding_row * self._num_row_pages),
+            _padded(writes.pages, num_pages, self._padding_page),
+            _padded(writes.token_index, num_tokens, unread),
+            _padded(writes.tokens, num_tokens, 0),
+        ]
+        return self._staging.stage(*table_writes, token_index_B, *sampling, *inputs.token_arrays())
 
     def _capture_all(self, keys: GraphKeys) -> None:
         """Capture the largest of each kind first: they allocate the memory that all then share."""
@@ -232,14 +233,18 @@ class GraphRunner:
     def _capture(self, key: GraphKey) -> CapturedStep:
         """The graphs of a key, over padding alone."""
         inputs = graph_inputs(BatchPlan([]), key, self._padding_row)
-        copy = self._stage(inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
-        page_index_B, page_B, token_index_B, *others = copy.start()
+        copy = self._stage(key, inputs, NO_WRITES, sampling_arrays([], inputs.end_B))
+        page_index_Z, page_Z, written_index_Z, written_Z, token_index_B, *others = copy.start()
         num_sampling = len(SamplingArrays._fields)
         args = BatchSamplingArgs(self._always_filters, True, *others[:num_sampling])
 
         tensors = graph_tensors(key, others[num_sampling:])
         metadata = self._context.attn_backend.make_capture_metadata(tensors.slices)
-        call = _ForwardCall(self._forward, self._context, page_index_B, page_B, tensors, metadata)
+        page_writes = (page_index_Z, page_Z)
+        token_writes = (written_index_Z, written_Z)
+        call = _ForwardCall(
+            self._forward, self._context, page_writes, token_writes, tensors, metadata
+        )
         forward_graph, (hidden_YD, logits_BV) = self._capture_call(key, call)
         sampling_inputs = SamplingInputs(logits_BV, args, token_index_B)
         sampling_graphs: dict[bool, SamplingGraph] = {}
@@ -272,21 +277,33 @@ class GraphRunner:
         return self._device_capture.capture(call)
 
 
+def _padded(numbers: IntArray, length: int, padding: int) -> IntArray:
+    padded = np.full(length, padding, dtype=np.int32)
+    padded[: len(numbers)] = numbers
+    return padded
+
+
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """What the first graph of a step captures: page writes, look-up of tokens and slots, model."""
+    """What the first graph of a step captures: table writes, look-up of tokens and slots, model.
+
+    Attributes:
+        page_writes, token_writes: int32, flat indices into the tables, and what is written there.
+    """
 
     forward: ForwardFunction
     context: Context
-    page_index_B: Tensor
-    page_B: Tensor
+    page_writes: tuple[Tensor, Tensor]
+    token_writes: tuple[Tensor, Tensor]
     tensors: GraphTensors
     metadata: BaseAttnMetadata
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         context = self.context
         tensors = self.tensors
-        scatter(context.page_table_RP, self.page_index_B, self.page_B)
+        scatter(context.page_table_RP, *self.page_writes)
+        if len(self.token_writes[0]):
+            scatter(context.token_pool_RL, *self.token_writes)
         input_ids_T, slot_T = look_up(
             tensors.row_T,
             tensors.position_T,

@@ -209,7 +209,7 @@ class ModelRunner:
         key = self._graphs.find_key(plan) if self._graphs else None
         if self._graphs is None or key is None:
             return PreparedStep(plan, plan.writes)
-        if has_room_for_writes(key, plan.writes):
+        if has_room_for_writes(key, plan.writes, self.limits.page_size):
             return PreparedStep(plan, NO_WRITES, self._graphs.prepare(plan, plan.writes, key))
         return PreparedStep(plan, plan.writes, self._graphs.prepare(plan, NO_WRITES, key))
 
