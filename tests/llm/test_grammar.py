@@ -77,6 +77,12 @@ def is_person(text: str) -> bool:
     return True
 
 
+def test_a_forced_text_may_spell_a_special_token(llm: LLM) -> None:
+    text = "Usage: cp <|im_end|> </s>"
+    [answer] = llm.generate(PROMPT, params("regex", re.escape(text)), use_tqdm=False)
+    assert (answer.text, answer.finish_reason) == (text, "stop")
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"presence_penalty": 2.0, "logit_bias": {7: 3.0}}], ids=["plain", "changed"]
 )

@@ -1,6 +1,7 @@
 """Grammars: compiled by llguidance, and tried before in a process that can be killed.
 
     compiler.py        `GrammarCompiler`: from a grammar to a matcher
+    special_tokens.py  no text is a special token; a Lark grammar may name one
     trials.py          `GrammarTrials`: owns the trial process, asks it about one grammar at a time
     trial_process.py   the trial process: a fork of it compiles each grammar under limits
 

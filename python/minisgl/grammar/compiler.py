@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
+from minisgl.grammar.special_tokens import hide_special_tokens, number_special_tokens
 from minisgl.sampling_params import JSON_OPTIONS
 
 # Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
@@ -38,7 +39,7 @@ _LIMITS = {
 }
 # What follows a reason: an excerpt of the grammar, which may contain what the request did not send,
 # or advice to programmers.
-_EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try) ")
+_EXCERPT = re.compile(r"\n<state>|\n\s*\d+ \| |; (?:either|try|following special tokens) ")
 
 
 class GrammarModel(msgspec.Struct, frozen=True):
@@ -70,10 +71,11 @@ class GrammarCompiler:
         Raises:
             ValueError, OSError, ImportError: it cannot be read, or not by llguidance.
         """
-        return self._reading.result()
+        return self._reading.result()[0]
 
     @cached_property
-    def _reading(self) -> Future[LLTokenizer]:
+    def _reading(self) -> Future[tuple[LLTokenizer, dict[str, int]]]:
+        """The tokenizer, and the ids of its special tokens by name."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         reading = executor.submit(self._read_tokenizer)
         executor.shutdown(wait=False)
@@ -86,17 +88,10 @@ class GrammarCompiler:
         """
         _ = self._reading
 
-    def _read_tokenizer(self) -> LLTokenizer:
-        folder = Path(self._model.folder)
-        file = folder / "tokenizer.json"
+    def _read_tokenizer(self) -> tuple[LLTokenizer, dict[str, int]]:
+        tokenizer_json, special_ids = hide_special_tokens(_read_json(Path(self._model.folder)))
         options = (self._model.vocab_size, self._model.eos_ids or None, _SLICES)
-        if file.exists():
-            return LLTokenizer(str(file), *options)
-        from llguidance.hf import from_tokenizer  # takes seconds to import, and is rarely needed
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return from_tokenizer(tokenizer, *options)
+        return LLTokenizer(tokenizer_json, *options), special_ids
 
     def read_tokenizer(self) -> None:
         """Return when the tokenizer is read.
@@ -116,7 +111,9 @@ class GrammarCompiler:
         """
         limits = _LIMITS[grammar.kind]
         try:
-            matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=limits)
+            tokenizer, special_ids = self._reading.result()
+            source = _source(grammar, special_ids)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         except ValueError as error:
             raise refusal(str(error)) from None
         shape_1W = llguidance.numpy.get_bitmask_shape(1, self._model.vocab_size)
@@ -145,10 +142,25 @@ def refusal(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the grammar is refused: {text[:400]}", param="grammar")
 
 
-def _source(grammar: Grammar) -> str:
+def _read_json(folder: Path) -> bytes:
+    """The tokenizer of a folder, as the library `tokenizers` writes it."""
+    file = folder / "tokenizer.json"
+    if file.exists():
+        return file.read_bytes()
+    from transformers import AutoTokenizer  # takes seconds to import, and is rarely needed
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise ValueError("llguidance reads tokenizers of the library tokenizers alone")
+    text: str = tokenizer.backend_tokenizer.to_str()
+    return text.encode()
+
+
+def _source(grammar: Grammar, special_ids: dict[str, int]) -> str:
     """A grammar as llguidance reads it."""
     if grammar.kind == "json_schema":
         return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS))
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.text))
-    return str(LLMatcher.grammar_from_lark(grammar.text))
+    lark = number_special_tokens(grammar.text, special_ids)
+    return str(LLMatcher.grammar_from_lark(lark))
