@@ -90,8 +90,13 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> tuple[LLTokenizer, dict[str, int]]:
         tokenizer_json, special_ids = hide_special_tokens(_read_json(Path(self._model.folder)))
-        options = (self._model.vocab_size, self._model.eos_ids or None, _SLICES)
-        return LLTokenizer(tokenizer_json, *options), special_ids
+        tokenizer = LLTokenizer(
+            tokenizer_json,
+            n_vocab=self._model.vocab_size,
+            eos_token=self._model.eos_ids or None,
+            slices=_SLICES,
+        )
+        return tokenizer, special_ids
 
     def read_tokenizer(self) -> None:
         """Return when the tokenizer is read.
