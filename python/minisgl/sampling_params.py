@@ -88,11 +88,11 @@ class SamplingParams:
             draws one.
         ignore_eos: go on past an end-of-sequence token.
         min_tokens: no end-of-sequence token and none of `stop_token_ids` until that many tokens are
-            generated; in [0, max_tokens].
+            generated, and none of `stop` ends the answer before; in [0, max_tokens].
         stop: texts that end the answer, which stops in front of them; at most 32 of 1 to 1024
             characters.
         stop_token_ids: tokens that end the answer; at most 32.
-        include_stop_str_in_output: the answer stops after the text that ended it.
+        include_stop_str_in_output: the answer stops after the text, or the token, that ended it.
         skip_special_tokens: leave tokens such as end-of-sequence out of the text.
         presence_penalty: subtracted from the logit of each token in the answer so far; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token is in the answer; in [-2, 2].
@@ -277,7 +277,7 @@ class SamplingParams:
     @property
     def shapes_text(self) -> bool:
         """Whether the detokenizer needs these parameters."""
-        return bool(self.stop) or not self.skip_special_tokens
+        return bool(self.stop) or self.include_stop_str_in_output or not self.skip_special_tokens
 
     @property
     def has_penalty(self) -> bool:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -595,6 +596,33 @@ def test_a_rank_that_dies_while_it_starts_is_an_error(folder: Path) -> None:
         with pytest.raises(EngineFailed, match="scheduler-1 died with exit code -9"):
             pair.result(TIMEOUT_S)
     assert_all_end()
+
+
+def test_a_second_thread_is_told_so_and_the_first_goes_on(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate(PROMPTS, greedy(5), use_tqdm=False)
+    is_stepping = Event()
+    may_go_on = Event()
+    with make(folder) as busy, ThreadPoolExecutor(1) as pool:
+        step = busy._scheduler.step
+
+        def step_slowly() -> None:
+            is_stepping.set()
+            assert may_go_on.wait(TIMEOUT_S)
+            step()
+
+        monkeypatch.setattr(busy._scheduler, "step", step_slowly)
+        first = pool.submit(busy.generate, PROMPTS, greedy(5), use_tqdm=False)
+        assert is_stepping.wait(TIMEOUT_S)
+        for use in (lambda: busy.generate("the dog", greedy(5), use_tqdm=False), busy.close):
+            with pytest.raises(InvalidRequest, match="another thread"):
+                use()
+        may_go_on.set()
+        answers = first.result(TIMEOUT_S)
+        assert [out.token_ids for out in answers] == [out.token_ids for out in expected]
+        again = busy.generate(PROMPTS, greedy(5), use_tqdm=False)
+        assert [out.token_ids for out in again] == [out.token_ids for out in expected]
 
 
 @pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])

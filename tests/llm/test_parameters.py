@@ -169,6 +169,19 @@ def test_a_stop_text_ends_the_answer_wherever_the_tokens_begin(llm: LLM, include
     llm._scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_token_may_belong_to_the_text(llm: LLM, streamed: bool) -> None:
+    plain = answer(llm)
+    stop = next(plain[i] for i in range(3, len(plain)) if plain[i] not in plain[:i])
+    for include in (False, True):
+        one = params(stop_token_ids=(stop,), include_stop_str_in_output=include)
+        if streamed:
+            text = "".join(output.text for output in llm.stream(PROMPT, one))
+        else:
+            text = llm.generate(PROMPT, one, use_tqdm=False)[0].text
+        assert text == text_of(plain[: plain.index(stop) + include])
+
+
 def test_special_tokens_are_shown_if_asked_for(llm: LLM) -> None:
     for skip, expected in ((True, ""), (False, "</s>" * 3)):
         fields = {"logit_bias": {EOS_ID: 100}, "skip_special_tokens": skip}

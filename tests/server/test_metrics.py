@@ -94,6 +94,18 @@ def test_the_time_to_the_first_token_is_waiting_and_computing(
     assert seen["request_queue_seconds_count"] == seen["request_prefill_seconds_count"] == 1
 
 
+def test_a_prompt_with_several_answers_is_counted_once() -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("a", "b", num_prompt=7, num_cached=4))
+        await app.post(TEXT, n=3, prompt=["p", "q"]).done
+        seen = await scrape(app)
+        assert (seen["prompt_tokens_total"], seen["cached_prompt_tokens_total"]) == (14, 8)
+        assert seen["output_tokens_total"] == 12
+        assert seen["request_duration_seconds_count"] == 6
+
+    run_with_app(scenario)
+
+
 def test_a_prompt_without_an_answer_is_counted_once() -> None:
     metrics = Metrics()
     watch = Stopwatch(metrics)

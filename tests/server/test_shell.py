@@ -263,6 +263,26 @@ def test_when_the_context_is_full_the_oldest_turns_go_first() -> None:
     run_with_chat(scenario, script)
 
 
+def test_an_answer_that_fills_the_context_says_so_and_makes_room() -> None:
+    prompts: list[Any] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        prompts.append(msg.prompt.messages)
+        finish = "length" if len(prompts) == 2 else "stop"
+        return [UserReply(msg.uid, f"to {msg.prompt.messages[-1]['content']}", finish=finish)]
+
+    async def scenario(chat: Chat) -> None:
+        await chat.send("one")
+        shown = await chat.send("two")
+        assert shown.startswith(
+            "to two [cut off: the context is full]\n[the oldest turn is dropped"
+        )
+        await chat.send("go on")
+        assert [turn["content"] for turn in prompts[-1]] == ["two", "to two", "go on"]
+
+    run_with_chat(scenario, script)
+
+
 def test_a_message_too_long_for_the_context_by_itself_is_refused_and_not_kept() -> None:
     def script(msg: TokenizeMsg) -> list[UserReply]:
         if "long" in msg.prompt.messages[-1]["content"]:

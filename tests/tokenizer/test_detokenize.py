@@ -246,6 +246,51 @@ def test_several_tokens_in_a_message_are_those_tokens_one_at_a_time(
     assert together.num_open == 0
 
 
+@pytest.mark.parametrize("a_message", [1, 6])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text", "num_tokens"),
+    [
+        ("b", 0, "a", 2),
+        ("b", 1, "a", 2),
+        ("b", 2, "aba", 4),
+        ("ba", 2, "a", 3),
+        ("ba", 3, "aba", 5),
+        ("ab", 5, "abab", 6),
+        ("b", 6, "ababab", 6),
+    ],
+)
+def test_a_stop_text_that_the_least_tokens_complete_is_passed_over(
+    stop: str,
+    min_tokens: int,
+    text: str,
+    num_tokens: int,
+    a_message: int,
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    ids = ids_of(tokenizer("byte level"), [b"ababab"])
+    detokenizer = new(tokenizer("byte level"))
+    params = SamplingParams(stop=(stop,), min_tokens=min_tokens)
+    replies = []
+    for begin in range(0, len(ids), a_message):
+        tokens = ids[begin : begin + a_message]
+        finish = "length" if begin + len(tokens) == len(ids) else None
+        replies.append(detokenizer.step(DetokenizeMsg(0, tokens, params=params, finish=finish)))
+    answered = [reply for reply in replies if reply is not None]
+    assert "".join(reply.text for reply in answered) == text
+    assert answered[-1].num_output == num_tokens
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_says_stop_is_shown_if_asked_for(
+    include: bool, tokenizer: Callable[[str], Tokenizer]
+) -> None:
+    ids = ids_of(tokenizer("byte level"), [b"ab"])
+    params = SamplingParams(stop_token_ids=(ids[1],), include_stop_str_in_output=include)
+    reply = new(tokenizer("byte level")).step(DetokenizeMsg(0, ids, params=params, finish="stop"))
+    assert reply is not None
+    assert (reply.text, reply.num_output) == ("ab" if include else "a", 2)
+
+
 @pytest.mark.parametrize("end", [{}, {"finish": "length"}], ids=["goes on", "ends"])
 def test_what_follows_a_stop_text_in_its_message_is_dropped(
     end: dict[str, Any], tokenizer: Callable[[str], Tokenizer]

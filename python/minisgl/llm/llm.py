@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -45,10 +46,11 @@ Prompt: TypeAlias = str | Sequence[int]
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
+_BUSY = "another thread uses this LLM; one at a time may"
 
 
 class LLM:
-    """A model and its engine, for offline use. Not thread-safe.
+    """A model and its engine, for offline use. One thread at a time may use it.
 
     Use it as a context manager, or `close` it. With tp > 1 the calling script needs the usual
     `if __name__ == "__main__":` of multiprocessing.
@@ -75,7 +77,7 @@ class LLM:
         self._uids = itertools.count()
         self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
         self._failure: str | None = None
-        self._is_stepping = False
+        self._stepping = threading.Lock()
         self._pid = os.getpid()
         self._queues: LocalQueues | RankGroup
         self._scheduler: Scheduler | RankGroup
@@ -196,8 +198,13 @@ class LLM:
         """End the other ranks and free the engine. May be called more than once.
 
         In a forked process it does nothing: all of it belongs to the process that made it.
+
+        Raises:
+            InvalidRequest: another thread uses it.
         """
         if self._scheduler.is_running and os.getpid() == self._pid:
+            if self._stepping.locked():
+                raise InvalidRequest(_BUSY)
             self._queues.post(ExitMsg())
             # A step that was broken off has left any state, which the last one may meet.
             ignored = EngineFailed if self._failure is None else Exception
@@ -292,7 +299,18 @@ class LLM:
 
     def _step(self) -> None:
         """Make one step; file its outputs."""
-        self._is_stepping = True
+        if not self._stepping.acquire(blocking=False):
+            raise InvalidRequest(_BUSY)
+        try:
+            self._step_scheduler()
+            for msg in self._queues.drain_outputs():
+                self._unread[msg.uid].append(msg)
+                if msg.finish is not None or msg.error is not None:
+                    del self._unread[msg.uid]
+        finally:
+            self._stepping.release()
+
+    def _step_scheduler(self) -> None:
         try:
             self._scheduler.step()
         except EngineFailed as error:
@@ -303,12 +321,6 @@ class LLM:
             if not isinstance(error, RuntimeError):  # what torch raises if the device fails
                 raise
             raise EngineFailed(f"the engine failed: {error}") from error
-        finally:
-            self._is_stepping = False
-        for msg in self._queues.drain_outputs():
-            self._unread[msg.uid].append(msg)
-            if msg.finish is not None or msg.error is not None:
-                del self._unread[msg.uid]
 
     def _abort(self, uids: set[int]) -> None:
         """Abort requests, and step until the scheduler has ended them.
@@ -320,7 +332,7 @@ class LLM:
             return
         for uid in sorted(uids):
             self._queues.post(AbortBackendMsg(uid))
-        while uids & self._unread.keys() and not self._is_stepping:
+        while uids & self._unread.keys() and not self._stepping.locked():
             self._step()
 
 

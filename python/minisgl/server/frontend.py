@@ -128,12 +128,12 @@ class Frontend:
         deadline = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
         num_places = num_answers  # that no request has yet
         try:
-            for uid, (prompt, uid_sampling) in zip(
-                uids, itertools.product(prompts, samplings), strict=True
+            for index, (uid, (prompt, uid_sampling)) in enumerate(
+                zip(uids, itertools.product(prompts, samplings), strict=True)
             ):
                 msg = TokenizeMsg(uid, prompt, uid_sampling, uids[0])
                 self._tokenizers.send(uid, msg)
-                stopwatch = Stopwatch(self.metrics)
+                stopwatch = Stopwatch(self.metrics, counts_prompt=index % n == 0)
                 generation.stopwatches.append(stopwatch)
                 self._requests.begin(uid, OpenRequest(generation, stopwatch, deadline, msg))
                 num_places -= 1

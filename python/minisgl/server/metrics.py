@@ -85,7 +85,10 @@ class Metrics:
         self._failures = counter(
             "worker_failures_total", "Workers that died or hung, by their name", ["worker"]
         )
-        self.aborts = counter("aborts_total", "Prompts whose reader went away before the end")
+        self.aborts = counter(
+            "aborts_total",
+            "Answers that were ended: their reader went away or is too slow, or they took too long",
+        )
         self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts, cached ones too")
         self.cached_tokens = counter(
             "cached_prompt_tokens_total", "Tokens of prompts that came from the prefix cache"
@@ -232,6 +235,9 @@ class _Sum(Collector):
 class Stopwatch:
     """Measures the times of one answer, from now on.
 
+    Args:
+        counts_prompt: whether its prompt is counted with it, as with the first of several answers.
+
     Attributes, by `time.perf_counter`:
         started_at: when its prompt came.
         admitted_at: when it got its first pages. What the first output took to come here counts
@@ -241,6 +247,7 @@ class Stopwatch:
     """
 
     __slots__ = (
+        "_counts_prompt",
         "_metrics",
         "_num_output",
         "admitted_at",
@@ -249,8 +256,9 @@ class Stopwatch:
         "started_at",
     )
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, counts_prompt: bool = True) -> None:
         self._metrics = metrics
+        self._counts_prompt = counts_prompt
         self._num_output = 0
         self.started_at = time.perf_counter()
         self.admitted_at: float | None = None
@@ -263,8 +271,9 @@ class Stopwatch:
         num_new = reply.num_output - self._num_output
         is_first = self._num_output == 0
         if is_first and (num_new or reply.finish):
-            self._metrics.prompt_tokens.inc(reply.num_prompt)
-            self._metrics.cached_tokens.inc(reply.num_cached)
+            if self._counts_prompt:
+                self._metrics.prompt_tokens.inc(reply.num_prompt)
+                self._metrics.cached_tokens.inc(reply.num_cached)
             self.first_output_at = now
             if reply.prefill_s is not None:
                 self.admitted_at = max(self.started_at, now - reply.prefill_s)

@@ -98,8 +98,9 @@ class Shell:
         is_cancelled = _current_task().cancelling
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, answering.cancel)
+        is_full = False
         try:
-            await answering
+            is_full = await answering
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -111,25 +112,31 @@ class Shell:
         finally:
             answering.cancel()
             loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-        self._write("\n")
+        self._write(" [cut off: the context is full]\n" if is_full else "\n")
         self._turns.append({"role": "assistant", "content": "".join(pieces)})
+        if is_full and len(self._turns) > 2:  # the next answer needs room
+            self._drop_oldest()
 
-    async def _stream(self, pieces: list[str]) -> None:
+    async def _stream(self, pieces: list[str]) -> bool:
+        """Show an answer; returns whether it ends where the context does."""
         while True:
             generation = self._frontend.submit([Conversation(list(self._turns))], self._sampling)
             try:
+                is_full = False
                 async for _, reply in generation:
                     self._show(reply, pieces)
-                return
+                    is_full = reply.finish == "length"
+                return is_full
             except RequestError as error:
                 if error.code != "context_length_exceeded" or len(self._turns) < 3:
                     raise
-                del self._turns[:2]
-                self._write(
-                    "[the oldest turn is dropped: the conversation is longer than the context]\n"
-                )
+                self._drop_oldest()
             finally:
                 generation.close()
+
+    def _drop_oldest(self) -> None:
+        del self._turns[:2]
+        self._write("[the oldest turn is dropped: the conversation is longer than the context]\n")
 
     def _show(self, reply: UserReply, pieces: list[str]) -> None:
         pieces.append(reply.text)

@@ -29,11 +29,18 @@ class _StopText:
         self._stop = stop
         self.start = 0  # the first place where the text may be, or become, the stop text
 
-    def advance(self, text: str) -> int | None:
-        """Look at the longer text; return where the stop text ends, if it is there."""
+    def advance(self, text: str, *, may_end: bool) -> int | None:
+        """Look at the longer text; return where the stop text ends, if it is there.
+
+        Args:
+            may_end: whether it may be there; else one that is complete is passed over.
+        """
         stop = self._stop
         start = text.find(stop[0], self.start)
-        while start >= 0 and not stop.startswith(text[start : start + len(stop)]):
+        while start >= 0:
+            is_complete = start + len(stop) <= len(text)
+            if stop.startswith(text[start : start + len(stop)]) and (may_end or not is_complete):
+                break
             start = text.find(stop[0], start + 1)
         self.start = len(text) if start < 0 else start
         end = self.start + len(stop)
@@ -63,8 +70,12 @@ class StopTexts:
     def has_stopped(self) -> bool:
         return self.found is not None
 
-    def feed(self, text: str) -> str:
-        """Return what of the text so far is certain to come before a stop text, and is new."""
+    def feed(self, text: str, *, may_end: bool = True) -> str:
+        """Return what of the text so far is certain to come before a stop text, and is new.
+
+        Args:
+            may_end: whether a stop text that is complete now ends the stream.
+        """
         if not self.is_searching:
             return text
         if self.has_stopped:
@@ -72,7 +83,7 @@ class StopTexts:
         text = self._held + text
         found = []
         for search in self._searches:
-            end = search.advance(text)
+            end = search.advance(text, may_end=may_end)
             if end is not None:
                 found.append((end, search.start))
         if found:
@@ -93,11 +104,13 @@ class StopTexts:
 class _Answer:
     """One unfinished answer. After a stop text no tokens are appended."""
 
-    __slots__ = ("decoder", "num_tokens", "stops")
+    __slots__ = ("_includes_stop", "_min_tokens", "decoder", "num_tokens", "stops")
 
-    def __init__(self, decoder: TextDecoder, stops: StopTexts) -> None:
+    def __init__(self, decoder: TextDecoder, params: SamplingParams) -> None:
+        self._includes_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
         self.decoder = decoder
-        self.stops = stops
+        self.stops = StopTexts(params.stop, include=self._includes_stop)
         self.num_tokens = 0
 
     def append(self, tokens: Sequence[int]) -> str:
@@ -107,15 +120,20 @@ class _Answer:
             return self.decoder.feed(tokens)
         text = ""
         for token in tokens:
-            text += self.stops.feed(self.decoder.feed((token,)))
             self.num_tokens += 1
+            text += self.stops.feed(self.decoder.feed((token,)), may_end=self._may_end)
             if self.stops.has_stopped:
                 break
         return text
 
+    @property
+    def _may_end(self) -> bool:
+        """Whether a stop text that the latest token completes ends the answer."""
+        return self.num_tokens > self._min_tokens
+
     def append_last(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         """Append the last tokens; return all that is held back too."""
-        if finish == "stop" and tokens:
+        if finish == "stop" and tokens and not self._includes_stop:
             text = self.append(tokens[:-1])
             # The end-of-sequence or stop token is counted, but it is not part of the text.
             self.num_tokens += not self.stops.has_stopped
@@ -123,7 +141,7 @@ class _Answer:
             text = self.append(tokens)
         if self.stops.has_stopped:
             return text
-        text += self.stops.feed(self.decoder.flush())
+        text += self.stops.feed(self.decoder.flush(), may_end=self._may_end)
         return text + self.stops.flush()
 
 
@@ -196,7 +214,7 @@ class Detokenizer:
         decoder = begin_text(
             self._vocabulary, msg.prompt_tail, skip_special_tokens=params.skip_special_tokens
         )
-        return _Answer(decoder, StopTexts(params.stop, include=params.include_stop_str_in_output))
+        return _Answer(decoder, params)
 
     def _logprobs(self, msg: DetokenizeMsg, num_tokens: int) -> list[TextLogprobs]:
         """Entries of the first `num_tokens` tokens of a message, if it has any."""

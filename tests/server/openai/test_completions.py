@@ -101,6 +101,23 @@ def test_offsets_count_a_character_of_several_tokens_once() -> None:
     run_with_app(scenario)
 
 
+def test_of_likely_tokens_with_one_text_the_likeliest_counts() -> None:
+    top = [(b"\xf0", -0.25), (b"a", -1.5), (b"\x9f", -3.0)]
+    token = TextLogprobs(b"\xf0", -0.25, top)
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(
+            lambda msg: [UserReply(msg.uid, "", logprobs=[token], finish="length")]
+        )
+        call = app.post(TEXT, logprobs=3)
+        await call.done
+        (choice,) = json.loads(call.body)["choices"]
+        assert choice["logprobs"]["tokens"] == ["\ufffd"]
+        assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.25, "a": -1.5}]
+
+    run_with_app(scenario)
+
+
 def test_an_echo_without_an_answer() -> None:
     async def scenario(app: App) -> None:
         app.worker.answer_with(lambda msg: [UserReply(msg.uid, finish="length", num_prompt=2)])

@@ -151,9 +151,7 @@ class CompletionBuilder(ChoicesBuilder):
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[
-                None if token.logprob is None else dict(token.top_texts) for token in tokens
-            ],
+            top_logprobs=[None if token.logprob is None else _top(token) for token in tokens],
             text_offset=offsets,
         )
 
@@ -180,3 +178,11 @@ class CompletionBuilder(ChoicesBuilder):
 
 def _chunk_choice(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _top(token: TextLogprobs) -> dict[str, float]:
+    """The likeliest texts. Parts of characters have one text: of these the likeliest counts."""
+    top: dict[str, float] = {}
+    for text, logprob in token.top_texts:
+        top.setdefault(text, logprob)
+    return top
