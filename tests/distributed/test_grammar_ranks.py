@@ -102,7 +102,7 @@ def run_rank(model: Path, folder: Path, info: DistributedInfo) -> tuple[list[str
     config = config_of(model, tp=info.size)
     engine = Engine(config, info, folder / "rendezvous")
     with patch.object(
-        GrammarMatchers, "lose", autospec=True, side_effect=GrammarMatchers.lose
+        GrammarMatchers, "lose_match", autospec=True, side_effect=GrammarMatchers.lose_match
     ) as lose:
         Scheduler(config, engine, inbox, client, leads=info.leads, other_ranks=inbox).run()
     return client.ends, lose.call_count
