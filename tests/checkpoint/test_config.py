@@ -427,6 +427,20 @@ def test_a_missing_field_is_named(name: str, tmp_path: Path) -> None:
         read(tmp_path, config)
 
 
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "moe_intermediate_size"])
+def test_a_missing_field_of_experts_is_named(name: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in MOE.items() if key != name}
+    assert read(tmp_path, config).num_experts == 0
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*'{name}' is missing"):
+        read(tmp_path, {**config, "num_experts": 4})
+
+
+def test_a_token_chooses_no_more_experts_than_there_are(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="num_experts_per_tok must be at most 4, got 9"):
+        read(tmp_path, {**MOE, "num_experts": 4, "num_experts_per_tok": 9})
+    assert read(tmp_path, {**MOE, "num_experts": 2}).experts_per_token == 2
+
+
 @pytest.mark.parametrize("value", [[], None, {}], ids=str)
 def test_a_field_without_an_architecture_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: .*architectures"):

@@ -90,6 +90,7 @@ def kill_a_tokenizer(program: Program) -> None:
             resources.enter_context(closing(send(program, prompt="the fox", max_tokens=8)))
             for _ in range(4)
         ]
+        wait_for_metrics(program, 'worker_failures_total{worker="tokenizer-0"} 0.0')
         tokenizer = program.workers()["tokenizer-0"]
         tokenizer.kill()
         late = [

@@ -124,8 +124,8 @@ class ModelConfig:
             attention_bias=_flag(hf, "attention_bias"),
             mlp_bias=_flag(hf, "mlp_bias"),
             num_experts=num_experts,
-            experts_per_token=_optional_size(hf, "num_experts_per_tok"),
-            expert_width=_optional_size(hf, "moe_intermediate_size"),
+            experts_per_token=_experts_per_token(hf, num_experts),
+            expert_width=_size(hf, "moe_intermediate_size") if num_experts else 0,
             normalize_experts=_flag(hf, "norm_topk_prob"),
             dense_layers=_dense_layers(hf, num_experts),
             stored_dtype=_stored_dtype(hf),
@@ -157,6 +157,12 @@ def _check_size(name: str, size: Any, most: int) -> int:
 
 def _optional_size(hf: dict[str, Any], name: str) -> int:
     return _size(hf, name) if hf.get(name) else 0
+
+
+def _experts_per_token(hf: dict[str, Any], num_experts: int) -> int:
+    if num_experts == 0:
+        return 0
+    return _check_size("num_experts_per_tok", hf["num_experts_per_tok"], num_experts)
 
 
 def _number(hf: dict[str, Any], name: str) -> float:

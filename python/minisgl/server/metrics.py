@@ -162,6 +162,11 @@ class Metrics:
     def count_error(self, code: str) -> None:
         self._errors.labels(code).inc()
 
+    def watch_workers(self, names: Iterable[str]) -> None:
+        """Begin to count the failures of workers: a series that begins at 1 shows no increase."""
+        for name in names:
+            self._failures.labels(name)
+
     def count_failure(self, worker: str) -> None:
         self._failures.labels(worker).inc()
 

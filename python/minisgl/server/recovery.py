@@ -48,6 +48,7 @@ class Recovery:
         self._frontend = frontend
         self._peers = peers
         self._served_s: deque[float] = deque(maxlen=_MAX_FAILURES)  # between failures
+        frontend.metrics.watch_workers(workers.names)
 
     async def run(self) -> None:
         """Recover from every failure, until there are too many.

@@ -117,6 +117,12 @@ class Workers:
                 has_children=True,  # that parse large bodies
             )
 
+    @property
+    def names(self) -> list[str]:
+        """Those of all workers that may fail while others go on, or start again."""
+        schedulers = [f"scheduler-{rank}" for rank in range(self._config.tp)]
+        return [*schedulers, *self._tokenizer_addresses, *self._api_workers]
+
     def is_api_worker(self, name: str) -> bool:
         return name in self._api_workers
 

@@ -584,6 +584,8 @@ def test_above_the_limit_only_health_is_answered() -> None:
         client = await served.connect()
         client.send(MODELS)
         assert (await client.response())[0] == 200
+        metrics = served.app.frontend.metrics.expose().decode()
+        assert 'minisgl_errors_total{code="too_many_connections"} 2.0' in metrics
 
     run_served(scenario, max_connections=2)
 

@@ -362,12 +362,16 @@ class Connection(H11Protocol):
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             message = "a request has Content-Length or Transfer-Encoding, not both"
-            return _Refusal(400, message, "invalid_request_error", "invalid_request")
+            return self._refuse(400, message, "invalid_request_error", "invalid_request")
         if self._is_reserved and scope["path"] not in OPEN_PATHS:
             limit = self._table.limits.max_connections
             message = f"{limit} connections are open, which is the limit; try again later"
-            return _Refusal(503, message, "server_error", "too_many_connections")
+            return self._refuse(503, message, "server_error", "too_many_connections")
         return None
+
+    def _refuse(self, status: int, message: str, kind: str, code: str) -> _Refusal:
+        self._table.metrics.count_error(code)
+        return _Refusal(status, message, kind, code)
 
 
 def _with_origin_form(scope: Scope) -> Scope:
