@@ -435,6 +435,24 @@ def test_a_missing_field_of_experts_is_named(name: str, tmp_path: Path) -> None:
         read(tmp_path, {**config, "num_experts": 4})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "value"),
+    [
+        ("SmolLM3ForCausalLM", "no_rope_layer_interval", 0),
+        ("SmolLM3ForCausalLM", "no_rope_layer_interval", "4"),
+        ("SmolLM3ForCausalLM", "no_rope_layers", [1]),
+        ("SmolLM3ForCausalLM", "no_rope_layers", 1),
+        ("Qwen2ForCausalLM", "max_window_layers", "1"),
+    ],
+)
+def test_a_field_of_layers_that_cannot_be_is_named(
+    architecture: str, name: str, value: Any, tmp_path: Path
+) -> None:
+    fields = {"sliding_window": 64, "use_sliding_window": True, name: value}
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be"):
+        read(tmp_path, {**NEEDED, "architectures": [architecture], **fields})
+
+
 def test_a_token_chooses_no_more_experts_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="num_experts_per_tok must be at most 4, got 9"):
         read(tmp_path, {**MOE, "num_experts": 4, "num_experts_per_tok": 9})

@@ -161,10 +161,20 @@ def _check_listed_layers(hf: dict[str, Any], window: int | None) -> None:
 
 def _has_rope(hf: dict[str, Any], layer: int) -> bool:
     """Despite its name, `no_rope_layers` has a 1 for each layer with a rotation."""
-    if hf.get("no_rope_layers") is not None:
-        return bool(hf["no_rope_layers"][layer])
+    listed = hf.get("no_rope_layers")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != hf["num_hidden_layers"]:
+            raise ValueError(
+                f"no_rope_layers must be a list of {hf['num_hidden_layers']} numbers, one a layer, "
+                f"got {listed!r}"
+            )
+        return bool(listed[layer])
     interval = hf.get("no_rope_layer_interval")
-    return interval is None or (layer + 1) % interval != 0
+    if interval is None:
+        return True
+    if type(interval) is not int or interval < 1:
+        raise ValueError(f"no_rope_layer_interval must be a positive integer, got {interval!r}")
+    return (layer + 1) % interval != 0
 
 
 def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfig:
@@ -239,7 +249,10 @@ def _three_of_four(_hf: dict[str, Any], layer: int) -> bool:
 
 
 def _last_layers(hf: dict[str, Any], layer: int) -> bool:
-    return bool(layer >= hf.get("max_window_layers", 28))
+    first = hf.get("max_window_layers", 28)
+    if type(first) is not int:
+        raise ValueError(f"max_window_layers must be an integer, got {first!r}")
+    return layer >= first
 
 
 def _layers_without_rope(hf: dict[str, Any], layer: int) -> bool:
