@@ -112,6 +112,33 @@ def test_each_kind_of_vocabulary_is_renamed(kind: str) -> None:
     } == {f"\ufdd0{number}\ufdd0": number for number in ids.values()}
 
 
+def test_added_tokens_that_look_special_are_hidden_too_and_bytes_are_not() -> None:
+    tokenizer = Tokenizer(models.WordLevel(vocab=VOCAB, unk_token="<unk>"))
+    tokenizer.add_tokens(["<tool_call>", "<0x0A>", "[INST]"])
+    hidden, ids = hide_special_tokens(tokenizer.to_str().encode())
+    assert ids == {"<tool_call>": 7}
+    assert "<tool_call>" not in hidden
+    assert "<0x0A>" in hidden
+
+
+def test_merges_into_a_special_token_go() -> None:
+    vocab = {"<": 0, "/": 1, "s": 2, ">": 3, "</": 4, "s>": 5, "</s>": 6}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.add_special_tokens(["</s>"])
+    hidden, ids = hide_special_tokens(tokenizer.to_str().encode())
+    assert ids == {"</s>": 6}
+    assert Tokenizer.from_str(hidden).encode("</s>").ids == [4, 5]
+
+
+def test_where_no_end_is_said_no_text_is_one(folder: Path) -> None:
+    compiler = GrammarCompiler(GrammarModel(str(folder), VOCAB_SIZE, []))
+    matcher = compiler.compile(Grammar("regex", "ab?"))
+    assert compiler.tokenizer.eos_token == EOS_ID
+    assert matcher.consume_tokens(compiler.tokenizer.tokenize_str("a"))
+    assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"added_tokens": [], "model": {}}'])
 def test_what_is_no_tokenizer_is_said(text: bytes) -> None:
     with pytest.raises(ValueError, match="no tokenizer"):

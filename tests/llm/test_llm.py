@@ -625,6 +625,19 @@ def test_a_second_thread_is_told_so_and_the_first_goes_on(
         assert [out.token_ids for out in again] == [out.token_ids for out in expected]
 
 
+def test_a_thread_has_an_llm_until_its_answers_have_ended(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, greedy(5))
+    first = next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(llm.generate, "the dog", greedy(5), use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="another thread"):
+            other.result(TIMEOUT_S)
+        tokens = [token for output in (first, *stream) for token in output.tokens]
+        assert len(tokens) == 5 * len(PROMPTS)
+        later = pool.submit(llm.generate, "the dog", greedy(5), use_tqdm=False)
+        assert len(later.result(TIMEOUT_S)[0].token_ids) == 5
+
+
 @pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])
 def test_after_a_step_that_broke_nothing_is_taken_any_more(
     folder: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -247,7 +247,7 @@ def test_how_the_scheduler_stands_is_what_it_said_last() -> None:
 
 
 def test_what_a_dead_scheduler_counted_may_come_late() -> None:
-    """The next one counts from zero, and a counter of /metrics never falls."""
+    """It is counted once more, and nothing breaks: the next one counts from zero."""
     metrics = Metrics()
     for num_steps in (20, 30):
         metrics.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))

@@ -163,10 +163,10 @@ def _has_rope(hf: dict[str, Any], layer: int) -> bool:
     """Despite its name, `no_rope_layers` has a 1 for each layer with a rotation."""
     listed = hf.get("no_rope_layers")
     if listed is not None:
-        if not isinstance(listed, list) or len(listed) != hf["num_hidden_layers"]:
+        if not isinstance(listed, list) or len(listed) < hf["num_hidden_layers"]:
             raise ValueError(
-                f"no_rope_layers must be a list of {hf['num_hidden_layers']} numbers, one a layer, "
-                f"got {listed!r}"
+                f"no_rope_layers must be a list with a number for each of "
+                f"{hf['num_hidden_layers']} layers, got {listed!r}"
             )
         return bool(listed[layer])
     interval = hf.get("no_rope_layer_interval")

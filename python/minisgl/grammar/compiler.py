@@ -17,7 +17,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
-from minisgl.grammar.special_tokens import hide_special_tokens, number_special_tokens
+from minisgl.grammar.special_tokens import (
+    end_of_sequence,
+    hide_special_tokens,
+    number_special_tokens,
+)
 from minisgl.sampling_params import JSON_OPTIONS
 
 # Bytes, of which 2**26 are enough for the longest chain of references that a grammar can be.
@@ -93,7 +97,7 @@ class GrammarCompiler:
         tokenizer = LLTokenizer(
             tokenizer_json,
             n_vocab=self._model.vocab_size,
-            eos_token=self._model.eos_ids or None,
+            eos_token=self._model.eos_ids or end_of_sequence(special_ids),
             slices=_SLICES,
         )
         return tokenizer, special_ids

@@ -3,7 +3,8 @@
 Where a grammar leaves no choice, llguidance spells the text as the tokenizer encodes it. That would
 make the special token of a text like "<|im_end|>", which no grammar of texts allows, and the match
 would fail. So llguidance gets the tokenizer with other names for its special tokens, which no text
-has. A Lark grammar that names one gets its number instead.
+has. A Lark grammar that names one gets its number instead. Special to llguidance are also added
+tokens like "<tool_call>", whatever the tokenizer says.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import msgspec
 
 # Not a character, so that it is in no text that anybody sends on purpose.
 _MARK = "\ufdd0"
+_LIKE_SPECIAL = re.compile(r"<(?!0x[0-9A-F]{2}>).*>", re.DOTALL)  # not a byte
+# By which llguidance knows the end of a sequence if nobody says it.
+_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>")
 # A name in Lark stands outside of texts, comments and regular expressions.
 _LARK_PARTS = re.compile(
     r"""
@@ -41,7 +45,7 @@ def hide_special_tokens(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
     """
     try:
         tokenizer = msgspec.json.decode(tokenizer_json)
-        special = [token for token in tokenizer["added_tokens"] if token["special"]]
+        special = [token for token in tokenizer["added_tokens"] if _is_special(token)]
         ids = {token["content"]: token["id"] for token in special}
         hidden = {name: f"{_MARK}{number}{_MARK}" for name, number in ids.items()}
         for token in special:
@@ -53,16 +57,37 @@ def hide_special_tokens(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
     return msgspec.json.encode(tokenizer).decode(), ids
 
 
+def end_of_sequence(ids: dict[str, int]) -> int | None:
+    """The special token that most likely ends a sequence; None if there is no special token."""
+    named = [ids[name] for name in _ENDS if name in ids]
+    return next(iter([*named, *ids.values()]), None)
+
+
+def _is_special(token: dict[str, Any]) -> bool:
+    return bool(token["special"] or _LIKE_SPECIAL.fullmatch(token["content"]))
+
+
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename tokens of the vocabulary, which has their ids as values, or is a list of pairs."""
+    """Rename tokens of the vocabulary, which has their ids as values, or is a list of pairs.
+
+    Merges that make such a token of text, or anything of it, go: it is no text any more.
+    """
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(name, name): number for name, number in vocab.items()}
     else:
         model["vocab"] = [[names.get(name, name), *others] for name, *others in vocab]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not _merges_any(pair, names)]
     unknown = model.get("unk_token")
     if unknown in names:
         model["unk_token"] = names[unknown]
+
+
+def _merges_any(pair: str | list[str], names: dict[str, str]) -> bool:
+    """Whether a merge, written as two texts or as one with a space, has to do with these tokens."""
+    left, right = pair.split(" ") if isinstance(pair, str) else pair
+    return bool(names.keys() & {left, right, left + right})
 
 
 def number_special_tokens(lark: str, ids: dict[str, int]) -> str:

@@ -27,7 +27,7 @@ class StreamOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """A finished answer. An end-of-sequence token is among the ids but not in the text.
+    """A finished answer. The token that ended it is among the ids, and in the text if asked for.
 
     Attributes:
         logprobs: of each token, if they were asked for.

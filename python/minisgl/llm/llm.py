@@ -46,7 +46,7 @@ Prompt: TypeAlias = str | Sequence[int]
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
-_BUSY = "another thread uses this LLM; one at a time may"
+_BUSY = "another thread uses this LLM; one at a time may, until its answers have ended"
 
 
 class LLM:
@@ -78,6 +78,8 @@ class LLM:
         self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
         self._failure: str | None = None
         self._stepping = threading.Lock()
+        self._claiming = threading.Lock()
+        self._owner = threading.get_ident()  # the thread whose prompts are unfinished
         self._pid = os.getpid()
         self._queues: LocalQueues | RankGroup
         self._scheduler: Scheduler | RankGroup
@@ -200,19 +202,20 @@ class LLM:
         In a forked process it does nothing: all of it belongs to the process that made it.
 
         Raises:
-            InvalidRequest: another thread uses it.
+            InvalidRequest: another thread makes a step of it.
         """
         if self._scheduler.is_running and os.getpid() == self._pid:
-            if self._stepping.locked():
+            if not self._stepping.acquire(blocking=False):
                 raise InvalidRequest(_BUSY)
-            self._queues.post(ExitMsg())
             # A step that was broken off has left any state, which the last one may meet.
             ignored = EngineFailed if self._failure is None else Exception
             try:
+                self._queues.post(ExitMsg())
                 with suppress(ignored):
-                    self._step()
+                    self._step_scheduler()
             finally:
                 self._resources.close()
+                self._stepping.release()
 
     def __enter__(self) -> Self:
         return self
@@ -278,10 +281,14 @@ class LLM:
         """Queue the prompts; their outputs go to `unread`. Returns their uids."""
         self._check_usable()
         packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
-        uids = [next(self._uids) for _ in prompts]
-        for uid, ids, params in zip(uids, packed, params_list, strict=True):
-            self._unread[uid] = unread
-            self._queues.post(UserMsg(uid, ids, params))
+        with self._claiming:
+            if self._unread and self._owner != threading.get_ident():
+                raise InvalidRequest(_BUSY)
+            self._owner = threading.get_ident()
+            uids = [next(self._uids) for _ in prompts]
+            for uid, ids, params in zip(uids, packed, params_list, strict=True):
+                self._unread[uid] = unread
+                self._queues.post(UserMsg(uid, ids, params))
         return uids
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:

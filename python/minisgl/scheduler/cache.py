@@ -14,7 +14,7 @@ from another one on the device, as far as possible. And what all rows have in co
 without comparing them.
 
 Owns the free pages, the prefix cache, and the record of what each request holds. Only
-`_num_pages_for` rounds up, so admission and allocation agree.
+`_num_pages_for` rounds up.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from minisgl.utils.child import StartupReport, interrupts_blocked
 
 logger = logging.getLogger(__name__)
 
-_EXIT_TIMEOUT_S = 5.0
+_EXIT_CODE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class ChildProcess:
         `join` returns at once, without the code, while another thread of this program collects
         it: `multiprocessing.active_children` does so for all children.
         """
-        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
         while self.process.exitcode is None and time.monotonic() < deadline:
             self.process.join(max(0.0, deadline - time.monotonic()))
         return 0 if self.process.exitcode is None else self.process.exitcode

@@ -51,7 +51,7 @@ def pack_body(raw: bytes, model: type[PromptRequest], bounds: RequestBounds) -> 
     num_values = _num_values(packed.parameters)
     if len(packed.parameters) > MAX_PARAMETERS or num_values > MAX_PARAMETER_VALUES:
         raise InvalidRequest(
-            f"without its {model.prompt_field} the body has {len(packed.parameters)} bytes and "
+            f"without its prompt the body has {len(packed.parameters)} bytes and "
             f"about {num_values} values; at most {MAX_PARAMETERS} bytes and "
             f"{MAX_PARAMETER_VALUES} values may be sent"
         )
