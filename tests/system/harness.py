@@ -27,11 +27,11 @@ MAX_RUNNING = 3
 MAX_OPEN = 40
 
 
-def wait_until(holds: Callable[[], Any], what: str) -> Any:
+def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
     """Call a function until it returns something true, and return that."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not (value := holds()):
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.01)
     return value
 
@@ -59,9 +59,9 @@ class Program:
     def stderr(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_ready(self) -> Self:
+    def wait_ready(self, timeout_s: float = TIMEOUT_S) -> Self:
         """Wait until it has logged its address and answers there."""
-        wait_until(lambda: self._url or self.process.poll() is not None, "it serves")
+        wait_until(lambda: self._url or self.process.poll() is not None, "it serves", timeout_s)
         assert self._url, f"ended with {self.process.returncode}:\n{self.stderr}"
         wait_until(self.is_healthy, "it answers")
         self.remember_processes()
