@@ -1,6 +1,7 @@
 """The offline entrance: `LLM`, prompts in, texts out, without server processes.
 
     llm.py           `LLM`: submits prompts, and steps its scheduler until they have finished
+    arguments.py     one prompt or several, and their parameters
     answers.py       from outputs of steps to texts and answers
     local_queues.py  the queues of a scheduler in this process
     rank_group.py    several ranks, in processes of their own

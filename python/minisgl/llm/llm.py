@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
+from minisgl.llm.arguments import Prompt, as_conversations, as_list, list_params
 from minisgl.llm.local_queues import LocalQueues
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
@@ -41,8 +42,6 @@ from minisgl.message import (
 from minisgl.scheduler import Scheduler, SchedulerConfig
 from minisgl.tokenizer import Tokenizer
 from minisgl.utils import detect_hardware
-
-Prompt: TypeAlias = str | Sequence[int]
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
@@ -123,8 +122,8 @@ class LLM:
             RequestError: a prompt or its parameters are refused; all prompts are aborted.
             EngineFailed: the engine died; close this object.
         """
-        prompt_list = _as_list(prompts)
-        params_list = _params_list(sampling_params, len(prompt_list))
+        prompt_list = as_list(prompts)
+        params_list = list_params(sampling_params, len(prompt_list))
         answers = [PartialAnswer(params) for params in params_list]
         # Only stop texts need the text at each step; otherwise a whole answer is decoded once.
         wants_text = any(params.stop for params in params_list)
@@ -155,7 +154,7 @@ class LLM:
             RequestError: a prompt is refused.
             EngineFailed: the engine died; close this object.
         """
-        prompt_list = _as_list(prompts)
+        prompt_list = as_list(prompts)
         params_list = [SamplingParams(max_tokens=0, embeds=True)] * len(prompt_list)
         embeddings = {}
         with closing(self._run(prompt_list, params_list, wants_text=False)) as outputs:
@@ -169,8 +168,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
         """Like `generate`, step by step. Closing the iterator aborts what has not finished."""
-        prompt_list = _as_list(prompts)
-        params_list = _params_list(sampling_params, len(prompt_list))
+        prompt_list = as_list(prompts)
+        params_list = list_params(sampling_params, len(prompt_list))
         has_stops = any(params.stop for params in params_list)
         wants_text = self._optional_tokenizer is not None or has_stops
         for index, msg, text in self._run(prompt_list, params_list, wants_text=wants_text):
@@ -191,7 +190,7 @@ class LLM:
                 text.
         """
         prompts = []
-        for conversation in _as_conversations(messages):
+        for conversation in as_conversations(messages):
             chat = Conversation(list(conversation), tools=list(tools))
             prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -341,66 +340,3 @@ class LLM:
             self._queues.post(AbortBackendMsg(uid))
         while uids & self._unread.keys() and not self._stepping.locked():
             self._step()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt becomes a list of one.
-
-    Raises:
-        InvalidRequest: it is neither a prompt nor a sequence of them.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
-        raise InvalidRequest(
-            f"prompts must be a text, token ids, or a sequence of such, got {prompts!r}"
-        )
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_conversations(
-    messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-) -> Sequence[Sequence[ChatMessage]]:
-    """One conversation becomes a list of one.
-
-    Raises:
-        InvalidRequest: they are no lists of messages.
-    """
-    listed: Any = messages if isinstance(messages, list | tuple) else [None]
-    conversations: Sequence[Any] = listed
-    if listed and isinstance(listed[0], dict):
-        conversations = [listed]
-    for conversation in conversations:
-        is_list = isinstance(conversation, list | tuple)
-        if not is_list or not all(isinstance(message, dict) for message in conversation):
-            raise InvalidRequest(
-                "messages must be a list of dicts with role and content, or a list of such lists, "
-                f"got {messages!r}",
-                param="messages",
-            )
-    return conversations
-
-
-def _params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams]:
-    """The parameters of each prompt.
-
-    Raises:
-        InvalidRequest: they are no parameters, or there are more or fewer than prompts.
-    """
-    if params is None:
-        params = SamplingParams()
-    params_list: Sequence[Any] = params if isinstance(params, list | tuple) else [params]
-    for each in params_list:
-        if not isinstance(each, SamplingParams):
-            raise InvalidRequest(
-                f"sampling_params must be SamplingParams, one or a list of them, got {each!r}"
-            )
-    if params_list is not params:
-        return [*params_list] * num_prompts
-    if len(params_list) != num_prompts:
-        raise InvalidRequest(f"{num_prompts} prompts came with {len(params_list)} sampling_params")
-    return params_list

@@ -1,0 +1,77 @@
+"""What callers of `LLM` give: one prompt or several, one set of parameters or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from minisgl.core import SamplingParams
+from minisgl.errors import InvalidRequest
+from minisgl.message import ChatMessage
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt becomes a list of one.
+
+    Raises:
+        InvalidRequest: it is neither a prompt nor a sequence of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise InvalidRequest(
+            f"prompts must be a text, token ids, or a sequence of such, got {prompts!r}"
+        )
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_conversations(
+    messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+) -> Sequence[Sequence[ChatMessage]]:
+    """One conversation becomes a list of one.
+
+    Raises:
+        InvalidRequest: they are no lists of messages.
+    """
+    listed: Any = messages if isinstance(messages, list | tuple) else [None]
+    conversations: Sequence[Any] = listed
+    if listed and isinstance(listed[0], dict):
+        conversations = [listed]
+    for conversation in conversations:
+        is_list = isinstance(conversation, list | tuple)
+        if not is_list or not all(isinstance(message, dict) for message in conversation):
+            raise InvalidRequest(
+                "messages must be a list of dicts with role and content, or a list of such lists, "
+                f"got {messages!r}",
+                param="messages",
+            )
+    return conversations
+
+
+def list_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    """The parameters of each prompt.
+
+    Raises:
+        InvalidRequest: they are no parameters, or there are more or fewer than prompts.
+    """
+    if params is None:
+        params = SamplingParams()
+    params_list: Sequence[Any] = params if isinstance(params, list | tuple) else [params]
+    for each in params_list:
+        if not isinstance(each, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, one or a list of them, got {each!r}"
+            )
+    if params_list is not params:
+        return [*params_list] * num_prompts
+    if len(params_list) != num_prompts:
+        raise InvalidRequest(f"{num_prompts} prompts came with {len(params_list)} sampling_params")
+    return params_list
