@@ -121,6 +121,18 @@ def test_added_tokens_that_look_special_are_hidden_too_and_bytes_are_not() -> No
     assert "<0x0A>" in hidden
 
 
+def test_a_forced_text_that_spells_an_added_token_is_text(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["<tool_call>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    compiler = GrammarCompiler(GrammarModel(str(tmp_path), size, [EOS_ID]))
+    matcher = compiler.compile(Grammar("regex", "[ab]<tool_call>d"))
+    assert matcher.consume_tokens(compiler.tokenizer.tokenize_str("a"))
+    assert matcher.consume_tokens(matcher.compute_ff_tokens()), matcher.get_error()
+    assert not matcher.is_error()
+
+
 def test_merges_into_a_special_token_go() -> None:
     vocab = {"<": 0, "/": 1, "s": 2, ">": 3, "</": 4, "s>": 5, "</s>": 6}
     merges = [("<", "/"), ("s", ">"), ("</", "s>")]

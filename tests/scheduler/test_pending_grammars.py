@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, SamplingParams
+from minisgl.engine import EngineLimits
 from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.known_grammars import KnownGrammars
-from minisgl.scheduler.pending_grammars import PendingGrammars
+from minisgl.scheduler.pending_grammars import GrammarTools, PendingGrammars
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.scheduler.fake_matchers import FakeMatchers
 from tests.scheduler.harness import Host, exactly
@@ -276,3 +278,20 @@ def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
     finally:
         pending.close()
     assert "grammars cannot be followed" in caplog.text
+
+
+def test_an_end_of_sequence_beyond_the_vocabulary_ends_no_grammar(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    limits = EngineLimits(
+        num_pages=1,
+        page_size=16,
+        max_seq_len=64,
+        vocab_size=VOCAB_SIZE,
+        eos_ids=frozenset({EOS_ID, 99_999}),
+        num_rows=1,
+    )
+    config = SchedulerConfig(model=str(checkpoint("qwen2")))
+    compiler = GrammarTools.of(config, limits, leads=False).compiler
+    assert compiler.tokenizer.eos_token == EOS_ID
+    compiler.compile(Grammar("regex", "ab?"))

@@ -124,8 +124,8 @@ def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
 def has_room_for_writes(key: GraphKey, writes: TableWrites, page_size: int) -> bool:
     """Whether a graph can do the table writes of its step.
 
-    Those of a prompt fit that is computed in one step as a whole. Of one that is computed in
-    chunks, or begins with a cached prefix, all tokens and pages are written before the first.
+    Those of a prompt fit that is computed in one step as a whole. One that is computed in chunks,
+    or begins with a cached prefix, writes more when it is admitted than its step computes.
     """
     return (
         len(writes.pages) <= key.num_page_writes(page_size)

@@ -17,7 +17,7 @@ import msgspec
 # Not a character, so that it is in no text that anybody sends on purpose.
 _MARK = "\ufdd0"
 _LIKE_SPECIAL = re.compile(r"<(?!0x[0-9A-F]{2}>).*>", re.DOTALL)  # not a byte
-# By which llguidance knows the end of a sequence if nobody says it.
+# Usual names of the end of a sequence, for models whose files do not say it.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>")
 # A name in Lark stands outside of texts, comments and regular expressions.
 _LARK_PARTS = re.compile(

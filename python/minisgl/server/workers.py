@@ -119,7 +119,7 @@ class Workers:
 
     @property
     def names(self) -> list[str]:
-        """Those of all workers that may fail while others go on, or start again."""
+        """Those of all workers but standbys."""
         schedulers = [f"scheduler-{rank}" for rank in range(self._config.tp)]
         return [*schedulers, *self._tokenizer_addresses, *self._api_workers]
 
