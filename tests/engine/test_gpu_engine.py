@@ -43,7 +43,6 @@ from transformers import (
 
 pytest.importorskip("triton", reason="the kernels of a GPU need Triton")
 from triton import knobs
-from triton.runtime.jit import JITFunction
 
 from minisgl.core import Batch, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
@@ -51,6 +50,7 @@ from minisgl.engine.graph_capture import unowned
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
 from minisgl.kernel import gpu
+from minisgl.kernel.gpu.launch import RememberedKernel
 from minisgl.layers import Context
 from minisgl.llm import LLM, SamplingParams
 from minisgl.message import UserMsg, pack_ids
@@ -527,7 +527,7 @@ def test_captured_steps_are_those_that_are_computed(
             assert llm._scheduler.statistics.counts.num_retractions > 0
 
 
-def triton_kernels() -> list[JITFunction]:
+def triton_kernels() -> list[RememberedKernel]:
     modules = (
         gpu.activation,
         gpu.attention,
@@ -540,7 +540,7 @@ def triton_kernels() -> list[JITFunction]:
         gpu.tables,
     )
     named = itertools.chain.from_iterable(vars(module).values() for module in modules)
-    return [kernel for kernel in named if isinstance(kernel, JITFunction)]
+    return [kernel for kernel in named if isinstance(kernel, RememberedKernel)]
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_nothing_is_compiled_while_serving(
     pytest.importorskip(library, reason=f"{library} is not installed")
     folder = copy_with_tokenizer(models(kind, 4, 2)[0], tmp_path / "model")
     for kernel in triton_kernels():
-        kernel.device_caches.clear()  # of the tests before
+        kernel.forget()  # those of the tests before
     compiled: list[str] = []
     monkeypatch.setattr(
         knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about["repr"])

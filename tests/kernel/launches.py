@@ -35,8 +35,7 @@ class Launches:
 
     def _recorded(self, run: Callable[..., Any], runs: Collection[str]) -> Callable[..., Any]:
         def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            _, specialization, constants = _binder(kernel)(*args, **options)
-            variant = f"{specialization} {constants}"
+            variant = triton_variant(kernel, *args, **options)
             self.variants.setdefault(kernel.__name__, set()).add(variant)
             if kernel.__name__ in runs:
                 return run(kernel, *args, grid=grid, warmup=warmup, **options)
@@ -49,6 +48,12 @@ class Launches:
         variants = self.variants
         self.variants = {}
         return variants
+
+
+def triton_variant(kernel: Any, *args: Any, **options: Any) -> str:
+    """What Triton compiles for a launch of a kernel; equal texts are one variant."""
+    _, specialization, constants = _binder(kernel)(*args, **options)
+    return f"{specialization} {constants}"
 
 
 @cache

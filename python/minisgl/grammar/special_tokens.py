@@ -19,6 +19,7 @@ _MARK = "\ufdd0"
 _LIKE_SPECIAL = re.compile(r"<(?!0x[0-9A-F]{2}>).*>", re.DOTALL)  # not a byte
 # Usual names of the end of a sequence, for models whose files do not say it.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>")
+_Parts = dict[str, msgspec.Raw]  # of an object in JSON, each as it stands there
 # A name in Lark stands outside of texts, comments and regular expressions.
 _LARK_PARTS = re.compile(
     r"""
@@ -44,16 +45,18 @@ def hide_special_tokens(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
         ValueError: it is not JSON, or no tokenizer.
     """
     try:
-        tokenizer = msgspec.json.decode(tokenizer_json)
-        special = [token for token in tokenizer["added_tokens"] if _is_special(token)]
+        tokenizer = msgspec.json.decode(tokenizer_json, type=_Parts)
+        added: list[dict[str, Any]] = msgspec.json.decode(tokenizer["added_tokens"])
+        special = [token for token in added if _is_special(token)]
         ids = {token["content"]: token["id"] for token in special}
         hidden = {name: f"{_MARK}{number}{_MARK}" for name, number in ids.items()}
         for token in special:
             token["content"] = hidden[token["content"]]
-        _rename(tokenizer["model"], hidden)
+        tokenizer["added_tokens"] = _encoded(added)
+        tokenizer["model"] = _renamed(tokenizer["model"], hidden)
     except (KeyError, TypeError, msgspec.DecodeError) as error:
         raise ValueError(f"tokenizer.json is no tokenizer: {error!r}") from None
-    tokenizer["padding"] = tokenizer["truncation"] = None
+    tokenizer["padding"] = tokenizer["truncation"] = _encoded(None)
     return msgspec.json.encode(tokenizer).decode(), ids
 
 
@@ -67,21 +70,32 @@ def _is_special(token: dict[str, Any]) -> bool:
     return bool(token["special"] or _LIKE_SPECIAL.fullmatch(token["content"]))
 
 
-def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+def _renamed(model_json: msgspec.Raw, names: dict[str, str]) -> msgspec.Raw:
     """Rename tokens of the vocabulary, which has their ids as values, or is a list of pairs.
 
-    Merges that make such a token of text, or anything of it, go: it is no text any more.
+    Merges that make such a token of text, or anything of it, go: it is no text any more. In most
+    tokenizers no such token is in the vocabulary. Then merges are not read, which would take long.
     """
-    vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {names.get(name, name): number for name, number in vocab.items()}
-    else:
-        model["vocab"] = [[names.get(name, name), *others] for name, *others in vocab]
-    if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if not _merges_any(pair, names)]
-    unknown = model.get("unk_token")
+    model = msgspec.json.decode(model_json, type=_Parts)
+    unknown = msgspec.json.decode(model.get("unk_token", _encoded(None)))
     if unknown in names:
-        model["unk_token"] = names[unknown]
+        model["unk_token"] = _encoded(names[unknown])
+    vocab: dict[str, int] | list[list[Any]] = msgspec.json.decode(model["vocab"])
+    if names.keys().isdisjoint(vocab if isinstance(vocab, dict) else {name for name, *_ in vocab}):
+        return _encoded(model)
+    if isinstance(vocab, dict):
+        vocab = {names.get(name, name): number for name, number in vocab.items()}
+    else:
+        vocab = [[names.get(name, name), *others] for name, *others in vocab]
+    model["vocab"] = _encoded(vocab)
+    if "merges" in model:
+        merges: list[str] | list[list[str]] = msgspec.json.decode(model["merges"])
+        model["merges"] = _encoded([pair for pair in merges if not _merges_any(pair, names)])
+    return _encoded(model)
+
+
+def _encoded(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _merges_any(pair: str | list[str], names: dict[str, str]) -> bool:

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, pdl, wait_for_inputs
 
 
+@RememberedKernel
 @triton.jit
 def _silu_and_mul(
     gate, up, y, stride_gate, stride_up, width, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -28,7 +29,7 @@ def _silu_and_mul(
 def silu_and_mul(gate_TF: Tensor, up_TF: Tensor, y_TF: Tensor) -> None:
     tokens, width = gate_TF.shape
     if tokens:
-        _silu_and_mul[(tokens, triton.cdiv(width, 1024))](
+        _silu_and_mul[(tokens, -(-width // 1024))](
             gate_TF,
             up_TF,
             y_TF,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 
 _PROGRAMS = 528  # about: four for each multiprocessor of a large GPU
 _MAX_SPLITS = 32
@@ -64,6 +64,7 @@ def _attend(
     return acc, top, total
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits"],
     do_not_specialize_on_alignment=[
@@ -114,6 +115,7 @@ def _attend_suffix(
     tl.store(outputs, acc, mask=is_head[:, None] & (h < WIDTH)[None, :])
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["stride_pages", "num_splits", "num_prefix_splits", "batch_size"],
     do_not_specialize_on_alignment=["row", "num_shared_tokens", "split_top", "split_sum"],
@@ -152,6 +154,7 @@ def _attend_shared_prefix(
     tl.store(outputs, acc, mask=is_query[:, None] & (h < WIDTH)[None, :])
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["num_splits"],
     do_not_specialize_on_alignment=["split_top", "split_sum", "token"],
@@ -190,11 +193,11 @@ def attend_decode(
     group = num_heads // num_kv_heads
     device = q_TNH.device
     has_shared = num_shared_tokens_1 is not None
-    sizes_of_heads = {"WIDTH": width, "WIDTH_2": max(16, triton.next_power_of_2(width))}
+    sizes_of_heads = {"WIDTH": width, "WIDTH_2": max(16, next_power_of_2(width))}
     options = {**sizes_of_heads, "HAS_SOFTCAP": softcap is not None, **pdl(q_TNH)}
 
     # As many splits of the prefix, and of the suffixes, as fill the device.
-    num_tiles = triton.cdiv(batch_size * group, _SHARED_ROWS)
+    num_tiles = -(-(batch_size * group) // _SHARED_ROWS)
     num_prefix_splits = _num_splits(num_tiles * num_kv_heads) if has_shared else 0
     num_suffix_splits = _num_splits(batch_size * num_kv_heads)
     num_splits = num_prefix_splits + num_suffix_splits
@@ -218,7 +221,7 @@ def attend_decode(
         q_TNH, k_SKH, v_SKH, page_table_RP, token_B, row_B, position_B,
         num_shared_tokens_1 if has_shared else row_B,  # without a shared prefix it is not read
         split_o, split_top, split_sum, scale, softcap or 0.0, window or 0, *sizes,
-        GROUP=group, HEADS=max(16, triton.next_power_of_2(group)), BLOCK=_BLOCK,
+        GROUP=group, HEADS=max(16, next_power_of_2(group)), BLOCK=_BLOCK,
         HAS_SHARED=has_shared, HAS_WINDOW=window is not None, **options,
     )  # fmt: skip
     _merge_splits[(batch_size, num_heads)](

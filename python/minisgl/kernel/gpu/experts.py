@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernel.expert_tiles import MOST_PAIRS_AT_ONCE, ExpertTiles, ProductTile
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 from minisgl.kernel.gpu.linear import products
 
 # By token, at a time: rows of gate and up, numbers of such a row, numbers of rows of down.
@@ -51,6 +51,7 @@ class PairBlocks(NamedTuple):
     num_blocks_1: Tensor
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["weight", "expert"])
 def _route(
     logits, weight, expert, stride_logits, num_experts, first,
@@ -90,12 +91,13 @@ def route(
         return
     _route[(tokens,)](
         logits_TE, weight_TA, expert_TA, logits_TE.stride(0), num_experts, first,
-        EACH=each, EACH_2=triton.next_power_of_2(each),
-        EXPERTS_2=triton.next_power_of_2(num_experts),
+        EACH=each, EACH_2=next_power_of_2(each),
+        EXPERTS_2=next_power_of_2(num_experts),
         NORMALIZE=normalize, num_warps=1, **pdl(logits_TE),
     )  # fmt: skip
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["expert"])
 def _gate_up_rows(
     x, weight, expert, h, num_experts, width, mlp_width, stride_x, stride_expert, stride_row,
@@ -122,6 +124,7 @@ def _gate_up_rows(
     tl.store(h + j * mlp_width + f, value.to(h.dtype.element_ty), mask=f < mlp_width)
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["scale", "expert"])
 def _down_rows(
     h, weight, scale, expert, y, num_experts, mlp_width, width, stride_expert, stride_row,
@@ -147,6 +150,7 @@ def _down_rows(
     tl.store(y + t * width + d, result.to(y.dtype.element_ty))
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_pairs(
     expert, count, num_pairs, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
@@ -160,6 +164,7 @@ def _count_pairs(
     tl.store(count + c * BINS + tl.arange(0, BINS), counts)
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _sort_pairs(
     expert, count, pairs, block_expert, num_blocks, num_pairs, num_chunks, block_size,
@@ -217,10 +222,10 @@ def sort_pairs(expert_TA: Tensor, num_experts: int, block_size: int) -> PairBloc
         _ints(most_blocks, expert_TA),
         _ints(1, expert_TA),
     )
-    bins = max(triton.next_power_of_2(num_experts), _LEAST_BINS)
+    bins = max(next_power_of_2(num_experts), _LEAST_BINS)
     is_one_chunk = num_pairs <= MOST_PAIRS_AT_ONCE
     block = MOST_PAIRS_AT_ONCE if is_one_chunk else _CHUNK_PAIRS
-    num_chunks = triton.cdiv(num_pairs, block)
+    num_chunks = -(-num_pairs // block)
     count = blocks.num_blocks_1  # none are counted
     if not is_one_chunk:
         count = _ints(num_chunks * bins, expert_TA)
@@ -239,6 +244,7 @@ def _ints(num: int, like: Tensor) -> Tensor:
     return torch.empty(num, dtype=torch.int32, device=like.device)
 
 
+@RememberedKernel
 @triton.jit
 def _multiply(
     x, weight, pairs, block_expert, num_blocks, y, inputs, outputs,
@@ -302,6 +308,7 @@ def _multiply(
         tl.store(y_rows + o[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["scale", "expert"])
 def _sum_of_pairs(
     y, scale, expert, total, num_experts, width,
@@ -339,7 +346,7 @@ def moe_by_expert(
     multiply_blocks(x_TD, gate_up_EUD, blocks, h_ZF, tiles.gate_up, each=each)
     y_JD = x_TD.new_empty(expert_TA.numel(), width)
     multiply_blocks(h_ZF, down_EDF, blocks, y_JD, tiles.down)
-    grid = (tokens, triton.cdiv(width, _BLOCK))
+    grid = (tokens, -(-width // _BLOCK))
     _sum_of_pairs[grid](
         y_JD, weight_TA, expert_TA, y_TD, len(down_EDF), width,
         EACH=each, BLOCK=_BLOCK, **pdl(x_TD),
@@ -364,7 +371,7 @@ def multiply_blocks(
     """
     num_rows, inputs = weight_EOI.shape[1:]
     most_blocks = len(blocks.expert_X)
-    num_tiles = most_blocks * triton.cdiv(num_rows, tile.rows)
+    num_tiles = most_blocks * -(-num_rows // tile.rows)
     _multiply[(min(num_tiles, tile.programs),)](
         x, weight_EOI, *blocks, y, inputs, y.shape[1],
         x.stride(0), weight_EOI.stride(0), weight_EOI.stride(1),
@@ -390,8 +397,8 @@ def moe_by_token(
     mlp_width = down_EDF.shape[2]
     h_JF = x_TD.new_empty(num_pairs, mlp_width)
     each = expert_TA.shape[1]
-    each_2 = triton.next_power_of_2(each)
-    _gate_up_rows[(triton.cdiv(2 * mlp_width, _ROWS), num_pairs)](
+    each_2 = next_power_of_2(each)
+    _gate_up_rows[(-(-(2 * mlp_width) // _ROWS), num_pairs)](
         x_TD, gate_up_EUD, expert_TA, h_JF, len(gate_up_EUD), width, mlp_width,
         x_TD.stride(0), gate_up_EUD.stride(0), gate_up_EUD.stride(1),
         EACH=each, ROWS=_ROWS, BLOCK=_BLOCK, **pdl(x_TD),
@@ -400,5 +407,5 @@ def moe_by_token(
         h_JF, down_EDF, weight_TA, expert_TA, y_TD, len(down_EDF), mlp_width, width,
         down_EDF.stride(0), down_EDF.stride(1),
         EACH=each, EACH_2=each_2,
-        BLOCK=min(triton.next_power_of_2(mlp_width), _DOWN_NUMBERS // each_2), **pdl(x_TD),
+        BLOCK=min(next_power_of_2(mlp_width), _DOWN_NUMBERS // each_2), **pdl(x_TD),
     )  # fmt: skip

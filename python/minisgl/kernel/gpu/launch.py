@@ -1,22 +1,28 @@
-"""How the kernels follow each other on a stream: programmatic dependent launch (PDL).
+"""How kernels are launched, and how they follow each other on a stream.
 
-A kernel may start while the previous kernel of the stream still runs. It calls `wait_for_inputs`
-before it reads what that kernel wrote. The work before the wait (addresses, weights) overlaps the
-end of the previous kernel. Every kernel here waits before it lets the next one start: when one has
-started, all but the one before it have ended. So it may read before the wait what any kernel but
-that one wrote, if that one is of this package or is launched without PDL.
-On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
+**Remembered kernels.** Before each launch Triton looks at all arguments, options and settings. That
+takes longer than the launch. A `RememberedKernel` finds by itself what Triton has compiled.
+
+**Programmatic dependent launch (PDL).** A kernel may start while the previous kernel of the stream
+still runs. It calls `wait_for_inputs` before it reads what that kernel wrote. The work before the
+wait (addresses, weights) overlaps the end of the previous kernel. Every kernel here waits before it
+lets the next one start: when one has started, all but the one before it have ended. So it may read
+before the wait what any kernel but that one wrote, if that one is of this package or is launched
+without PDL. On GPUs before Hopper, and in Triton's interpreter, kernels run one after the other.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_ALIGNMENT = 16  # bytes of a pointer, or what divides an int
 
 
 @triton.jit
@@ -35,6 +41,56 @@ def pdl(x: Tensor) -> dict[str, Any]:
 def num_processors(x: Tensor) -> int:
     """Return how many multiprocessors the device of a kernel's tensors has."""
     return _num_processors(x.get_device()) if x.is_cuda else 1
+
+
+class RememberedKernel:
+    """A kernel of Triton, launched as Triton's own: `kernel[grid](*arguments, **options)`.
+
+    Of the options, those that are parameters of the kernel are its compile-time constants, and its
+    last parameters.
+
+    Args:
+        function: what `triton.jit` makes.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> functools.partial[None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        key = (*map(_variant, arguments), *options.items())
+        remembered = self._compiled.get(key)
+        if remembered is None:
+            compiled = self.function[grid](*arguments, **options)
+            if compiled is not None:  # the interpreter compiles nothing
+                names = self.function.arg_names[len(arguments) :]
+                self._compiled[key] = (compiled, [options[name] for name in names])
+            return
+        compiled, constants = remembered
+        compiled[(*grid, 1, 1)](*arguments, *constants)
+
+    def forget(self) -> None:
+        """Let Triton compile, or read from a file, whatever is launched from now on."""
+        self._compiled.clear()
+        self.function.device_caches.clear()
+
+
+def _variant(argument: Any) -> Hashable:
+    """What Triton compiles a kernel anew for."""
+    if isinstance(argument, Tensor):
+        return argument.get_device(), argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    if isinstance(argument, int):
+        has_32_bits = -(1 << 31) <= argument < 1 << 31
+        return type(argument), argument == 1, argument % _ALIGNMENT == 0, has_32_bits
+    return (type(argument),)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less. Triton's own function takes far longer."""
+    return 1 << (number - 1).bit_length()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import num_processors, pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, num_processors, pdl, wait_for_inputs
 
 # About: programs of the usual tile that a multiprocessor holds at a time.
 _PROGRAMS = 10
@@ -74,6 +74,7 @@ def products(w, rows, x, inside, has_x, inputs, BLOCK: tl.constexpr):
     return tl.sum(total, axis=1)
 
 
+@RememberedKernel
 @triton.jit
 def _one_token_linear(
     x, weight, bias, y, inputs, outputs, stride_weight,
@@ -95,7 +96,7 @@ def one_token_linear(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
     outputs, inputs = weight_OI.shape
     tile = _tile(outputs, inputs, num_processors(x_1I))
     y_1O = torch.empty(1, outputs, dtype=x_1I.dtype, device=x_1I.device)
-    _one_token_linear[(triton.cdiv(outputs, tile.rows),)](
+    _one_token_linear[(-(-outputs // tile.rows),)](
         x_1I, weight_OI, weight_OI if bias_O is None else bias_O, y_1O,
         inputs, outputs, weight_OI.stride(0), HAS_BIAS=bias_O is not None,
         ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps, **pdl(x_1I),
@@ -103,6 +104,7 @@ def one_token_linear(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
     return y_1O
 
 
+@RememberedKernel
 @triton.jit
 def _one_token_gated(
     x, weight, y, inputs, outputs, stride_weight,
@@ -131,7 +133,7 @@ def one_token_silu(x_1I: Tensor, weight_UI: Tensor) -> Tensor:
     tile = _tile(num_rows, inputs, num_processors(x_1I))
     rows = tile.rows // 2
     y_1F = torch.empty(1, outputs, dtype=x_1I.dtype, device=x_1I.device)
-    _one_token_gated[(triton.cdiv(outputs, rows),)](
+    _one_token_gated[(-(-outputs // rows),)](
         x_1I, weight_UI, y_1F, inputs, outputs, weight_UI.stride(0),
         ROWS=rows, BLOCK=tile.block, num_warps=tile.num_warps, **pdl(x_1I),
     )  # fmt: skip

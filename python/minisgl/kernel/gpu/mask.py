@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, pdl, wait_for_inputs
 
 _WORDS = 256  # of a mask that a program reads
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize_on_alignment=["mask"])
 def _mask_logits(
     logits, mask, bits, stride_logits, stride_bits, vocab_size,
@@ -40,7 +41,7 @@ def _mask_logits(
 
 def mask_logits(logits_BV: Tensor, mask_B: Tensor, bits_XW: Tensor) -> None:
     num_rows, vocab_size = logits_BV.shape
-    _mask_logits[(num_rows, triton.cdiv(vocab_size, 32 * _WORDS))](
+    _mask_logits[(num_rows, -(-vocab_size // (32 * _WORDS)))](
         logits_BV,
         mask_B,
         bits_XW,

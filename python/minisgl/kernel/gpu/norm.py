@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 
 
+@RememberedKernel
 @triton.jit
 def _rms_norm(
     x,
@@ -45,7 +46,7 @@ def _launch(
     tokens, width = x_TD.shape
     if tokens == 0:
         return
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     residual = x_TD if residual_TD is None else residual_TD
     _rms_norm[(tokens,)](
         x_TD, residual, weight_D, y_TD, x_TD.stride(0), width, eps,

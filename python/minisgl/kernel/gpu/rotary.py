@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 
 _HEADS = 16  # in a program
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize_on_alignment=["position", "slot"])
 def _rotate_and_store(
     qkv, q_weight, k_weight, eps, cos, sin, position, slot, k_pool, v_pool,
@@ -74,11 +75,11 @@ def rotate_and_store(
         return
     half = width // 2
     num_kv_heads = k_SKH.shape[1]
-    grid = (tokens, triton.cdiv(num_all_heads, _HEADS))
+    grid = (tokens, -(-num_all_heads // _HEADS))
     _rotate_and_store[grid](
         qkv_TMH, q_weight_H, k_weight_H, eps, cos_LH, sin_LH, position_T, slot_T, k_SKH, v_SKH,
         qkv_TMH.stride(0), k_SKH.stride(0), k_SKH.stride(1), v_SKH.stride(0), v_SKH.stride(1),
         num_all_heads - 2 * num_kv_heads, num_kv_heads,
-        HALF=half, BLOCK=triton.next_power_of_2(half), HEADS=_HEADS,
+        HALF=half, BLOCK=next_power_of_2(half), HEADS=_HEADS,
         HAS_NORM=q_weight_H.numel() > 0, **pdl(qkv_TMH),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, next_power_of_2, pdl, wait_for_inputs
 
 _BLOCK = 256  # logits of one warp: the fewer, the more blocks hold no token that can win
 _PROGRAMS = 8192  # about: twice what a large GPU holds at a time
@@ -32,6 +32,7 @@ def _gumbel(bits):
     return -tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["blocks_of_split", "num_splits", "first_token"],
     do_not_specialize_on_alignment=["lowest", "temperature", "seed", "position", "best", "token"],
@@ -77,6 +78,7 @@ def _best_of_split(
     tl.store(token + b * num_splits + split, top_id)
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["num_splits", "first_token"],
     do_not_specialize_on_alignment=["best", "token", "output"],
@@ -141,9 +143,9 @@ def _choose(
     device = logits_BV.device
 
     # As many splits as fill the device, each a whole number of blocks.
-    num_blocks = triton.cdiv(num_tokens, _BLOCK)
-    blocks_of_split = triton.cdiv(num_blocks, triton.cdiv(_PROGRAMS, batch_size))
-    num_splits = triton.cdiv(num_blocks, blocks_of_split)
+    num_blocks = -(-num_tokens // _BLOCK)
+    blocks_of_split = -(-num_blocks // -(-_PROGRAMS // batch_size))
+    num_splits = -(-num_blocks // blocks_of_split)
 
     best = torch.empty(batch_size, num_splits, dtype=torch.float32, device=device)
     token = torch.empty(batch_size, num_splits, dtype=torch.int32, device=device)
@@ -153,6 +155,6 @@ def _choose(
         HAS_LOWEST=lowest_B is not None, BLOCK=_BLOCK, num_warps=1, maxnreg=64, **pdl(logits_BV),
     )  # fmt: skip
     _best_of_all[(batch_size,)](
-        best, token, output_B, num_splits, first_token, SPLITS_2=triton.next_power_of_2(num_blocks),
+        best, token, output_B, num_splits, first_token, SPLITS_2=next_power_of_2(num_blocks),
         KEEPS_SCORE=output_B.dtype == torch.int64, num_warps=1, **pdl(logits_BV),
     )  # fmt: skip

@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.gpu.launch import pdl, wait_for_inputs
+from minisgl.kernel.gpu.launch import RememberedKernel, pdl, wait_for_inputs
 
 _BLOCK = 256
 _LIST_BLOCK = 1024
 
 
+@RememberedKernel
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "index", "value"])
 def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -27,11 +28,10 @@ def _scatter(table, index, value, count, BLOCK: tl.constexpr, PDL: tl.constexpr)
 def scatter(table: Tensor, index_Z: Tensor, value_Z: Tensor) -> None:
     count = len(index_Z)
     if count:
-        _scatter[(triton.cdiv(count, _BLOCK),)](
-            table, index_Z, value_Z, count, BLOCK=_BLOCK, **pdl(table)
-        )
+        _scatter[(-(-count // _BLOCK),)](table, index_Z, value_Z, count, BLOCK=_BLOCK, **pdl(table))
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["stride_tokens", "stride_pages", "count"],
     do_not_specialize_on_alignment=["row", "position", "input_ids", "slot"],
@@ -57,13 +57,14 @@ def look_up(
     page_size: int, input_ids_T: Tensor, slot_T: Tensor,
 ) -> None:  # fmt: skip
     count = len(row_T)
-    _look_up[(triton.cdiv(count, _BLOCK),)](
+    _look_up[(-(-count // _BLOCK),)](
         row_T, position_T, token_pool_RL, page_table_RP, input_ids_T, slot_T,
         token_pool_RL.stride(0), page_table_RP.stride(0), page_size, count,
         BLOCK=_BLOCK, **pdl(row_T),
     )  # fmt: skip
 
 
+@RememberedKernel
 @triton.jit(
     do_not_specialize=["stride_pages"],
     do_not_specialize_on_alignment=["row", "indptr", "pages"],
@@ -91,7 +92,7 @@ def list_pages(row_B: Tensor, indptr: Tensor, page_table_RP: Tensor, pages_Z: Te
         row_B, page_table_RP, pages_Z: int32.
         indptr: int32 [B + 1], ascending; no two entries differ by more than P.
     """
-    grid = (len(row_B), triton.cdiv(page_table_RP.shape[1], _LIST_BLOCK))
+    grid = (len(row_B), -(-page_table_RP.shape[1] // _LIST_BLOCK))
     _list_pages[grid](
         row_B, indptr, page_table_RP, pages_Z, page_table_RP.stride(0),
         BLOCK=_LIST_BLOCK, **pdl(row_B),
