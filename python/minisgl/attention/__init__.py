@@ -4,19 +4,22 @@ A backend makes the metadata of a plan once a step (`make_metadata`) and attends
 (`forward`). It has the `AttentionSpec` of every layer: scale, window, soft cap. `AttentionLayer`
 calls it. It knows neither models nor the lives of requests.
 
-    base.py                the contract of a backend
-    torch_backend.py       the plainest one, and that of a CPU
-    flashinfer_backend.py  FlashInfer and our own kernels: a plan a step for each spec
-    flashinfer_step.py       which slices of a step each kernel takes
-    flashinfer_decodes.py    its decodes
-    flashinfer_prompts.py    its prompts
-    flashinfer_pool.py       the pool and the page table, for all of them
-    flashinfer_plans.py      what plans are made of
-    flashinfer_modules.py    the kernels of prompts, compiled ahead (builds/prompt_attention.py)
-    fa_backend.py          FlashAttention
-    trtllm_backend.py      TensorRT-LLM
-    paged.py                 metadata of these two
-    hybrid_backend.py      one backend for prompts, another for decodes
+    base.py            the contract of a backend
+    torch_backend.py   a CPU, and any dtype on a GPU in plain torch
+    fa_backend.py      FlashAttention 3 and 4
+    trtllm_backend.py  TensorRT-LLM's kernels, as FlashInfer brings them
+    paged.py           metadata of these two: lengths and a page table on the GPU
+    hybrid_backend.py  one backend for prompts, another for decodes
+
+FlashInfer and our own kernels:
+
+    flashinfer_backend.py  the backend: one plan a step for each kind of layer
+    flashinfer_step.py     which slices of a step each kernel takes, and on which stream
+    flashinfer_decodes.py  attention of a step's decodes: our kernels, or FlashInfer's
+    flashinfer_prompts.py  attention of a step's prompts: FlashInfer's wrappers, or ours
+    flashinfer_pool.py     the pool and the page table, as FlashInfer's kernels read them
+    flashinfer_plans.py    what plans are made of: a shape, and lists of pages
+    flashinfer_modules.py  the kernels of prompts: ours, or FlashInfer's, compiled ahead and kept
 
 Read `base.py`, then `torch_backend.py`.
 """

@@ -1,15 +1,15 @@
 """From a model's name to a local folder, and from its JSON files to a config. Without torch.
 
-    fetch.py          `fetch_model`: a folder, file or hub id to a folder in Hugging Face's layout
-    default_model.py  the model that is served by default
-    gguf.py           GGUF files as such folders, and their tensors
-    gguf_header.py    checks the header of a GGUF file
-    pre_tokenizers.py how the tokenizers of GGUF files split a text
-    sentencepiece.py  how some of them spell the spaces of a text
-    files.py          bounds of the small files of a folder
-    config.py         the folder's JSON files as a `ModelConfig`
-    attention_spec.py the part of it that says what the attention of each layer is
-    quantization.py   how config.json says that the weights are quantized
+    fetch.py           `fetch_model`: a folder, file or hub id to a folder in Hugging Face's layout
+    default_model.py   the model that is served by default, SmolLM2-135M-Instruct
+    gguf.py            GGUF files as such folders, and their tensors
+    gguf_header.py     checks a GGUF file's header before its reader believes it
+    pre_tokenizers.py  how the tokenizers of GGUF files split a text
+    sentencepiece.py   how some of them spell the spaces of a text
+    files.py           bounds of the small files of a folder
+    config.py          the folder's JSON files as a `ModelConfig`
+    attention_spec.py  the part of it that says what the attention of each layer is
+    quantization.py    how config.json says that the weights are quantized
 
 Reading weights is `models/weight_sources.py`. Read `config.py`.
 """

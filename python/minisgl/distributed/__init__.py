@@ -2,8 +2,18 @@
 
 `DistributedInfo` has rank and size and divides heads and weights. A `DistributedCommunicator`
 reduces and gathers tensors; layers get it as an argument. There is no process-wide group. A
-`PartialSum` is what the ranks still have to add up. Read `communicator.py`, then
-`nccl_communicator.py` and `peer_communicator.py`.
+`PartialSum` is what the ranks still have to add up.
+
+    info.py               the rank of a process, and its shards
+    communicator.py       collectives among the ranks
+    partial_sum.py        what the ranks still have to add up
+    nccl_communicator.py  collectives by NCCL, on the current stream
+    nccl_library.py       the functions of NCCL's library
+    peer_communicator.py  sums over the memory of peers, where they are faster than NCCL's
+    peer_memory.py        memory of a GPU that the ranks of other GPUs read and write
+    protocol_table.py     which protocol takes a sum, by its size, as measured
+
+Read `communicator.py`, then `nccl_communicator.py` and `peer_communicator.py`.
 """
 
 from __future__ import annotations

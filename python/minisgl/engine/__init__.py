@@ -1,27 +1,35 @@
 """Runs a batch: weights, KV pool, attention and sampling of one tensor-parallel rank.
 
-    engine.py             `Engine`: its start and its end
+A step:
+
     model_runner.py       prepares, launches and samples plans
     steps.py              a step between these phases
-    limits.py             what an engine can hold
-    model_loader.py       the model with its weights, on its rank
-    kernel_builds.py      what is compiled meanwhile
-    pool_size.py          how many requests may run, and how many pages fit
-    memory.py             the device's memory, and what happens when it is full
-    warm_up.py            the steps that run once before the engine serves
-    kernel_warm_up.py     kernels of Triton, called once so that they are compiled early
     batch_builder.py      a plan as tensors, for eager steps
     sampler.py            logits to tokens in the token pool
     sampling_batch.py     temperature, filters and seeds of a batch
     logits_processing.py  bias, bans and penalties
-    logprobs.py           log probabilities of tokens
+    logprobs.py           log probabilities of tokens, on their way to the host
     prompt_outputs.py     logprobs of a prompt, and its embedding
-    graph_runner.py       captures steps as graphs, and replays them
-    graph_key.py          which graph takes a plan
-    graph_sizes.py        which sizes are captured
-    graph_inputs.py       what a graph reads of a plan
-    graph_capture.py      a call as a CUDA graph, or as a graph of a CPU
-    forward_output.py     what the host waits for
+    forward_output.py     the sampled tokens, on their way to the host
+
+Steps as graphs:
+
+    graph_runner.py   captures steps as graphs, and replays them
+    graph_key.py      which graph takes a plan
+    graph_sizes.py    which sizes are captured
+    graph_inputs.py   what a graph reads of a plan, on the host and the device
+    graph_capture.py  a call as a CUDA graph, or as a graph of a CPU
+
+The start:
+
+    engine.py          `Engine`: its start and its end
+    limits.py          what an engine can hold
+    model_loader.py    the model with its weights, on its rank
+    kernel_builds.py   which kernels are compiled meanwhile
+    kernel_warm_up.py  kernels of Triton, called once so that they are compiled early
+    pool_size.py       how many requests may run, and how many pages fit
+    memory.py          the device's memory: what is free, and what happens when it is full
+    warm_up.py         the steps that run once before the engine serves
 
 Does not know which requests there are; that is the scheduler's. Read `model_runner.py`.
 """

@@ -7,6 +7,73 @@ A wrapper holds the contract and picks the implementation by device and dtype (`
     csrc/*.cu       a GPU, for what Triton cannot express
     the reference   everything else, and the oracle of the tests
 
+The wrappers, and what they need:
+
+    dispatch.py          picks the implementation that takes a tensor
+    native.py            loads the libraries of csrc/
+    cpu_graph.py         captures calls of compiled kernels of a CPU, and repeats them
+    embedding.py         rows of an embedding
+    norm.py              root-mean-square norm
+    linear.py            products with a weight, by number of tokens
+    activation.py        gated activations
+    rotary.py            head norms, rotary embedding and KV store
+    store.py             puts keys and values into their slots
+    attention.py         attention of prompts and decodes, and softmax of a prompt's scores
+    decode_attention.py  attention of decodes on a GPU, its work divided evenly
+    moe.py               mixture of experts: routing, the reference
+    expert_tiles.py      the sizes of tiles of experts on a GPU
+    all_reduce.py        sums over ranks through memory of peers
+    mask.py              bans tokens by grammar masks
+    filters.py           top_k, top_p, min_p
+    sample.py            chooses tokens, with noise by seed, position and token
+    tables.py            writes and reads the device's page table and token pool
+    radix.py             compares keys of the radix tree
+
+C++ of a CPU:
+
+    csrc/cpu.h                     what the kernels of a CPU share
+    csrc/cpu.cpp                   the steps between matrix products
+    csrc/cpu_linear.cpp            the product of a few tokens with a weight
+    csrc/cpu_pages.h               keys and values of a sequence in their pages, block after block
+    csrc/cpu_decode_attention.cpp  attention of decodes
+    csrc/cpu_prompt_attention.cpp  attention of prompts
+    csrc/cpu_sample.cpp            from logits to tokens: filters and noise
+    csrc/cpu_graph.cpp             repeats captured calls
+
+CUDA of a GPU:
+
+    csrc/launch.cuh            how the functions that Python calls launch a kernel
+    csrc/ptx.cuh               instructions that C++ has no name for
+    csrc/linear.cu             the product of a few tokens with a weight
+    csrc/linear.cuh            what all of its kernels have in common
+    csrc/linear_groups.cuh     the kernel of linear.cu and gated_linear.cu
+    csrc/gated_linear.cu       the product of a few tokens with gate and up, and the activation
+    csrc/small_linear.cu       both products with a small weight
+    csrc/decode_attention.cu   attention of decodes: each warp reads as many tokens as the others
+    csrc/decode_ranges.cuh     what a warp does with its range of the contexts
+    csrc/decode_warp.cuh       what a warp does with tiles of a context
+    csrc/cluster_attention.cu  a few decodes: a cluster of blocks for each kv head of a request
+    csrc/all_reduce.cu         sums over ranks, and norms of them: push, one-shot, two-shot
+    csrc/filters.cu            the smallest logit that the filters keep
+
+FlashInfer's FlashAttention 3 of prompts on Hopper, as one model uses it:
+
+    csrc/hopper/entry.cpp    what Python calls
+    csrc/hopper/steps.h      what entry.cpp hands on to the launcher and to the plan
+    csrc/hopper/plan.cu      plans which processor takes which tile
+    csrc/hopper/sizes.h      sizes of tiles, and what a kernel is started with
+    csrc/hopper/launch.cu    starts the kernels
+    csrc/hopper/cubins.S     puts the compiled kernels into the library
+    csrc/hopper/prompts.cuh  the types of both kernels
+    csrc/hopper/ragged.cu    the kernel of prompts whose keys are those of the batch
+    csrc/hopper/paged.cu     the kernel of prompts whose keys are in pages
+    csrc/hopper/loads.cuh    how queries, keys and values come to shared memory
+    csrc/hopper/output.cuh   how the output comes to global memory
+
+In place of CUTLASS's header with all GEMMs, what FlashAttention 3 uses of it:
+
+    csrc/hopper/light/cutlass/gemm/collective/collective_builder.hpp  the only one
+
 Nothing here knows of requests or models. Read `norm.py` for the pattern, then `rotary.py`.
 """
 

@@ -6,7 +6,15 @@
 
 A `page` is the unit of allocation, `page_size` tokens; a `slot` is one token's place,
 page * page_size + offset. Neither part decides which request gets a page: `scheduler/cache.py`
-does. Read `base.py`, then `radix_cache.py` and `eviction.py`.
+does.
+
+    base.py         the contracts of pool and prefix cache
+    mha_pool.py     the KV bytes
+    radix_cache.py  the radix tree
+    eviction.py     which leaf of the tree is evicted next
+    naive_cache.py  the prefix cache that keeps nothing
+
+Read `base.py`, then `radix_cache.py` and `eviction.py`.
 """
 
 from minisgl.kvcache.base import (

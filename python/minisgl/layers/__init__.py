@@ -1,7 +1,20 @@
 """Building blocks of a model, each aware of tensor parallelism.
 
 An operator is built without weights, takes its shard of them from a `WeightSource` (`load`), and is
-then called with tensors, the `Batch`, and the `Context`. Read `base.py`, then `attention.py`.
+then called with tensors, the `Batch`, and the `Context`.
+
+    base.py         operators: a tree that takes weights from a `WeightSource`
+    context.py      what the layers reach besides their weights
+    weights.py      how weights of layers are held and multiplied
+    embedding.py    token embedding and output head
+    vocab_shard.py  a rank's part of the vocabulary, and how ranks agree on a token
+    linear.py       linear layers, sharded by outputs or by inputs
+    norm.py         norms with their weights
+    rotary.py       rotary position embedding and its scalings
+    attention.py    attention between its projections
+    moe.py          a mixture-of-experts MLP
+
+Read `base.py`, then `attention.py`.
 """
 
 from minisgl.layers.attention import AttentionLayer

@@ -10,6 +10,14 @@
     API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
     API process ─ the messages of peer.py ──▶  other API processes
 
+A file has the messages to one kind of process:
+
+    base.py       how all are encoded
+    tokenizer.py  to tokenizers and the detokenizer
+    backend.py    to schedulers
+    frontend.py   to the API server
+    peer.py       between API processes
+
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw
 little-endian int32. A frame on a queue is one message; the Batch… messages carry the messages of

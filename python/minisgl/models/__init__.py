@@ -1,16 +1,29 @@
 """Models: the networks that checkpoints describe, and their weights.
 
-    base.py       what all share: embedding, stack of layers, last norm, output head
-    blocks.py     attention and MLP, of which most layers are made
-    llama.py mistral.py olmo2.py olmo3.py qwen2.py qwen3.py qwen3_moe.py smollm3.py
-                  an architecture each: its decoder layer
-    register.py   from an architecture's name to its class
+What architectures share:
 
-    weight_sources.py     which source a folder's weights have; random weights
+    base.py      embedding, stack of layers, last norm, output head
+    blocks.py    attention and MLP, of which most layers are made
+    register.py  from an architecture's name to its class
+
+An architecture each, with its decoder layer:
+
+    llama.py      Llama 2 and 3, SmolLM2
+    mistral.py    Mistral 7B
+    olmo2.py      OLMo 2
+    olmo3.py      OLMo 3
+    qwen2.py      Qwen2 and Qwen2.5
+    qwen3.py      Qwen3
+    qwen3_moe.py  Qwen3, mixture of experts
+    smollm3.py    SmolLM3
+
+Weights:
+
+    weight_sources.py     which source a model's weights have: files, or random numbers
     checkpoint_files.py   what sources have in common that read files
     safetensors_files.py  safetensors files, of which a rank reads its shard
     gguf_file.py          a GGUF file
-    quantized.py          safetensors whose weights are quantized
+    quantized.py          safetensors whose weights are quantized, dequantized as they are read
 
 What a folder says besides weights is read by `minisgl.checkpoint`. Read `base.py`, then `blocks.py`
 and `qwen3.py`.

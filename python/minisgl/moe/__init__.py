@@ -2,7 +2,14 @@
 
 `MoELayer` routes, `ExpertBank` holds the weights, a backend multiplies. The engine chooses the
 backend by device and dtype; the backend chooses its kernels, and the tiles of `tiles.py`, by the
-number of tokens. Read `base.py`.
+number of tokens.
+
+    base.py           the contract of a backend
+    fused.py          Triton kernels for all experts at once
+    torch_backend.py  one expert after the other in torch
+    tiles.py          which tiles a step takes: those that tuned/ has for the device, or a rule
+
+Read `base.py`.
 """
 
 import torch

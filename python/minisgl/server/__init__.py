@@ -1,24 +1,38 @@
 """The online entrance: processes, HTTP, and the chat in the terminal.
 
+Processes:
+
     args.py         the command line, made from the config's fields
-    launch.py       `launch_server`: from options to a running server, and its end
+    launch.py       `launch_server`: from options to a running server
     capacity.py     how many connections and API processes there may be
-    workers.py      the child processes; recovery.py starts them again
+    workers.py      the child processes of a server
+    recovery.py     replaces a worker that fails, or starts all again
     serve.py        the first API process, and the end of the server
-    api_worker.py   the other API processes; peers.py is how they speak to each other
-    api_process.py  what every API process has; served_model.py is what it says of the model
-    frontend.py     from a prompt to a stream of replies; it has the tokenizers' queues
-                    (tokenizer_queues.py) and the requests (open_requests.py, generation.py)
-    questions.py    what a text's tokens are, and the like: questions to tokenizers
-    acceptance.py   whether requests are accepted now, and how many; places.py counts them
-    key_limits.py   how much each API key may ask for
-    metrics.py      the numbers at /metrics
-    shell.py        the chat
-    openai/         OpenAI's endpoints: requests, objects and builders of answers
-    anthropic/      Anthropic's endpoints, made of the same parts
-    native/         /generate, /tokenize and /detokenize
-    parsing/        what the text of a model means: content, reasoning, tool calls
-    http/           the application: routes, middleware, errors, connections
+    api_worker.py   an API process other than the first
+    api_process.py  what every API process has
+    peers.py        the API processes, as one of them sees the others
+
+Requests, without HTTP:
+
+    frontend.py          from a prompt to a stream of replies
+    generation.py        the replies to one request, until they are read
+    open_requests.py     requests without their final reply
+    questions.py         questions to tokenizers and the scheduler, and their answers
+    tokenizer_queues.py  the tokenizers, as an API process sees them
+    acceptance.py        whether requests are accepted now, and how many
+    places.py            requests and connections that may be open in all API processes
+    key_limits.py        how much each API key may ask for
+    served_model.py      what the API says about the model
+    metrics.py           the numbers at /metrics
+    shell.py             the chat in the terminal
+
+What clients speak:
+
+    openai/     OpenAI's endpoints: requests, objects and builders of answers
+    anthropic/  Anthropic's endpoints, made of the same parts
+    native/     /generate, /tokenize and /detokenize
+    parsing/    what the text of a model means: content, reasoning, tool calls
+    http/       the application: routes, middleware, errors, connections
 
 Only light modules are imported here, because this package is imported before the workers start.
 Read `launch.py`, then `http/application.py`.

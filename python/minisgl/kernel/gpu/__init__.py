@@ -2,7 +2,20 @@
 
 The contract of each function stands in the wrapper one folder up that calls it. In the kernels, a
 name in capitals is a compile-time constant; one that ends in _2 is rounded up to a power of two.
-An index has the small letter of its dimension. Read `launch.py`, then `norm.py`.
+An index has the small letter of its dimension.
+
+    launch.py       how Triton's kernels are launched, one after the other
+    norm.py        root-mean-square norm
+    linear.py      the product of one token with a weight
+    activation.py  gated activations
+    rotary.py      head norms, rotary embedding and KV store
+    attention.py   attention of decodes, in splits
+    experts.py     mixture of experts, routed on the device
+    mask.py        bans tokens by grammar masks
+    sample.py      samples in two launches
+    tables.py      page table and token pool
+
+Read `launch.py`, then `norm.py`.
 """
 
 from minisgl.kernel.gpu.activation import silu_and_mul

@@ -13,16 +13,17 @@
 
 The bodies of requests, each at a bounded cost:
 
-    body.py          reads them from the connection; ignored_fields.py logs what nothing reads
-    body_parser.py   parses and validates them
-    body_worker.py   a process that does this for large ones
+    body.py            reads them from the connection
+    body_parser.py     parses and validates them
+    body_worker.py     a process that does this for large ones
+    ignored_fields.py  the log of fields that nothing reads
 
 Below the application:
 
-    listener.py      uvicorn's server, with the connections below
-    connections.py   deadlines and the limit of connections
-    turns.py         a bounded part of what waits, in each turn of the event loop
-    body_writer.py   a short way for the parts of a streamed body
+    listener.py     uvicorn's server, with the connections below
+    connections.py  deadlines and the limit of connections
+    turns.py        a bounded part of what waits, in each turn of the event loop
+    body_writer.py  a short way for the parts of a streamed body
 
 Read `application.py`, then `routes.py`.
 """

@@ -1,3 +1,9 @@
-"""Endpoints that are not OpenAI's: /generate, /tokenize, /detokenize."""
+"""Endpoints that are not OpenAI's.
+
+    generate.py  POST /generate
+    tokenize.py  POST /tokenize and /detokenize
+
+They are made of the parts of OpenAI's. Read `generate.py`.
+"""
 
 __all__: list[str] = []
