@@ -16,7 +16,11 @@ from minisgl.server.args import make_parser
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(minisgl.__file__).parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [
+    ROOT / "README.md",
+    ROOT / "benchmark" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 PRESENT = [path for path in DOCS if path.parent.name != "decisions"]  # decisions tell of their time
 SOURCES = {".py", ".h", ".hpp", ".cpp", ".cu", ".cuh", ".S"}
 INDENT = 2

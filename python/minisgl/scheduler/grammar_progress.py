@@ -30,7 +30,7 @@ MIN_FORCED_ON_CPU = 3
 # On a GPU a step of decodes replays a captured graph, while one with a slice of several tokens and
 # other requests is launched eagerly, at up to eight times the time of a replay
 # (Qwen3-0.6B: 6.9 ms for an eager short prompt, docs/decisions/0013; 0.83 ms for a replayed decode,
-# docs/performance.md).
+# docs/performance/step-times.md).
 MIN_FORCED_ON_GPU = 8
 
 logger = logging.getLogger(__name__)
