@@ -16,7 +16,7 @@ from tests.server.harness import CHAT, TEXT, App, run_with_app, token_replies, w
 from tests.server.http.test_middleware import KEYS, bearer
 
 DOCS = Path(__file__).parents[2] / "docs"
-FEATURES = DOCS / "features.md"
+OPERATING = DOCS / "operating.md"
 SUFFIXES = ("", "_total", "_bucket", "_count", "_sum")
 Samples = dict[str, float]
 
@@ -286,7 +286,7 @@ def test_no_text_of_a_request_or_an_answer_is_in_it_and_two_servers_do_not_mix()
 
 def test_the_documentation_lists_every_metric_with_its_type_and_no_other() -> None:
     documented = re.findall(
-        r"^\| `(minisgl_[a-z_]+)` \| ([a-z]+) \|", FEATURES.read_text(), re.MULTILINE
+        r"^\| `(minisgl_[a-z_]+)` \| ([a-z]+) \|", OPERATING.read_text(), re.MULTILINE
     )
     families = list(text_string_to_metric_families(Metrics().expose().decode()))
     total = {"counter": "_total"}
