@@ -16,8 +16,8 @@ from pathlib import Path
 from minisgl.builds import Library, library_folder, needed_libraries
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import Ready
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import Ready
 from minisgl.utils.driver import GpuDriver
 from minisgl.utils.hardware import guess_hardware, short_waits
 

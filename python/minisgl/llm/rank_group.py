@@ -23,10 +23,10 @@ from minisgl.message import (
     decoder,
     encode,
 )
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue, PushQueue
-from minisgl.utils.supervisor import Supervisor
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.processes.supervisor import Supervisor
 
 _START_TIMEOUT_S = 900.0
 

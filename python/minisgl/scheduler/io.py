@@ -28,9 +28,9 @@ from minisgl.message import (
     StepDigestMsg,
     encode,
 )
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler.step_digest import check_digest
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.queues import PullQueue, PushQueue
 
 
 class Inbox(Protocol):

@@ -12,6 +12,9 @@ from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import Ready, StartupReport
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
@@ -22,10 +25,7 @@ from minisgl.scheduler.io import (
 from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 
