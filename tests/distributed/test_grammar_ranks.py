@@ -33,7 +33,7 @@ from minisgl.message import (
 )
 from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of
 

@@ -21,7 +21,7 @@ from minisgl.grammar import compiler
 from minisgl.llm import LLM
 from minisgl.sampling_params import MAX_GRAMMAR
 from minisgl.scheduler import Scheduler
-from minisgl.scheduler.grammar_budget import GrammarBudget
+from minisgl.scheduler.grammars.budget import GrammarBudget
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.llm.test_llm import ARCH, ids_of, make
 from tests.llm.test_parameters import ENGINES

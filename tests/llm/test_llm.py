@@ -28,7 +28,7 @@ from minisgl.llm import LLM
 from minisgl.llm.answers import PartialAnswer, TextReader
 from minisgl.message import DetokenizeMsg
 from minisgl.scheduler import Scheduler
-from minisgl.scheduler.mask_threads import MaskThreads
+from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
 

@@ -41,7 +41,7 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.scheduler.grammar_budget import GrammarBudget
+from minisgl.scheduler.grammars.budget import GrammarBudget
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 

@@ -37,9 +37,9 @@ from minisgl.scheduler.events import (
     RequestQueued,
     RequestRetracted,
 )
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
+from minisgl.scheduler.grammars.pending import PendingGrammars
 from minisgl.scheduler.outputs import OutputProcessor
-from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.request_checks import check_request
 

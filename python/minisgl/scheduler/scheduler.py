@@ -40,19 +40,19 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.grammar_matchers import GrammarMatchers, PendingMasks
-from minisgl.scheduler.grammar_progress import GrammarProgress
+from minisgl.scheduler.grammars.matchers import GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammars.pending import GrammarTools, create_pending_grammars
+from minisgl.scheduler.grammars.progress import GrammarProgress
 from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
 from minisgl.scheduler.outputs import Output, OutputProcessor
-from minisgl.scheduler.pending_grammars import GrammarTools, create_pending_grammars
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
+from minisgl.scheduler.pacing.pacer import CPU_PACE, GPU_PACE, StepPacer
+from minisgl.scheduler.pacing.watch import Clock, StepWatch
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.statistics import Statistics
-from minisgl.scheduler.step_budget import CPU_PACE, GPU_PACE, StepPacer
-from minisgl.scheduler.step_costs import StepCosts, StepWork
 from minisgl.scheduler.step_digest import StepDigests
-from minisgl.scheduler.step_watch import Clock, StepWatch
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
 

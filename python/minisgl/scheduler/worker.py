@@ -15,6 +15,7 @@ from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, enc
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.child import Ready, StartupReport
 from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.pending import GrammarTools
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
@@ -22,7 +23,6 @@ from minisgl.scheduler.io import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
 from minisgl.utils.garbage import start_serving

@@ -31,7 +31,7 @@ from minisgl.grammar import (
     deep_stack_executor,
 )
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
-from minisgl.scheduler.known_grammars import KnownGrammars
+from minisgl.scheduler.grammars.known import KnownGrammars
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Running requests get a token a step, so a step's time is the gap in their stream
 `--target-itl-ms`. How many tokens fit comes from `StepCosts`, which rank 0 measures and sends to
 all ranks. Everything else here is counted, so that all ranks find the same number.
 
-Knows no clock. Next to read: `step_costs.py`, and `step_watch.py` for who measures.
+Knows no clock. Next to read: `costs.py`, and `watch.py` for who measures.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from minisgl.core import ReqSlice
 from minisgl.prompt_waves import PromptWaves
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from minisgl.scheduler.prefill import OldestPrompt
-from minisgl.scheduler.step_costs import StepCosts, StepWork
 
 # The bound doubles each time that the oldest prompt has let this part of its length pass, ...
 _DOUBLING = 0.7

@@ -9,9 +9,9 @@ import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.prompt_waves import PromptWaves
+from minisgl.scheduler.pacing.costs import StepCosts
+from minisgl.scheduler.pacing.pacer import Pace, StepBudget, StepPacer
 from minisgl.scheduler.prefill import OldestPrompt
-from minisgl.scheduler.step_budget import Pace, StepBudget, StepPacer
-from minisgl.scheduler.step_costs import StepCosts
 from tests.scheduler.timed import NO_WAVES, TimedHost, TimedRequest, percentile
 
 # Like 64 streams and long prompts of a model of 14 billion parameters on a large GPU: a step takes

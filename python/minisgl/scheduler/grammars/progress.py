@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from minisgl.core import Req
 from minisgl.message import MatchState
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.scheduler.io import OtherRanks
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
