@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from minisgl.core import IntArray, Req, SamplingParams, TableWrites
-from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import radix_cache
+from minisgl.kvcache.radix_cache import common_prefix_length
 from minisgl.message import ExitMsg, FlushCacheMsg, NewDetokenizerMsg
 from minisgl.scheduler import live_requests, prefill
 from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
