@@ -200,8 +200,8 @@ class SchedulerConfig(EngineConfig):
         if self.target_itl_ms is not None and not 0 <= self.target_itl_ms < math.inf:
             raise ConfigError(f"--target-itl-ms must be >= 0, got {self.target_itl_ms}")
 
-    def agree(self, folder: Path) -> Self:
-        """Fix what must be equal on all ranks: the model's folder, and a seed.
+    def fix_for_ranks(self, folder: Path) -> Self:
+        """Fix what ranks could not find alone and have equal: the model's folder, and a seed.
 
         Each rank's process resolves the rest.
         """

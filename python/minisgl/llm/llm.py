@@ -72,7 +72,7 @@ class LLM:
             model = str(model)
         config = SchedulerConfig(model=model, **{**_OFFLINE, **options})
         folder = fetch_model(config.model, config.model_source)
-        config = config.agree(folder)
+        config = config.fix_for_ranks(folder)
         self._uids = itertools.count()
         self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
         self._failure: str | None = None

@@ -7,7 +7,7 @@ Owns the order of these phases. Other modules make the decisions: `live_requests
 a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` gives pages,
 `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
-If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`).
+If the device's memory is full when a step is prepared or launched, its plan is undone.
 One request of it ends, and the others are planned again. Next to read: `live_requests.py`,
 `decode.py`, `prefill.py`, `outputs.py`, `cache.py`.
 """
@@ -184,7 +184,7 @@ class Scheduler:
         """
         msgs = self._receive()
         for msg in msgs:
-            self._take(msg)
+            self._handle(msg)
         plan = self._plan() if self.is_running else None  # at the end no step is left in flight
         previous = self._in_flight
         candidates: list[Req] = []  # of which one has to end
@@ -195,7 +195,7 @@ class Scheduler:
             step = self._launch(plan, prepared) if plan and prepared else None
         except StepOutOfMemory as error:
             assert plan
-            candidates = self._undo(plan, error)
+            candidates = self._rollback(plan, error)
             step = None
             if previous:
                 self._sample(previous)
@@ -225,7 +225,7 @@ class Scheduler:
             self._watch.resume()
         return msgs
 
-    def _take(self, msg: BackendMsg) -> None:
+    def _handle(self, msg: BackendMsg) -> None:
         """Do what a message says."""
         match msg:
             case UserMsg():
@@ -233,7 +233,7 @@ class Scheduler:
             case AbortBackendMsg(uid):
                 self.requests.abort(uid)
             case GrammarVerdictMsg() | GrammarCompiledMsg():
-                self.requests.take_grammar(msg)
+                self.requests.handle_grammar(msg)
             case ForgetGrammarMsg():
                 self.requests.forget_grammar(msg)
             case FlushCacheMsg(uid):
@@ -251,7 +251,7 @@ class Scheduler:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
         Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched, or undone (`_undo`). All ranks agree on it,
+        tables' writes: a plan that is made is launched, or rolled back. All ranks agree on it,
         or the group ends.
         """
         running = self.decode.plan(self._max_tokens)
@@ -260,25 +260,25 @@ class Scheduler:
         slices = running.slices
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
-        budget = self.pacer.budget(slices, self.prefill.oldest)
+        budget = self.pacer.budget(slices, self.prefill.first)
         chunks = self.prefill.plan(
-            min(budget.num_tokens, running.budget),
+            min(budget.num_tokens, running.num_left),
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
         slices += chunks
         if not slices:
-            self._agree(None, running)
+            self._compare(None, running)
             return None
         num_shared_tokens = self.cache.num_shared_tokens(chunks)
         plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
-        self._agree(plan, running)
+        self._compare(plan, running)
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
             self.events.step_planned.emit(event)
         return plan
 
-    def _agree(self, plan: BatchPlan | None, running: RunningPlan) -> None:
+    def _compare(self, plan: BatchPlan | None, running: RunningPlan) -> None:
         """Compare a plan with the other ranks'.
 
         Args:
@@ -286,21 +286,21 @@ class Scheduler:
         """
         if self._other_ranks:
             history = self.decode.history
-            self._other_ranks.agree(self._digests.next(self._num_steps, plan, running, history))
+            self._other_ranks.compare(self._digests.next(self._num_steps, plan, running, history))
 
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
         work = self._watch.begin(plan) if self._watch else None
         launched = self._executor.launch(prepared)
         step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched, work)
         self._num_steps += 1
-        self.table.settle()
-        self.prefill.settle()
+        self.table.commit()
+        self.prefill.commit()
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
         self.requests.enter_step(plan.slices)
         return step
 
-    def _undo(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
+    def _rollback(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
         """Undo a plan whose step was not launched.
 
         Running requests keep the pages that they got for it, whose writes are done with the next
@@ -317,8 +317,8 @@ class Scheduler:
         logger.warning(
             "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
         )
-        self.table.undo_drain()
-        prompts = self.prefill.undo_plan()
+        self.table.rollback()
+        prompts = self.prefill.rollback()
         if self._in_flight:
             self._in_flight.work = None  # its time would have that of the failed step in it
         elif self._watch:

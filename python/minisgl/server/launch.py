@@ -69,7 +69,7 @@ def _run(config: ServerConfig) -> int:
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
-    config = _fit(replace(config.agree(folder), served_model_name=name))
+    config = _fit(replace(config.fix_for_ranks(folder), served_model_name=name))
     max_seq_len = config.max_seq_len or model_config.max_position
     with (
         interruptible(),

@@ -28,7 +28,7 @@ class Leader:
     def __init__(self) -> None:
         self.state: MatchState | None = None
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         raise AssertionError("no step is planned here")
 
     def share(self, states: dict[int, MatchState]) -> dict[int, MatchState]:
