@@ -7,9 +7,9 @@ Owns the order of these phases. Other modules make the decisions: `live_requests
 a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` gives pages,
 `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
-If the device's memory is full when a step is prepared or launched, its plan is undone.
-One request of it ends, and the others are planned again. Next to read: `live_requests.py`,
-`decode.py`, `prefill.py`, `outputs.py`, `cache.py`.
+If the device's memory is full when a step is prepared or launched, its plan is rolled back. One
+request of it ends, and the others are planned again. Next to read: `live_requests.py`, `decode.py`,
+`prefill.py`, `outputs.py`, `cache.py`.
 """
 
 from __future__ import annotations
@@ -182,24 +182,13 @@ class Scheduler:
         Masks of n need the tokens of n-1. A step with masks is therefore sampled just before n+1 is
         launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
         """
-        msgs = self._receive()
-        for msg in msgs:
+        for msg in self._receive():
             self._handle(msg)
-        plan = self._plan() if self.is_running else None  # at the end no step is left in flight
-        previous = self._in_flight
-        candidates: list[Req] = []  # of which one has to end
-        try:
-            prepared = self._executor.prepare(plan) if plan else None
-            if previous:
-                self._sample(previous)
-            step = self._launch(plan, prepared) if plan and prepared else None
-        except StepOutOfMemory as error:
-            assert plan
-            candidates = self._rollback(plan, error)
-            step = None
-            if previous:
-                self._sample(previous)
 
+        plan = self._plan() if self.is_running else None  # at the end no step is left in flight
+
+        previous = self._in_flight
+        step, unlaunched = self._launch_or_rollback(plan, previous)
         if step and self.grammars.restricts_any(step.sampling_slices):
             self._start_masks(step, previous)
         elif step:
@@ -207,13 +196,13 @@ class Scheduler:
 
         if previous:
             self._finish(previous)
-        if candidates and all(req.finish is None for req in candidates):  # else there is room
-            self.requests.fail(candidates[0], OutOfMemory())
+        self._end_one_of(unlaunched)
         if step and not self._overlap:
             self._sample(step)
             self._finish(step)
             step = None
         self._in_flight = step
+
         self.grammars.stay_in_budget()
         self._send()
 
@@ -251,7 +240,7 @@ class Scheduler:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
         Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched, or rolled back. All ranks agree on it,
+        tables' writes: a plan that is made is launched, or rolled back. All ranks have equal ones,
         or the group ends.
         """
         running = self.decode.plan(self._max_tokens)
@@ -288,6 +277,32 @@ class Scheduler:
             history = self.decode.history
             self._other_ranks.compare(self._digests.next(self._num_steps, plan, running, history))
 
+    def _launch_or_rollback(
+        self, plan: BatchPlan | None, previous: InFlightStep | None
+    ) -> tuple[InFlightStep | None, list[Req]]:
+        """Launch a plan once the previous step is sampled. Roll it back if memory does not suffice.
+
+        The previous step is sampled in any case.
+
+        Returns:
+            the launched step, if there is one; and the requests of a plan that was rolled back, of
+            which one has to end (`_rollback`).
+        """
+        step = None
+        unlaunched: list[Req] = []
+        try:
+            prepared = self._executor.prepare(plan) if plan else None
+            if previous:
+                self._sample(previous)
+            if plan and prepared:
+                step = self._launch(plan, prepared)
+        except StepOutOfMemory as error:
+            assert plan
+            unlaunched = self._rollback(plan, error)
+            if previous:
+                self._sample(previous)
+        return step, unlaunched
+
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
         work = self._watch.begin(plan) if self._watch else None
         launched = self._executor.launch(prepared)
@@ -307,7 +322,7 @@ class Scheduler:
         plan.
 
         Returns:
-            the requests of which one has to end, first of all the first.
+            requests of the plan, the least urgent first, of which one has to end.
 
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.
@@ -324,6 +339,11 @@ class Scheduler:
         elif self._watch:
             self._watch.resume()
         return prompts or self.decode.least_urgent_first(plan.slices)
+
+    def _end_one_of(self, unlaunched: Sequence[Req]) -> None:
+        """End the first of the requests that did not fit the memory, unless one has ended since."""
+        if unlaunched and all(req.finish is None for req in unlaunched):
+            self.requests.fail(unlaunched[0], OutOfMemory())
 
     def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
         """Start making a step's masks, which need the tokens of the previous step.
