@@ -1,4 +1,4 @@
-"""The process of a tensor-parallel rank, from its first moment.
+"""How the process of a tensor-parallel rank begins, before it runs `scheduler/worker.py`.
 
 torch takes seconds to import. Meanwhile a thread makes the context of the rank's GPU, and compilers
 make what the cache folder lacks. The engine finds what they have made in that folder, as on a later

@@ -17,7 +17,7 @@ The step and its requests:
 
 Other processes, and what goes to them:
 
-    worker.py            the process of one rank
+    worker.py            what runs in the process of a rank
     io.py                where messages come from and go to; how ranks see the same ones
     step_digest.py       whether all ranks plan the same step
     events.py            what happens to requests and steps; their counts and their log

@@ -1,4 +1,7 @@
-"""The process of one tensor-parallel rank: its queues, its engine, its loop."""
+"""What runs in a rank's process once torch is imported: its queues, its engine, its loop.
+
+`rank_process.py` is how the process begins.
+"""
 
 from __future__ import annotations
 
