@@ -32,7 +32,7 @@ _START_TIMEOUT_S = 900.0
 
 
 class RankGroup:
-    """The schedulers of a group, with the methods of a `Scheduler` and its queues for one process.
+    """The schedulers of a group, with the methods of a `LocalRank`.
 
     When a rank dies, the others are killed at once, also between two calls.
 
