@@ -76,8 +76,8 @@ class _Chunks:
         changes: what was done for them, in order.
     """
 
-    num_running: int
-    may_admit: bool
+    num_running: int = 0
+    may_admit: bool = False
     by_uid: dict[int, ReqSlice] = field(default_factory=dict)
     prefills: dict[int, Prefill] = field(default_factory=dict)
     changes: list[_Admission | _Publication] = field(default_factory=list)
@@ -89,7 +89,7 @@ class FirstPrompt:
 
     Attributes:
         position: where its next chunk starts; 0 until it is admitted.
-        num_tokens: tokens that it takes to compute it, those included that are computed already.
+        num_tokens: of it, those that were computed since it was queued, and those that are left.
         num_passed: tokens of other prompts that were computed since it was queued.
     """
 
@@ -115,7 +115,7 @@ class PrefillManager:
         self._half_computed: dict[int, Prefill] = {}
         # Retracted half computed, until they are released and put back.
         self._retracted: dict[int, Prefill] = {}
-        self._planned = _Chunks(num_running=0, may_admit=False)
+        self._planned = _Chunks()
         self._num_prefilled = 0  # tokens of all prompts, so far
         self._last_place = 0
         self._first_place = 0
@@ -211,7 +211,7 @@ class PrefillManager:
 
     def commit(self) -> None:
         """Keep the last plan, which was launched."""
-        self._planned = _Chunks(num_running=0, may_admit=False)
+        self._planned = _Chunks()
 
     def rollback(self) -> list[Req]:
         """Undo the last plan, whose step was not launched.
@@ -223,7 +223,7 @@ class PrefillManager:
             the requests whose prompts were planned, the least urgent first, the newest of equals.
         """
         chunks = self._planned
-        self.commit()
+        self._planned = _Chunks()
         for uid, prefill in chunks.prefills.items():
             num_planned = len(chunks.by_uid[uid])
             prefill.num_left += num_planned

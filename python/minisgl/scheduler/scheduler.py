@@ -116,11 +116,19 @@ class Scheduler:
         is_on_gpu = config.device == "cuda"
         self.is_running = True
         self.events = Events()
+        self._executor = executor
+        self._inbox = inbox
+        self._outbox = outbox
+        self._other_ranks = other_ranks
+
+        # Memory, and the requests that have some of it or wait for it.
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.num_row_tokens)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table, self.events, config.schedule)
         self.decode = DecodeManager(self.cache)
+
+        # Structured output.
         self.grammars = GrammarMatchers(
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
@@ -128,6 +136,8 @@ class Scheduler:
             config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
         )
         progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
+
+        # Outputs, and the life of a request.
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
         self.outputs = OutputProcessor(progress, self.table, limits, self.events, prefill_watch)
         self.requests = LiveRequests(
@@ -141,9 +151,8 @@ class Scheduler:
             events=self.events,
             seed=config.seed,
         )
-        self._executor = executor
-        self._inbox = inbox
-        self._outbox = outbox
+
+        # How much a step computes, and how long it takes.
         self._max_tokens = config.max_prefill_length
         self.pacer = StepPacer(
             self._max_tokens,
@@ -152,16 +161,19 @@ class Scheduler:
             prompt_room=executor.prompt_room,
             prompt_waves=executor.prompt_waves,
         )
-        self.statistics = Statistics(
-            self.cache, self.prefill, self.decode, self.pending_grammars, self.pacer, self.events
-        )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock, executor.prompt_waves) if is_watched else None
-        self._other_ranks = other_ranks
-        self._digests = StepDigests()
+
+        # The step.
         self._overlap = config.overlap
         self._in_flight: InFlightStep | None = None
         self._num_steps = 0
+        self._digests = StepDigests()
+
+        # What others see of it.
+        self.statistics = Statistics(
+            self.cache, self.prefill, self.decode, self.pending_grammars, self.pacer, self.events
+        )
         log_events(self.events)
 
     @property

@@ -88,7 +88,8 @@ class TableManager:
         assert not self._tokens
         self._pages = self._drained_pages
         self._tokens = self._drained_tokens
-        self.commit()
+        self._drained_pages = {}
+        self._drained_tokens = {}
 
     def check_integrity(self, rows_in_use: list[int]) -> None:
         assert sorted(rows_in_use + self._free) == list(range(self._num_rows))
