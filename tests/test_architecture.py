@@ -18,7 +18,16 @@ SUBPACKAGES = [
     ".".join(path.parent.relative_to(PACKAGE).parts) for path in PACKAGE.glob("*/**/__init__.py")
 ]
 TIERS = [
-    {"version", "core", "config", "sampling_params", "prompt_waves", "errors", "utils"},
+    {
+        "version",
+        "core",
+        "config",
+        "sampling_params",
+        "prompt_waves",
+        "errors",
+        "utils",
+        "processes",
+    },
     {"checkpoint", "builds", "distributed", "grammar", "message", "kernel"},
     {"layers", "attention", "kvcache", "moe"},
     {"models"},
@@ -33,6 +42,8 @@ WITHIN_A_TIER = {
     ("sampling_params", "errors"),
     ("sampling_params", "utils"),
     ("utils", "errors"),
+    ("processes", "errors"),
+    ("processes", "utils"),
     ("message", "core"),
     ("builds", "checkpoint"),
     ("kernel", "builds"),

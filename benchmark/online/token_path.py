@@ -46,13 +46,13 @@ from minisgl.message import (
     encode,
     unpack_ids,
 )
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import StartupReport
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
 from minisgl.server.capacity import BACKLOG, raise_descriptor_limit
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import StartupReport
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue, PushQueue
-from minisgl.utils.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmark" / "models"

@@ -20,8 +20,8 @@ from minisgl.message import (
     encode,
     pack_ids,
 )
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.queues import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import MemoryInbox, MemoryOutbox, config_of, greedy
 

@@ -31,9 +31,9 @@ from minisgl.message import (
     encode,
     pack_ids,
 )
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.utils.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of
 

@@ -16,7 +16,7 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, LaunchedStep
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.pending_grammars import GrammarTools
+from minisgl.scheduler.grammars.pending import GrammarTools
 
 Prompt = list[int]
 

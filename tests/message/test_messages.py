@@ -64,8 +64,8 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.processes.child import StartupReport, TokenizerInfo
 from minisgl.sampling_params import MAX_COUNT, MAX_SEED
-from minisgl.utils.child import StartupReport, TokenizerInfo
 
 SAMPLING = SamplingParams(
     max_tokens=5,

@@ -19,8 +19,8 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.scheduler.pending_grammars import PendingGrammars
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
+from minisgl.scheduler.grammars.pending import PendingGrammars
 from tests.scheduler.fake_executor import FakeExecutor, endless_answer, reference_answer
 from tests.scheduler.fake_matchers import FakeMatchers
 

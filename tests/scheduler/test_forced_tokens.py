@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.scheduler.grammar_progress import MIN_FORCED_ON_CPU
+from minisgl.scheduler.grammars.progress import MIN_FORCED_ON_CPU
 from tests.scheduler.fake_executor import endless_answer, reference_answer
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
 from tests.scheduler.script import Script

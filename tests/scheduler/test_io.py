@@ -30,6 +30,9 @@ from minisgl.message import (
     encode,
     pack_ids,
 )
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import (
     FollowerInbox,
     LeaderInbox,
@@ -38,10 +41,7 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.scheduler.grammar_budget import GrammarBudget
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.budget import GrammarBudget
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 

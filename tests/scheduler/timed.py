@@ -15,7 +15,7 @@ from minisgl.engine import EngineLimits
 from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, UserMsg, pack_ids
 from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.step_costs import StepCosts, StepWork
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly
 
 LIMITS = EngineLimits(20_000, 64, 20_000, 32_000, frozenset({0}), num_rows=256)

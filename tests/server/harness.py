@@ -24,12 +24,12 @@ from minisgl.message import (
     decoder,
     encode,
 )
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import AsyncPullQueue, PushQueue
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app
 from minisgl.server.served_model import ServedModel
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import AsyncPullQueue, PushQueue
 
 T = TypeVar("T")
 DEADLINE_S = 20.0

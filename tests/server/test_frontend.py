@@ -36,11 +36,11 @@ from minisgl.message import (
     TokenizeMsg,
     UserReply,
 )
+from minisgl.processes.addresses import DETOKENIZER
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
-from minisgl.utils.addresses import DETOKENIZER
-from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     replaceable_frontend,
     restartable_frontend,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits, read_key_limits
-from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     BODIES,
     CHAT,

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.errors import Unavailable
 from minisgl.message import EngineStats, MetricSample, PeerMsg, RefuseMsg, SuspendMsg
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
 from minisgl.server import peers as peers_module
 from minisgl.server.metrics import Metrics
 from minisgl.server.peers import Peers
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
 from tests.server.harness import run, wait_until
 
 Values = dict[str, float]

@@ -1,7 +1,7 @@
 """Contract of an attention backend. Next to read: `torch_backend.py`."""
 
-# Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables, T tokens of a
-# step, X a selection out of another dimension.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+# tables, T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ takes the others; it is planned on the host.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-# tables, S kv slots, T tokens of a step, Z entries of a flat list.
+# tables, S kv slots, T tokens of a step, X a selection out of another dimension, Z entries of a
+# flat list.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two backends as one: prompts go to the first, decodes to the second."""
 
-# Dimensions: H head width, K kv heads, N query heads, T tokens of a step, X a selection out of
-# another dimension.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, T tokens of a step, X a
+# selection out of another dimension.
 
 from __future__ import annotations
 

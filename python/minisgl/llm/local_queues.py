@@ -1,7 +1,4 @@
-"""The queues of a scheduler in this process: lists in place of sockets.
-
-With several ranks `rank_group.py` has the queues.
-"""
+"""The queues of a scheduler in this process: lists in place of sockets."""
 
 from __future__ import annotations
 

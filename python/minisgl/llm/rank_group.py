@@ -23,16 +23,16 @@ from minisgl.message import (
     decoder,
     encode,
 )
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue, PushQueue
-from minisgl.utils.supervisor import Supervisor
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.processes.supervisor import Supervisor
 
 _START_TIMEOUT_S = 900.0
 
 
 class RankGroup:
-    """The schedulers of a group, with the methods of a `Scheduler` and its queues for one process.
+    """The schedulers of a group, with the methods of a `LocalRank`.
 
     When a rank dies, the others are killed at once, also between two calls.
 

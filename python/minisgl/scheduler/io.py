@@ -28,9 +28,9 @@ from minisgl.message import (
     StepDigestMsg,
     encode,
 )
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler.step_digest import check_digest
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.queues import PullQueue, PushQueue
 
 
 class Inbox(Protocol):
@@ -46,7 +46,7 @@ class Inbox(Protocol):
 class OtherRanks(Protocol):
     """The other ranks of a group."""
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         """Compare what this rank plans with what rank 0 plans; once a step, before its launch.
 
         Rank 0 never waits. The others wait until it has planned; it launches after that, and no
@@ -115,7 +115,7 @@ class LeaderInbox:
             queue.put(batch)
         return msgs
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         for queue in self._followers:
             queue.put(digest)
 
@@ -132,7 +132,7 @@ class LeaderInbox:
 class FollowerInbox:
     """The leader's messages, one batch a step. It is also the `OtherRanks` of this rank.
 
-    `receive`, `agree` and `share` wait for the leader, which goes first.
+    `receive`, `compare` and `share` wait for the leader, which goes first.
     """
 
     def __init__(self, queue: PullQueue[LeaderMsg]) -> None:
@@ -143,7 +143,7 @@ class FollowerInbox:
         assert isinstance(batch, BatchBackendMsg)
         return batch.msgs
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         leaders = self._queue.get()
         assert isinstance(leaders, StepDigestMsg)
         check_digest(digest, leaders)

@@ -1,4 +1,7 @@
-"""The process of one tensor-parallel rank: its queues, its engine, its loop."""
+"""What runs in a rank's process once torch is imported: its queues, its engine, its loop.
+
+`rank_process.py` is how the process begins.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import Ready, StartupReport
+from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.pending import GrammarTools
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
@@ -19,13 +26,9 @@ from minisgl.scheduler.io import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 

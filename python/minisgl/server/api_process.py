@@ -17,6 +17,10 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import FrontendMsg, ServeMsg, decoder
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import StartupReport
+from minisgl.processes.queues import AsyncPullQueue
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app, warm_up
@@ -28,10 +32,6 @@ from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
 from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import StartupReport
-from minisgl.utils.queues import AsyncPullQueue
-from minisgl.utils.shared_numbers import SharedNumbers
 
 if TYPE_CHECKING:
     from minisgl.server.http.tracing import Tracer

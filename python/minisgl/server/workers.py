@@ -16,11 +16,11 @@ import socket
 import time
 from pathlib import Path
 
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.child import StartupReport
+from minisgl.processes.failures import Failure
+from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.child import StartupReport
-from minisgl.utils.child_failures import Failure
-from minisgl.utils.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

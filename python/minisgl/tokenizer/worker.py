@@ -43,14 +43,14 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.processes.addresses import Addresses, api_of
+from minisgl.processes.child import Ready, StartupReport, TokenizerInfo
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.tokenizer.tokenize import Tokenizer
-from minisgl.utils.addresses import Addresses, api_of
-from minisgl.utils.child import Ready, StartupReport, TokenizerInfo
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
-from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 

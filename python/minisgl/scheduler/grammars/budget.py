@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from minisgl.grammar import refusal
 from minisgl.message import ForgetGrammarMsg
-from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
+from minisgl.scheduler.grammars.known import KnownGrammar, KnownGrammars
 
 _MAX_BYTES = 2**28  # of all grammars that are kept or followed, as measured
 _MAX_GROWN_BYTES = 2**26  # of a grammar that is kept

@@ -13,7 +13,7 @@ from dataclasses import astuple
 from minisgl.core import BatchPlan
 from minisgl.message import StepCostsMsg
 from minisgl.prompt_waves import PromptWaves
-from minisgl.scheduler.step_costs import StepCostFit, StepCosts, StepWork
+from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
 
 Clock = Callable[[], float]
 

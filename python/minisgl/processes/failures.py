@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from minisgl.utils.child_process import ChildProcess
+from minisgl.processes.child_process import ChildProcess
 
 TICK_S = 0.5  # between two looks at a beat
 _SPREAD_TICKS = 3  # after which those that wait for a child that hangs have stopped, too

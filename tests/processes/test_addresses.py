@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from minisgl.utils.addresses import DETOKENIZER, Addresses, api_of, tokenizer_of, uids_of_api
+from minisgl.processes.addresses import DETOKENIZER, Addresses, api_of, tokenizer_of, uids_of_api
 
 
 def test_every_queue_has_an_address_of_its_own(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from minisgl.grammar import (
     deep_stack_executor,
 )
 from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
-from minisgl.scheduler.known_grammars import KnownGrammars
+from minisgl.scheduler.grammars.known import KnownGrammars
 
 logger = logging.getLogger(__name__)
 
@@ -178,17 +178,17 @@ class PendingGrammars:
         pending = self._pending[number]
         del pending.reqs[req.uid]
         if not pending.reqs and not pending.compiled:
-            self._take(number)
+            self._remove_grammar(number)
             if self._trials is not None and pending.trial is not None:
                 self._trials.cancel(pending.trial)
 
-    def take(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> list[Req]:
+    def handle(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> list[Req]:
         """Go on with a grammar. Returns its requests, if it is known now: compiled or refused."""
         if isinstance(msg, GrammarVerdictMsg):
-            return self._take_verdict(msg)
-        return self._take_compiled(msg)
+            return self._handle_verdict(msg)
+        return self._handle_compiled(msg)
 
-    def _take_verdict(self, msg: GrammarVerdictMsg) -> list[Req]:
+    def _handle_verdict(self, msg: GrammarVerdictMsg) -> list[Req]:
         """Begin to compile what is accepted."""
         pending = self._pending.get(msg.number)
         if pending is None:  # all its requests were aborted
@@ -202,7 +202,7 @@ class PendingGrammars:
             ]
             return []
         self._known.add_refused(pending.grammar, msg.error)
-        return self._take(msg.number)
+        return self._remove_grammar(msg.number)
 
     def _compile(self, number: int, pending: _Pending) -> LLMatcher:
         """Runs on threads of its own, without Python's lock."""
@@ -215,7 +215,7 @@ class PendingGrammars:
             if is_last and self._trials is not None:
                 self._post(GrammarCompiledMsg(number))
 
-    def _take_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
+    def _handle_compiled(self, msg: GrammarCompiledMsg) -> list[Req]:
         """Keep what is compiled. A slower rank waits for its compiler, which finds the same."""
         pending = self._pending[msg.number]
         try:
@@ -224,10 +224,10 @@ class PendingGrammars:
             self._known.add_refused(pending.grammar, str(error))
         else:
             self._known.add(pending.grammar, matchers, pending.num_bytes)
-        return self._take(msg.number)
+        return self._remove_grammar(msg.number)
 
-    def _take(self, number: int) -> list[Req]:
-        """Remove a grammar and its requests."""
+    def _remove_grammar(self, number: int) -> list[Req]:
+        """Remove a grammar; returns the requests that wait for it."""
         pending = self._pending.pop(number)
         del self._number_of[pending.grammar]
         self._uids.difference_update(pending.reqs)

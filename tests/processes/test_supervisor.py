@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.child import Ready, StartupReport
-from minisgl.utils.child_failures import TICK_S, Failure
-from minisgl.utils.supervisor import Supervisor
+from minisgl.processes.child import Ready, StartupReport
+from minisgl.processes.failures import TICK_S, Failure
+from minisgl.processes.supervisor import Supervisor
 
 
 def fails(ready: Ready) -> None:
@@ -286,7 +286,7 @@ def test_a_child_that_stands_by_is_watched() -> None:
 
 
 def test_the_end_does_not_wait_for_a_child_that_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.utils.supervisor._EXIT_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr("minisgl.processes.supervisor._EXIT_TIMEOUT_S", 3600.0)
     with Supervisor("CRITICAL") as supervisor:
         supervisor.start_standby("standby", f"{__name__}:prepare")
         supervisor.wait_ready(60)

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from minisgl.utils.shared_numbers import SharedNumbers
+from minisgl.processes.shared_numbers import SharedNumbers
 
 _COUNT = """
 import sys
 from pathlib import Path
-from minisgl.utils.shared_numbers import SharedNumbers
+from minisgl.processes.shared_numbers import SharedNumbers
 shared = SharedNumbers(Path(sys.argv[1]))
 values = shared.array("count", 2)
 for _ in range(2000):
@@ -21,7 +21,7 @@ for _ in range(2000):
 _DIE_IN_THE_LOCK = """
 import os, signal, sys
 from pathlib import Path
-from minisgl.utils.shared_numbers import SharedNumbers
+from minisgl.processes.shared_numbers import SharedNumbers
 shared = SharedNumbers(Path(sys.argv[1]))
 with shared.locked():
     shared.array("count", 2)[1] = 7

@@ -28,9 +28,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from minisgl.errors import ConfigError, EngineFailed
-from minisgl.utils.child import Order, StartupReport, run_child
-from minisgl.utils.child_failures import Failure, first_death, next_failure, sentinels_of
-from minisgl.utils.child_process import ChildProcess, ProcessStarter
+from minisgl.processes.child import Order, StartupReport, run_child
+from minisgl.processes.child_process import ChildProcess, ProcessStarter
+from minisgl.processes.failures import Failure, first_death, next_failure, sentinels_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Supervisor:
         receiver, sender = self._context.Pipe(duplex=False)
         with receiver:
             try:
-                self.start(name, "minisgl.utils.child:stand_by", preparation, receiver)
+                self.start(name, "minisgl.processes.child:stand_by", preparation, receiver)
             except OSError:
                 sender.close()
                 child = self._children.pop(name, None)
@@ -168,7 +168,7 @@ class Supervisor:
         start_timeout_s: float,
         at_tick: Callable[[], None] = lambda: None,
     ) -> Failure:
-        """Wait until a child dies, or hangs and is killed; see `child_failures.next_failure`.
+        """Wait until a child dies, or hangs and is killed; see `failures.next_failure`.
 
         Args:
             at_tick: is called twice a second. It may start children.

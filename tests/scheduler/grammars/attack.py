@@ -1,6 +1,6 @@
 """Sends grammars whose automata grow without end, and says how much memory that has taken.
 
-Run in a process of its own: `python -m tests.scheduler.grammar_attack OPTIONS`, with the fields of
+Run in a process of its own: `python -m tests.scheduler.grammars.attack OPTIONS`, with the fields of
 `Attack` as JSON. The answers of a round follow all grammars at once.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import BackendMsg, ForgetGrammarMsg
-from minisgl.scheduler.grammar_budget import GrammarBudget
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.grammars.budget import GrammarBudget
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.utils.env import env_with_sys_path
 
 _ANSWER_TOKENS = 60

@@ -8,7 +8,7 @@ import sys
 
 CHILD = """
 import sys, time
-from minisgl.utils import die_with_parent
+from minisgl.processes.child import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
@@ -22,7 +22,7 @@ subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
 def test_a_process_is_shown_by_its_name() -> None:
     script = """
 from pathlib import Path
-from minisgl.utils.child import name_process
+from minisgl.processes.child import name_process
 name_process("scheduler-0")
 print(Path("/proc/self/comm").read_text(), end="")
 """

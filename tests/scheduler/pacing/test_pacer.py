@@ -9,9 +9,9 @@ import pytest
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.prompt_waves import PromptWaves
-from minisgl.scheduler.prefill import OldestPrompt
-from minisgl.scheduler.step_budget import Pace, StepBudget, StepPacer
-from minisgl.scheduler.step_costs import StepCosts
+from minisgl.scheduler.pacing.costs import StepCosts
+from minisgl.scheduler.pacing.pacer import Pace, StepBudget, StepPacer
+from minisgl.scheduler.prefill import FirstPrompt
 from tests.scheduler.timed import NO_WAVES, TimedHost, TimedRequest, percentile
 
 # Like 64 streams and long prompts of a model of 14 billion parameters on a large GPU: a step takes
@@ -161,16 +161,16 @@ def pacer(
 def test_the_budget_is_what_fits(target: float | None, num_tokens: int) -> None:
     """A step of 10 ms, 0.1 ms a token; auto is twice the step, but at least 20 ms."""
     made = pacer(StepCosts(decode=0.01, mixed=0.001, token=1e-4), target)
-    oldest = OldestPrompt(position=0, num_tokens=4000, num_passed=0)
+    first = FirstPrompt(position=0, num_tokens=4000, num_passed=0)
     if target is None:
         made.costs = StepCosts(decode=0.016, mixed=0.001, token=1e-4)
-    assert made.budget([decode()], oldest).num_tokens == num_tokens
+    assert made.budget([decode()], first).num_tokens == num_tokens
 
 
 def test_a_prompt_that_is_far_along_gets_fewer_tokens() -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4, attended=1e-8), 50)
     budgets = [
-        made.budget([decode()], OldestPrompt(position, 40_000, 0)).num_tokens
+        made.budget([decode()], FirstPrompt(position, 40_000, 0)).num_tokens
         for position in (0, 10_000, 30_000)
     ]
     assert budgets == [392, 199, 99]
@@ -180,7 +180,7 @@ def test_the_bound_doubles_as_a_prompt_lets_others_pass() -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50)
     length = 10_000 + 24 * 400
     bounds = [
-        made.budget([decode()], OldestPrompt(0, 10_000, passed)).bound_ms
+        made.budget([decode()], FirstPrompt(0, 10_000, passed)).bound_ms
         for passed in (0, 0.7 * length, 1.4 * length, 100 * length)
     ]
     assert bounds == pytest.approx([50, 100, 200, 50 * 64])
@@ -194,7 +194,7 @@ def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
     rooms: list[int], num_tokens: int
 ) -> None:
     made = pacer(StepCosts(decode=0.01, token=1e-4), 50, rooms)
-    assert made.budget([decode()], OldestPrompt(0, 10_000, 0)).num_tokens == num_tokens
+    assert made.budget([decode()], FirstPrompt(0, 10_000, 0)).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_a_captured_step_is_chosen_that_has_room_for_nearly_as_much(
 def test_a_captured_step_is_chosen_whose_waves_are_full(position: int, num_tokens: int) -> None:
     """832 tokens would fit, too, but they take three waves, as 1,088 do, and 704 take two."""
     made = pacer(HOPPER, 57, ROOMS, WAVES)
-    assert made.budget([decode()] * 64, OldestPrompt(position, LONG, 0)).num_tokens == num_tokens
+    assert made.budget([decode()] * 64, FirstPrompt(position, LONG, 0)).num_tokens == num_tokens
 
 
 def test_before_anything_is_measured_nothing_is_bounded() -> None:
     made = pacer(StepCosts(), None)
-    assert made.budget([decode()], OldestPrompt(0, 100, 0)) == StepBudget(8192, 20)
+    assert made.budget([decode()], FirstPrompt(0, 100, 0)) == StepBudget(8192, 20)

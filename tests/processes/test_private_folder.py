@@ -16,16 +16,16 @@ import pytest
 import zmq
 
 from minisgl.errors import ConfigError
-from minisgl.utils.addresses import Addresses
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue
 from minisgl.utils.env import env_with_sys_path
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can give files away")
 OWNER = """
 import sys
-from minisgl.utils.private_folder import private_folder
+from minisgl.processes.private_folder import private_folder
 
 with private_folder() as folder:
     (folder / "frontend").touch()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minisgl.core import Req, ReqSlice, SamplingParams
 from minisgl.prompt_waves import PromptWaves
-from minisgl.scheduler.step_costs import StepCostFit, StepCosts, StepWork
+from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
 
 COSTS = st.builds(
     StepCosts,

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from minisgl.utils.child import StartupReport, interrupts_blocked
+from minisgl.processes.child import StartupReport, interrupts_blocked
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from llguidance import LLMatcher
 from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.grammar import refusal
 from minisgl.message import BackendMsg, MatchState
-from minisgl.scheduler.grammar_budget import GrammarBudget
-from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
-from minisgl.scheduler.mask_threads import MaskThreads
+from minisgl.scheduler.grammars.budget import GrammarBudget
+from minisgl.scheduler.grammars.known import KnownGrammar, KnownGrammars
+from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from minisgl.utils.heap import bytes_touched, return_free_memory
 
 IN_PROGRESS = MatchState()

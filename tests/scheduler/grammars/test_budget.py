@@ -9,12 +9,12 @@ import pytest
 
 from minisgl.core import Grammar
 from minisgl.message import ForgetGrammarMsg
-from minisgl.scheduler.grammar_budget import GrammarBudget
-from minisgl.scheduler.known_grammars import KnownGrammar, KnownGrammars
+from minisgl.scheduler.grammars.budget import GrammarBudget
+from minisgl.scheduler.grammars.known import KnownGrammar, KnownGrammars
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
-from tests.scheduler.grammar_attack import Attack, run_attack
+from tests.scheduler.grammars.attack import Attack, run_attack
+from tests.scheduler.grammars.test_pending import ACCEPTED, LONG, FakeMatcher, GrammarHost, guided
 from tests.scheduler.harness import exactly
-from tests.scheduler.test_pending_grammars import ACCEPTED, LONG, FakeMatcher, GrammarHost, guided
 from tests.scheduler.test_scheduler import prompt_of
 
 MIB = 2**20

@@ -4,7 +4,7 @@ Running requests get a token a step, so a step's time is the gap in their stream
 `--target-itl-ms`. How many tokens fit comes from `StepCosts`, which rank 0 measures and sends to
 all ranks. Everything else here is counted, so that all ranks find the same number.
 
-Knows no clock. Next to read: `step_costs.py`, and `step_watch.py` for who measures.
+Knows no clock. Next to read: `costs.py`, and `watch.py` for who measures.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from minisgl.core import ReqSlice
 from minisgl.prompt_waves import PromptWaves
-from minisgl.scheduler.prefill import OldestPrompt
-from minisgl.scheduler.step_costs import StepCosts, StepWork
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
+from minisgl.scheduler.prefill import FirstPrompt
 
-# The bound doubles each time that the oldest prompt has let this part of its length pass, ...
+# The bound doubles each time that the first prompt has let this part of its length pass, ...
 _DOUBLING = 0.7
 # ... so many times at most.
 _MAX_DOUBLINGS = 6.0
@@ -92,25 +92,25 @@ class StepPacer:
         self._prompt_waves = prompt_waves
         self.latest = StepBudget(max_tokens)
 
-    def budget(self, running: list[ReqSlice], oldest: OldestPrompt | None) -> StepBudget:
+    def budget(self, running: list[ReqSlice], first: FirstPrompt | None) -> StepBudget:
         """The budget of a step.
 
         Args:
             running: what the step computes of running requests.
-            oldest: the prompt that has waited for longest, if any waits.
+            first: the prompt whose turn it is, if any waits.
         """
-        if self._target_itl_ms == 0 or oldest is None or not running:
+        if self._target_itl_ms == 0 or first is None or not running:
             return StepBudget(self._max_tokens)
         work = StepWork.of(running, self._prompt_waves)
         without_prompts = self.costs.seconds(work)
         bound = self._bound(without_prompts)
         fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
-        num_bounded = self._num_tokens(bound - fixed, oldest)
-        bound *= _relaxation(oldest, num_bounded)
-        num_tokens = self._num_tokens(bound - fixed, oldest)
+        num_bounded = self._num_tokens(bound - fixed, first)
+        bound *= _relaxation(first, num_bounded)
+        num_tokens = self._num_tokens(bound - fixed, first)
         rooms = self._prompt_room(len(running))
         if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
-            num_tokens = self._unpadded_tokens(num_tokens, rooms, fixed, bound, oldest.position)
+            num_tokens = self._unpadded_tokens(num_tokens, rooms, fixed, bound, first.position)
         self.latest = StepBudget(num_tokens, 1e3 * bound)
         return self.latest
 
@@ -120,9 +120,9 @@ class StepPacer:
             return self._target_itl_ms / 1e3
         return max(self._pace.auto_ms / 1e3, self._pace.auto_factor * without_prompts)
 
-    def _num_tokens(self, seconds: float, oldest: OldestPrompt) -> int:
-        """Tokens within the options that take so long, at the place where the oldest prompt is."""
-        num_tokens = self.costs.num_tokens_within(seconds, oldest.position)
+    def _num_tokens(self, seconds: float, first: FirstPrompt) -> int:
+        """Tokens within the options that take so long, at the place where the first prompt is."""
+        num_tokens = self.costs.num_tokens_within(seconds, first.position)
         return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
 
     def _unpadded_tokens(
@@ -136,7 +136,7 @@ class StepPacer:
             num_tokens: the most.
             rooms: the sizes without padding.
             fixed: seconds that a step takes with no tokens of prompts.
-            position: where the oldest prompt is.
+            position: where the first prompt is.
         """
         chosen = 0
         highest_rate = 0.0
@@ -149,11 +149,11 @@ class StepPacer:
         return chosen or min(num_tokens, rooms[0])
 
 
-def _relaxation(oldest: OldestPrompt, num_bounded: int) -> float:
+def _relaxation(first: FirstPrompt, num_bounded: int) -> float:
     """By which factor the bound gives way, so that prompts do not wait without end.
 
     Args:
         num_bounded: tokens of a step under the bound.
     """
-    lateness = oldest.num_passed / (oldest.num_tokens + _PATIENT_STEPS * num_bounded)
+    lateness = first.num_passed / (first.num_tokens + _PATIENT_STEPS * num_bounded)
     return float(2.0 ** min(lateness / _DOUBLING, _MAX_DOUBLINGS))

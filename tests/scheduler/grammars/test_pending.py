@@ -13,8 +13,8 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.engine import EngineLimits
 from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
-from minisgl.scheduler.known_grammars import KnownGrammars
-from minisgl.scheduler.pending_grammars import GrammarTools, PendingGrammars
+from minisgl.scheduler.grammars.known import KnownGrammars
+from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.scheduler.fake_matchers import FakeMatchers
 from tests.scheduler.harness import Host, exactly

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import AsyncPullQueue, PullQueue, PushQueue
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import AsyncPullQueue, PullQueue, PushQueue
 
 NUM_MSGS = 100_000
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from minisgl.core import Req
 from minisgl.message import MatchState
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.scheduler.io import OtherRanks
 
 # Fewer forced tokens are not worth a step of another kind. The decision depends on the answer
@@ -27,10 +27,10 @@ from minisgl.scheduler.io import OtherRanks
 # slice of several tokens costs little more than one token; three tokens save a step at least, even
 # if the first of them is in flight.
 MIN_FORCED_ON_CPU = 3
-# On a GPU a step of decodes replays a captured graph, while one with a slice of several tokens and
-# other requests is launched eagerly, at up to eight times the time of a replay
-# (Qwen3-0.6B: 6.9 ms for an eager short prompt, docs/decisions/0013; 0.83 ms for a replayed decode,
-# docs/performance/step-times.md).
+# On a GPU a step with a slice of several tokens was launched eagerly when this was measured, at up
+# to eight times the time of a replay (Qwen3-0.6B: 6.9 ms for an eager short prompt,
+# docs/decisions/0013; 0.83 ms for a replayed decode, docs/performance.md). Such steps have captured
+# graphs now (`GraphKind.WITH_PROMPTS`), so fewer may be worth it: that is not measured.
 MIN_FORCED_ON_GPU = 8
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import pytest
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarModel
 from minisgl.message import MatchState, StepDigestMsg
-from minisgl.scheduler.grammar_matchers import IN_PROGRESS, GrammarMatchers
-from minisgl.scheduler.grammar_progress import GrammarProgress
+from minisgl.scheduler.grammars.matchers import IN_PROGRESS, GrammarMatchers
+from minisgl.scheduler.grammars.progress import GrammarProgress
 from tests.checkpoints import EOS_ID, VOCAB_SIZE
 
 UID = 7
@@ -28,7 +28,7 @@ class Leader:
     def __init__(self) -> None:
         self.state: MatchState | None = None
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         raise AssertionError("no step is planned here")
 
     def share(self, states: dict[int, MatchState]) -> dict[int, MatchState]:
