@@ -17,13 +17,13 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import FrontendMsg, ServeMsg, decoder
+from minisgl.server.answers.objects import now
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app, warm_up
 from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
-from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
 from minisgl.server.peers import Peers

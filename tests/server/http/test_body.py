@@ -34,10 +34,10 @@ from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
-from minisgl.server.openai.generation_request import ConversationRequest
-from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
-from minisgl.server.openai.validation import RequestBounds
+from minisgl.server.requests.generation_request import ConversationRequest
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.validation import RequestBounds
 from tests.server.harness import (
     BODIES,
     CHAT,

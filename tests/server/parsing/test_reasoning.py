@@ -17,11 +17,11 @@ from tokenizers import AddedToken
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
-from minisgl.server.openai.tools import NO_TOOLS, Function, ToolUse
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import PlainTextParser
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
+from minisgl.server.requests.tools import NO_TOOLS, Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
 from tests.server.parsing.test_tool_formats import (
     MOST_LOOKS,

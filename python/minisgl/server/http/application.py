@@ -27,8 +27,8 @@ from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp, document_ro
 from minisgl.server.http.routes import open_router, router
 from minisgl.server.http.tenants import key_salts
 from minisgl.server.key_limits import KeyLimits
-from minisgl.server.openai.validation import RequestBounds
 from minisgl.server.peers import Peers
+from minisgl.server.requests.validation import RequestBounds
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 

@@ -1,7 +1,7 @@
 """The routes: a function a route, from a request to an answer.
 
 A request is refused before the first byte of its answer: a route waits for the first reply before
-it begins a stream. Next to read: `frontend.py`, then `openai/builder.py`.
+it begins a stream. Next to read: `frontend.py`, then `answers/builder.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
 from minisgl.message import Prompt
+from minisgl.server.answers.builder import AnswerBuilder
+from minisgl.server.answers.errors import ErrorResponse
 from minisgl.server.anthropic import (
     CountTokensRequest,
     MessagesBuilder,
@@ -45,9 +47,7 @@ from minisgl.server.native.tokenize import (
     Tokenized,
     TokenizeRequest,
 )
-from minisgl.server.openai.builder import AnswerBuilder
 from minisgl.server.openai.chat import ChatBuilder, ChatCompletion, ChatRequest
-from minisgl.server.openai.common import ErrorResponse
 from minisgl.server.openai.completions import Completion, CompletionBuilder, CompletionRequest
 from minisgl.server.openai.embeddings import (
     EMBEDDING_SAMPLING,
@@ -55,11 +55,11 @@ from minisgl.server.openai.embeddings import (
     EmbeddingRequest,
     build_embeddings,
 )
-from minisgl.server.openai.generation_request import GenerationRequest
 from minisgl.server.openai.models import ModelCard, ModelList
 from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest
 from minisgl.server.peers import Peers
+from minisgl.server.requests.generation_request import ConversationRequest, GenerationRequest
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
@@ -259,7 +259,12 @@ def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
 
 
 def _sampling(body: GenerationRequest, model: ServedModel) -> SamplingParams:
-    return body.constrain(body.sampling(model.sampling_defaults), model.dialect)
+    sampling = body.sampling(model.sampling_defaults)
+    if isinstance(body, ConversationRequest):
+        return model.dialect.constrain(
+            sampling, body.tool_use, allows_reasoning=body.allows_reasoning
+        )
+    return sampling
 
 
 async def _answer(

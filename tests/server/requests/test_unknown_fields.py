@@ -12,7 +12,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.server.http.body_parser import MAX_PARAMETERS, pack_body, parse_body, unpack_request
 from minisgl.server.http.ignored_fields import MAX_LOGGED, IgnoredFieldsLog
 from minisgl.server.openai.chat import ChatRequest
-from minisgl.server.openai.validation import MAX_IGNORED, IgnoredField, RequestBounds
+from minisgl.server.requests.validation import MAX_IGNORED, IgnoredField, RequestBounds
 from tests.server.harness import (
     BODIES,
     CHAT,

@@ -16,17 +16,11 @@ from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
+from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.objects import ChoiceFinishReason, Usage, new_id, now, reply_logprobs
 from minisgl.server.generation import Generation
-from minisgl.server.openai.common import (
-    ChoiceFinishReason,
-    Usage,
-    error_response,
-    new_id,
-    now,
-    reply_logprobs,
-)
-from minisgl.server.openai.generation_request import GenerationRequest
 from minisgl.server.parsing.deltas import Delta, OutputParser, ParsedOutput, PlainTextParser
+from minisgl.server.requests.generation_request import GenerationRequest
 
 encode_json = msgspec.json.Encoder().encode
 
