@@ -6,6 +6,7 @@ it begins a stream. Next to read: `frontend.py`, then `answers/builder.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import Annotated, Any, TypeAlias
 
@@ -119,12 +120,13 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 async def chat_completions(
     body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = ChatBuilder(model.name, body, prompts, model.dialect)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: ChatBuilder(model.name, body, prompts, model.dialect),
+    )
 
 
 @router.post("/v1/completions", response_model=Completion, responses=STREAMS)
@@ -163,12 +165,13 @@ async def embeddings(
 async def generate(
     body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = GenerateBuilder(model.name, body, prompts)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: GenerateBuilder(model.name, body, prompts),
+    )
 
 
 # The document has the type of a response, but answers are not checked against it.
@@ -176,12 +179,15 @@ async def generate(
 async def responses(
     body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = ResponsesBuilder(model.name, body, prompts, sampling, model.dialect)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, sampling: ResponsesBuilder(
+            model.name, body, prompts, sampling, model.dialect
+        ),
+    )
 
 
 @router.get("/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS)
@@ -196,12 +202,13 @@ async def stored_response(name: str) -> None:
 async def messages(
     body: MessagesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = MessagesBuilder(model.name, body, prompts, model.dialect)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: MessagesBuilder(model.name, body, prompts, model.dialect),
+    )
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGE_ERRORS)
@@ -249,6 +256,22 @@ async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
     """Drop all cached prefixes that no request uses, whoever has sent them."""
     num_tokens = await run_while_connected(request, frontend.questions.flush_cache())
     return FlushedCache(num_tokens=num_tokens)
+
+
+async def _generate(
+    body: GenerationRequest,
+    request: Request,
+    frontend: Frontend,
+    model: ServedModel,
+    make_builder: Callable[[list[Prompt], SamplingParams], AnswerBuilder],
+) -> Any:
+    """Answer a request with a builder that is made of its prompts and parameters."""
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = _prompts(body, frontend)
+        sampling = _sampling(body, model)
+        builder = make_builder(prompts, sampling)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
 
 
 def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
