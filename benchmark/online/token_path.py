@@ -33,6 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minisgl.benchmark.arguments import factor, output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
+from minisgl.config import TokenizerOptions
 from minisgl.message import (
     BackendMsg,
     BatchTokenizerMsg,
@@ -88,7 +89,7 @@ def running_server(
         inboxes = {"detokenizer": addresses.detokenizer, "tokenizer": addresses.tokenizers[0]}
         for name, inbox in inboxes.items():
             body = "minisgl.tokenizer:tokenize_worker"
-            supervisor.start(name, body, folder, CONTEXT, inbox, addresses, False, False)
+            supervisor.start(name, body, folder, CONTEXT, inbox, addresses, TokenizerOptions())
         config = ServerConfig(
             model=str(folder),
             served_model_name=MODEL,

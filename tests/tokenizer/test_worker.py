@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl.config import TokenizerOptions
 from minisgl.core import SamplingParams
 from minisgl.message import (
     AbortBackendMsg,
@@ -39,6 +40,7 @@ from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
+OPTIONS = TokenizerOptions()
 
 
 class Inbox:
@@ -78,7 +80,7 @@ def run(
     """What the backend and the frontend get."""
     backend = Outbox()
     frontend = Outbox()
-    worker = TokenizeWorker(folder, max_seq_len, backend, [frontend])  # type: ignore[arg-type]
+    worker = TokenizeWorker(folder, max_seq_len, backend, [frontend], OPTIONS)  # type: ignore[arg-type]
     worker.run(Inbox(*msgs))  # type: ignore[arg-type]
     return backend.msgs, frontend.msgs
 
@@ -125,7 +127,7 @@ def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> No
 
 
 def test_a_worker_reports_its_chat_template_and_added_tokens(folder: Path) -> None:
-    info = TokenizeWorker(folder, 1000, Outbox(), Outbox()).info  # type: ignore[arg-type]
+    info = TokenizeWorker(folder, 1000, Outbox(), [], OPTIONS).info  # type: ignore[arg-type]
     assert info.chat_template is None
     assert info.added_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
 
@@ -199,7 +201,7 @@ def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(fo
     outputs = [DetokenizeMsg(uid, [260]) for uid in uids]
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     frontends = [Outbox(), Outbox(), Outbox()]
-    worker = TokenizeWorker(folder, 1000, Outbox(), frontends)  # type: ignore[arg-type]
+    worker = TokenizeWorker(folder, 1000, Outbox(), frontends, OPTIONS)  # type: ignore[arg-type]
     worker.run(
         Inbox(  # type: ignore[arg-type]
             BatchTokenizerMsg(outputs),

@@ -96,9 +96,7 @@ class LLM:
                 self._scheduler = Scheduler(config, engine, queues, queues)
             self._optional_tokenizer = None
             if not skip_tokenizer_init:
-                self._optional_tokenizer = Tokenizer(
-                    folder, allow_control_tokens=config.allow_control_tokens
-                )
+                self._optional_tokenizer = Tokenizer(folder, config.tokenizer_options)
             self._resources = stack.pop_all()
 
     def generate(

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from minisgl.config import TokenizerOptions
 from minisgl.errors import RequestError
 from minisgl.message import (
     AbortBackendMsg,
@@ -66,7 +67,6 @@ class TokenizeWorker:
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
         frontends: the queues of the API processes.
-        allow_control_tokens, needs_known_calls: as for `Tokenizer`.
     """
 
     def __init__(
@@ -75,14 +75,10 @@ class TokenizeWorker:
         max_seq_len: int,
         backend: PushQueue[BackendMsg],
         frontends: list[PushQueue[FrontendMsg]],
-        *,
-        allow_control_tokens: bool = False,
-        needs_known_calls: bool = False,
+        options: TokenizerOptions,
     ) -> None:
         self._max_seq_len = max_seq_len
-        self._tokenizer = Tokenizer(
-            folder, allow_control_tokens=allow_control_tokens, needs_known_calls=needs_known_calls
-        )
+        self._tokenizer = Tokenizer(folder, options)
         self._detokenizer = self._tokenizer.make_detokenizer()
         self._backend = backend
         self._frontends = frontends
@@ -233,8 +229,7 @@ def tokenize_worker(
     max_seq_len: int,
     inbox: str,
     addresses: Addresses,
-    allow_control_tokens: bool,
-    needs_known_calls: bool,
+    options: TokenizerOptions,
 ) -> None:
     """Body of a process: a tokenizer, the detokenizer, or both.
 
@@ -249,14 +244,7 @@ def tokenize_worker(
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg), ready.beat)
     backend = PushQueue[BackendMsg](addresses.backend, encode)
     frontends = [PushQueue[FrontendMsg](address, encode) for address in addresses.frontends]
-    worker = TokenizeWorker(
-        folder,
-        max_seq_len,
-        backend,
-        frontends,
-        allow_control_tokens=allow_control_tokens,
-        needs_known_calls=needs_known_calls,
-    )
+    worker = TokenizeWorker(folder, max_seq_len, backend, frontends, options)
     if inbox in addresses.tokenizers:  # those of the detokenizer too, where no other has prompts
         worker.get_ready_for_prompts()
     if inbox == addresses.detokenizer:
