@@ -147,7 +147,7 @@ def test_a_large_body_is_answered_as_a_small_one(padding: int) -> None:
         await refused.done
         assert_is_error(refused, 400, param="suffix", code="unsupported_parameter")
 
-    run_with_app(scenario, max_body=2**20)
+    run_with_app(scenario)
 
 
 def test_the_process_packs_what_it_gets_and_names_what_is_wrong(worker: BodyWorker) -> None:
