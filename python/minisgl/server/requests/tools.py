@@ -181,6 +181,3 @@ class ToolUse:
 
     def for_template(self) -> list[dict[str, Any]]:
         return [tool.for_template() for tool in self.offered_tools]
-
-
-NO_TOOLS = ToolUse()
