@@ -1,6 +1,6 @@
 """What a token, and what a request, costs each process of the server, without a model.
 
-    python benchmark/online/token_path.py [--streams 256] [--rate 20] [--out results.jsonl]
+    python benchmark/token_path.py [--streams 256] [--rate 20] [--out results.jsonl]
 
 The server is real: API processes, tokenizer and detokenizer, with their queues and sockets. This
 process stands for the scheduler: it takes the tokenized prompts and sends every step one token for
@@ -55,7 +55,7 @@ from minisgl.utils.private_folder import private_folder
 from minisgl.utils.queues import PullQueue, PushQueue
 from minisgl.utils.supervisor import Supervisor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "benchmark" / "models"
 CONTEXT = 100_000
 VOCABULARY = 8192
