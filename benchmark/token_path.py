@@ -35,11 +35,11 @@ from minisgl.benchmark.arguments import factor, output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.config import TokenizerOptions
 from minisgl.message import (
-    BackendMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     EndMsg,
     PeerMsg,
+    SchedulerMsg,
     ServeMsg,
     TokenizerMsg,
     UserMsg,
@@ -201,7 +201,7 @@ class FakeScheduler:
     """
 
     def __init__(self, addresses: Addresses, tokens: Sequence[int]) -> None:
-        self._inbox: PullQueue[BackendMsg] = PullQueue(addresses.backend, decoder(BackendMsg))
+        self._inbox: PullQueue[SchedulerMsg] = PullQueue(addresses.scheduler, decoder(SchedulerMsg))
         self._outbox = PushQueue[TokenizerMsg](addresses.detokenizer, encode)
         self._tokens = tokens
         self._uids: list[int] = []

@@ -31,7 +31,7 @@ from minisgl.llm.arguments import Prompt, as_conversations, as_list, list_params
 from minisgl.llm.local_queues import LocalQueues
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
-    AbortBackendMsg,
+    AbortRequestMsg,
     ChatMessage,
     Conversation,
     DetokenizeMsg,
@@ -264,7 +264,7 @@ class LLM:
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
-                        self._queues.post(AbortBackendMsg(msg.uid))
+                        self._queues.post(AbortRequestMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
             self._abort(self._unread.keys() & uids)
@@ -335,6 +335,6 @@ class LLM:
         if self._failure is not None or not self._scheduler.is_running or os.getpid() != self._pid:
             return
         for uid in sorted(uids):
-            self._queues.post(AbortBackendMsg(uid))
+            self._queues.post(AbortRequestMsg(uid))
         while uids & self._unread.keys() and not self._stepping.locked():
             self._step()

@@ -37,7 +37,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, options: TokenizerOptions = _DEFAULTS) -> None:
-        # Imported here: it takes seconds, and the API server need not wait for it.
+        # Imported here: it takes seconds, and the API process need not wait for it.
         from transformers import AutoTokenizer
 
         check_tokenizer_files(folder)
