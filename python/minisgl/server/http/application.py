@@ -22,10 +22,10 @@ from minisgl.server.frontend import Frontend
 from minisgl.server.http.access_log import REQUEST_ID_HEADER, AccessLog
 from minisgl.server.http.body import BodyReader
 from minisgl.server.http.errors import add_error_handlers, methods_of_path
+from minisgl.server.http.key_salts import key_salts
 from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet, KeyQuota
 from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp, document_router
 from minisgl.server.http.routes import open_router, router
-from minisgl.server.http.tenants import key_salts
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.peers import Peers
 from minisgl.server.requests.validation import RequestBounds

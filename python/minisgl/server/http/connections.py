@@ -40,8 +40,8 @@ from minisgl.server.answers.errors import ErrorBody, ErrorResponse
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.http.access_log import AccessLog, note_error
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
+from minisgl.server.http.loop_turns import TurnQueue
 from minisgl.server.http.middleware import OPEN_PATHS
-from minisgl.server.http.turns import TurnQueue
 from minisgl.server.metrics import Metrics
 from minisgl.server.places import Places
 from minisgl.utils.shared_numbers import SharedNumbers

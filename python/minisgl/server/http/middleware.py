@@ -15,7 +15,7 @@ from minisgl.errors import InvalidApiKey, KeyLimitExceeded, RequestError
 from minisgl.server.answers.errors import error_response
 from minisgl.server.http.access_log import note_error, num_tokens
 from minisgl.server.http.errors import error_content, retry_after
-from minisgl.server.http.tenants import KEY_SALT, key_digest
+from minisgl.server.http.key_salts import KEY_SALT, key_digest
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.metrics import Metrics
 

@@ -32,6 +32,7 @@ from minisgl.server.http.access_log import note_generation, note_usage
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.client_watch import ClientWatch, run_while_connected
 from minisgl.server.http.errors import errors_name_fields
+from minisgl.server.http.key_salts import salt_by_key
 from minisgl.server.http.openapi import (
     ERRORS,
     MESSAGE_ERRORS,
@@ -40,7 +41,6 @@ from minisgl.server.http.openapi import (
     STREAMS,
 )
 from minisgl.server.http.streaming import EventStream, whole_answer
-from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
     Detokenized,
