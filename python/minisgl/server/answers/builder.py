@@ -1,7 +1,7 @@
 """Builders: from the replies to one request to a whole answer, or to the events of a stream.
 
 A builder reads the replies of a `Generation`, parses their text, and keeps what came so far. Each
-endpoint has a subclass that gives this its shape. Next to read: `chat.py`.
+endpoint has a subclass that gives this its shape. Next to read: `openai/chat.py`.
 """
 
 from __future__ import annotations
