@@ -1,12 +1,4 @@
-"""The messages between processes, in a file for each kind of receiver.
-
-    base.py       what all have in common: how they are written and read
-    frontend.py   to API processes
-    tokenizer.py  to tokenizers and the detokenizer
-    scheduler.py  to schedulers
-    peer.py       between API processes
-
-Which way they go:
+"""The messages between processes.
 
     API process ─ TokenizeMsg, AbortMsg ────▶  tokenizer
     tokenizer   ─ UserMsg, AbortRequestMsg ─▶  scheduler 0  ─ BatchSchedulerMsg ─▶  scheduler 1..n-1
@@ -17,6 +9,14 @@ Which way they go:
     scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
     API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ the messages of peer.py ──▶  other API processes
+
+A file has the messages to one kind of process:
+
+    base.py       how all are encoded
+    tokenizer.py  to tokenizers and the detokenizer
+    scheduler.py  to schedulers
+    frontend.py   to API processes
+    peer.py       between API processes
 
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
 `decoder` reads it back and checks every field. Nothing is unpickled. Prompts travel as raw

@@ -1,15 +1,15 @@
 """HTTP around the endpoints.
 
-    application.py     `create_app`: the application, made of what follows
-    routes.py          from a request to an answer, a function a route
-    streaming.py       answers as responses: server-sent events, or whole
-    client_watch.py    clients that go away before their answer
-    errors.py          from an error to a response
-    middleware.py      what sees a request before the routes: keys, HEAD, limits
-    access_log.py      a line in the log and an id for each request
-    tracing.py         spans of requests for OpenTelemetry
-    key_salts.py       cached prefixes are found by the key that computed them
-    openapi.py         the OpenAPI document
+    application.py   `create_app`: the application, made of what follows
+    routes.py        from a request to an answer, a function a route
+    streaming.py     answers as responses: server-sent events, or whole
+    client_watch.py  clients that go away before their answer
+    errors.py        from an error to a response
+    middleware.py    what sees a request before the routes: keys, HEAD, limits
+    access_log.py    a line in the log and an id for each request
+    tracing.py       spans of requests for OpenTelemetry
+    key_salts.py     cached prefixes are found by the key that computed them
+    openapi.py       the OpenAPI document
 
 The bodies of requests, each at a bounded cost:
 
@@ -20,10 +20,10 @@ The bodies of requests, each at a bounded cost:
 
 Below the application:
 
-    listener.py        uvicorn's server, with the connections below
-    connections.py     deadlines and the limit of connections
-    loop_turns.py      a bounded part of what waits, in each turn of the event loop
-    body_writer.py     a short way for the parts of a streamed body
+    listener.py     uvicorn's server, with the connections below
+    connections.py  deadlines and the limit of connections
+    loop_turns.py   a bounded part of what waits, in each turn of the event loop
+    body_writer.py  a short way for the parts of a streamed body
 
 Read `application.py`, then `routes.py`.
 """

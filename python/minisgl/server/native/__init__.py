@@ -1,7 +1,9 @@
-"""Endpoints that are no other API's: /generate, /tokenize, /detokenize.
+"""Endpoints that are not OpenAI's.
 
-generate.py  /generate: a text to a text
-tokenize.py  /tokenize and /detokenize
+    generate.py  POST /generate
+    tokenize.py  POST /tokenize and /detokenize
+
+They are made of the parts of which OpenAI's are. Read `generate.py`.
 """
 
 __all__: list[str] = []
