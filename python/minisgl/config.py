@@ -215,6 +215,25 @@ class SchedulerConfig(EngineConfig):
         overlap = resolved.device == "cuda" if self.overlap is None else self.overlap
         return replace(resolved, overlap=overlap and not overlap_disabled())
 
+    @property
+    def tokenizer_options(self) -> TokenizerOptions:
+        return TokenizerOptions(allow_control_tokens=self.allow_control_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerOptions:
+    """How conversations become prompts.
+
+    Attributes:
+        allow_control_tokens: whether control tokens in the texts of a conversation are more than
+            text. In a text alone they always are.
+        falls_back_to_hermes: whether tools are described in Hermes' form where the chat template
+            shows them in a form whose calls cannot be parsed.
+    """
+
+    allow_control_tokens: bool = False
+    falls_back_to_hermes: bool = False
+
 
 def backend_names(attn: str) -> list[str]:
     """The one or two names in a value of --attn.

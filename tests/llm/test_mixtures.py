@@ -15,7 +15,7 @@ import pytest
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.llm import LLM
-from minisgl.message import AbortBackendMsg, DetokenizeMsg, UserMsg, pack_ids
+from minisgl.message import AbortRequestMsg, DetokenizeMsg, UserMsg, pack_ids
 from tests.llm.test_grammar import PERSON, PROMPT
 from tests.llm.test_llm import ARCH, ids_of, make
 
@@ -62,7 +62,7 @@ class Crowd:
         self.outputs.append([])
 
     def abort(self) -> None:
-        self._queues.post(AbortBackendMsg(self._random.randrange(len(self.requests))))
+        self._queues.post(AbortRequestMsg(self._random.randrange(len(self.requests))))
 
     def step(self) -> None:
         if self._scheduler.is_idle and self._queues._to_scheduler.empty():

@@ -10,7 +10,7 @@ from minisgl.processes.addresses import DETOKENIZER, Addresses, api_of, tokenize
 
 def test_every_queue_has_an_address_of_its_own(tmp_path: Path) -> None:
     addresses = Addresses(tmp_path, num_tokenizer=3, num_api=2)
-    names = [*addresses.frontends, *addresses.peers, addresses.backend, addresses.detokenizer]
+    names = [*addresses.frontends, *addresses.peers, addresses.scheduler, addresses.detokenizer]
     names += [*addresses.tokenizers, addresses.rank(1), addresses.rank(2)]
 
     assert len(set(names)) == len(names) == 11
@@ -24,7 +24,7 @@ def test_a_successor_has_an_address_of_its_own_until_all_start_again(tmp_path: P
     assert later.tokenizers[1] != first.tokenizers[1]
     assert later.detokenizer != first.in_life(DETOKENIZER, 1).detokenizer
     assert [later.life_of(name) for name in later.tokenizer_names] == [0, 1]
-    assert (later.backend, later.frontends) == (first.backend, first.frontends)
+    assert (later.scheduler, later.frontends) == (first.scheduler, first.frontends)
     assert later.in_epoch(1) == first.in_epoch(1) != first
 
 

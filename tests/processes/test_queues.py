@@ -18,7 +18,7 @@ NUM_MSGS = 100_000
 @pytest.fixture
 def address() -> Iterator[str]:
     with private_folder() as folder:
-        yield Addresses(folder).backend
+        yield Addresses(folder).scheduler
 
 
 def to_bytes(number: int) -> bytes:

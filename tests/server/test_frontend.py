@@ -550,12 +550,13 @@ def test_gauges_are_zero_from_the_end_of_an_epoch_to_the_first_step_of_the_next(
             await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
             frontend.suspend("it died", 1)
             assert seen(frontend) == [0, 0, 0, 0]
-            frontend._take_stats(stats)
+            worker.send_message(BatchFrontendMsg([], stats))
+            await asyncio.sleep(0.1)
             assert seen(frontend) == [0, 0, 0, 0]
-            await restart()
+            restarted = await restart()
             assert seen(frontend) == [0, 0, 0, 0]
-            frontend._take_stats(stats)
-            assert seen(frontend) == [3, 2, 0.5, 64]
+            restarted.send_message(BatchFrontendMsg([], stats))
+            await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
 
     run(scenario())
 

@@ -106,7 +106,7 @@ def test_own_numbers_are_added_up_and_the_engines_are_not() -> None:
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     first, second, third = all_metrics = [Metrics() for _ in range(3)]
     for metrics, tokens in zip(all_metrics, (1, 10, 100), strict=True):
-        metrics.update(stats)
+        metrics.engine.update(stats)
         metrics.output_tokens.inc(tokens)
         metrics.inter_token_latency.observe(0.02)
         metrics.time_to_first_token.observe(tokens)

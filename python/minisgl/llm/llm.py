@@ -28,7 +28,7 @@ from minisgl.llm.claim import Claim
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
-    AbortBackendMsg,
+    AbortRequestMsg,
     ChatMessage,
     Conversation,
     DetokenizeMsg,
@@ -78,9 +78,7 @@ class LLM:
             stack.enter_context(self._ranks)
             self._optional_tokenizer = None
             if not skip_tokenizer_init:
-                self._optional_tokenizer = Tokenizer(
-                    folder, allow_control_tokens=config.allow_control_tokens
-                )
+                self._optional_tokenizer = Tokenizer(folder, config.tokenizer_options)
             self._resources = stack.pop_all()
 
     def generate(
@@ -247,7 +245,7 @@ class LLM:
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
-                        self._ranks.post(AbortBackendMsg(msg.uid))
+                        self._ranks.post(AbortRequestMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
             self._abort(self._unread.keys() & uids)
@@ -311,6 +309,6 @@ class LLM:
         if not is_usable or not self._claim.is_of_this_process:
             return
         for uid in sorted(uids):
-            self._ranks.post(AbortBackendMsg(uid))
+            self._ranks.post(AbortRequestMsg(uid))
         while uids & self._unread.keys() and not self._claim.is_stepping:
             self._step()

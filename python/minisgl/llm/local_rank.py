@@ -10,7 +10,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.llm.local_queues import LocalQueues
-from minisgl.message import BackendMsg, DetokenizeMsg
+from minisgl.message import DetokenizeMsg, SchedulerMsg
 from minisgl.scheduler import Scheduler
 from minisgl.utils import detect_hardware
 
@@ -35,7 +35,7 @@ class LocalRank:
     def is_running(self) -> bool:
         return self.scheduler.is_running
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         """Leave a message for the next `step`."""
         self._queues.post(msg)
 

@@ -56,8 +56,8 @@ class Addresses:
         return [f"ipc://{self.folder / f'peer-{i}'}" for i in range(self.num_api)]
 
     @property
-    def backend(self) -> str:
-        return self._socket("backend")
+    def scheduler(self) -> str:
+        return self._socket("scheduler")
 
     @property
     def detokenizer(self) -> str:

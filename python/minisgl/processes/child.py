@@ -33,7 +33,7 @@ BEAT_INTERVAL_S = 0.5
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
-    """What the API server needs to know of a tokenizer.
+    """What an API process needs to know of a tokenizer.
 
     Attributes:
         added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.

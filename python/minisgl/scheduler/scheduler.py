@@ -25,14 +25,14 @@ from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
-    AbortBackendMsg,
-    BackendMsg,
+    AbortRequestMsg,
     ExitMsg,
     FlushCacheMsg,
     ForgetGrammarMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     NewDetokenizerMsg,
+    SchedulerMsg,
     StepCostsMsg,
     UserMsg,
 )
@@ -218,7 +218,7 @@ class Scheduler:
         self.grammars.stay_in_budget()
         self._send()
 
-    def _receive(self) -> Sequence[BackendMsg]:
+    def _receive(self) -> Sequence[SchedulerMsg]:
         """The messages that have come. Wait for one if nothing can happen before."""
         is_idle = self.is_idle
         msgs = self._inbox.receive(block=is_idle)
@@ -226,12 +226,12 @@ class Scheduler:
             self._watch.resume()
         return msgs
 
-    def _handle(self, msg: BackendMsg) -> None:
+    def _handle(self, msg: SchedulerMsg) -> None:
         """Do what a message says."""
         match msg:
             case UserMsg():
                 self.requests.accept(msg)
-            case AbortBackendMsg(uid):
+            case AbortRequestMsg(uid):
                 self.requests.abort(uid)
             case GrammarVerdictMsg() | GrammarCompiledMsg():
                 self.requests.handle_grammar(msg)

@@ -14,7 +14,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
+from minisgl.message import BatchSchedulerMsg, LeaderMsg, SchedulerMsg, decoder, encode
 from minisgl.processes.addresses import Addresses
 from minisgl.processes.child import Ready, StartupReport
 from minisgl.processes.queues import PullQueue, PushQueue
@@ -82,10 +82,10 @@ def _queues(
             addresses.rank(rank), decoder(LeaderMsg), beat
         )
         return FollowerInbox(from_leader), DiscardOutbox()
-    queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
-        addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
+    queue: PullQueue[SchedulerMsg | BatchSchedulerMsg] = PullQueue(
+        addresses.scheduler, decoder(SchedulerMsg | BatchSchedulerMsg), beat
     )
-    inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
+    inbox = ZmqInbox(queue, PushQueue(addresses.scheduler, encode))
     followers: list[PushQueue[LeaderMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]

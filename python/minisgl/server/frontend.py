@@ -204,8 +204,7 @@ class Frontend:
                 self._deliver(reply)
 
     def _take_stats(self, stats: EngineStats) -> None:
-        if self._acceptance.outage is None:  # else it comes from a scheduler that is dead
-            self.metrics.update(stats)
+        self.metrics.engine.update(stats)
         for uid, num_tokens in stats.flushes:
             self.questions.answer(uid, num_tokens)
 
@@ -247,7 +246,7 @@ class Frontend:
         """
         self._tokenizers.drop()
         self.questions.fail(self._acceptance.suspend(reason, outage_s))
-        self.metrics.end_epoch()
+        self.metrics.engine.end_epoch()
         self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))
 
     def resume(self, addresses: Addresses) -> None:

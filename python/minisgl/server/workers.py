@@ -155,8 +155,7 @@ class Workers:
             self._max_seq_len,
             self._tokenizer_addresses[name],
             self.addresses,
-            self._config.allow_control_tokens,
-            self._config.tool_call_parser is None,
+            self._config.tokenizer_options,
         )
 
     def wait_ready(self) -> list[StartupReport]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl.core import Grammar, Req, ReqSlice, SamplingParams
 from minisgl.grammar import GrammarCompiler, GrammarModel
-from minisgl.message import BackendMsg, ForgetGrammarMsg
+from minisgl.message import ForgetGrammarMsg, SchedulerMsg
 from minisgl.scheduler.grammars.budget import GrammarBudget
 from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from minisgl.utils.env import env_with_sys_path
@@ -66,7 +66,7 @@ class _Attacker:
         self._compiler = GrammarCompiler(model)
         shape_XW = (attack.num_grammars, (attack.vocab_size + 31) // 32)
         self._masks_XW = np.zeros(shape_XW, dtype=np.int32)
-        self._posted: list[BackendMsg] = []
+        self._posted: list[SchedulerMsg] = []
         self._matchers = GrammarMatchers(
             self._masks_XW, self._posted.append, for_gpu=attack.for_gpu
         )

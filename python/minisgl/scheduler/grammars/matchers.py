@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 
 from minisgl.core import Grammar, IntArray, ReqSlice
 from minisgl.grammar import refusal
-from minisgl.message import BackendMsg, MatchState
+from minisgl.message import MatchState, SchedulerMsg
 from minisgl.scheduler.grammars.budget import GrammarBudget
 from minisgl.scheduler.grammars.known import KnownGrammar, KnownGrammars
 from minisgl.scheduler.grammars.mask_threads import MaskThreads
@@ -74,7 +74,7 @@ class GrammarMatchers:
     """
 
     def __init__(
-        self, masks_XW: IntArray, post: Callable[[BackendMsg], None] | None, *, for_gpu: bool
+        self, masks_XW: IntArray, post: Callable[[SchedulerMsg], None] | None, *, for_gpu: bool
     ) -> None:
         self.known = KnownGrammars()
         self._budget = GrammarBudget(self.known)

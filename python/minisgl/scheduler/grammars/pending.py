@@ -30,7 +30,7 @@ from minisgl.grammar import (
     Verdict,
     deep_stack_executor,
 )
-from minisgl.message import BackendMsg, GrammarCompiledMsg, GrammarVerdictMsg
+from minisgl.message import GrammarCompiledMsg, GrammarVerdictMsg, SchedulerMsg
 from minisgl.scheduler.grammars.known import KnownGrammars
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class PendingGrammars:
         known: KnownGrammars,
         compiler: GrammarCompiler,
         trials: GrammarTrials | None,
-        post: Callable[[BackendMsg], None],
+        post: Callable[[SchedulerMsg], None],
         num_matchers: int = 1,
     ) -> None:
         self._known = known
@@ -244,7 +244,7 @@ def create_pending_grammars(
     config: SchedulerConfig,
     limits: EngineLimits,
     known: KnownGrammars,
-    post: Callable[[BackendMsg], None],
+    post: Callable[[SchedulerMsg], None],
     *,
     leads: bool,
     tools: GrammarTools | None,

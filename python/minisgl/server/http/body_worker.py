@@ -36,8 +36,8 @@ from minisgl.processes.child import (
     name_process,
 )
 from minisgl.server.http.body_parser import pack_body
-from minisgl.server.openai.prompts import PackedRequest, PromptRequest
-from minisgl.server.openai.validation import IgnoredField, RequestBounds
+from minisgl.server.requests.prompts import PackedRequest, PromptRequest
+from minisgl.server.requests.validation import IgnoredField, RequestBounds
 from minisgl.utils.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from minisgl.errors import InvalidRequest
-from minisgl.server.openai.validation import COUNT_ERRORS
+from minisgl.server.requests.validation import COUNT_ERRORS
 
 Fault: TypeAlias = Mapping[str, Any]
 Path: TypeAlias = tuple[str | int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from minisgl.server.http.turns import TurnQueue
+from minisgl.server.http.loop_turns import TurnQueue
 from tests.server.harness import run
 
 

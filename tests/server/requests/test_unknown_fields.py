@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from minisgl.errors import InvalidRequest
 from minisgl.server.http.body_parser import MAX_PARAMETERS, pack_body, parse_body, unpack_request
 from minisgl.server.http.ignored_fields import MAX_LOGGED, IgnoredFieldsLog
 from minisgl.server.openai.chat import ChatRequest
-from minisgl.server.openai.validation import MAX_IGNORED, IgnoredField, RequestBounds
+from minisgl.server.requests.validation import MAX_IGNORED, IgnoredField, RequestBounds
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     TEXT,
     App,
     assert_is_error,
@@ -124,7 +126,7 @@ def test_a_field_is_logged_once_at_each_place(caplog: pytest.LogCaptureFixture) 
                 assert call.status == 200, call.body
 
     with caplog.at_level(logging.INFO, LOGGER):
-        run_with_app(scenario, max_body=2**21)
+        run_with_app(scenario, config=replace(CONFIG, max_body_mb=2))
     assert sorted(record.getMessage() for record in caplog.records if record.name == LOGGER) == [
         f"the field {name!r} of {model} is ignored (see --strict-fields)"
         for name in ("frobnicate", "more")
@@ -169,4 +171,4 @@ def test_the_document_says_whether_unknown_fields_are_refused(strict: bool) -> N
             await answered.done
             assert answered.status == 200
 
-    run_with_app(scenario, strict_fields=strict)
+    run_with_app(scenario, config=replace(CONFIG, strict_fields=strict))

@@ -1,6 +1,6 @@
 """What a token, and what a request, costs each process of the server, without a model.
 
-    python benchmark/online/token_path.py [--streams 256] [--rate 20] [--out results.jsonl]
+    python benchmark/token_path.py [--streams 256] [--rate 20] [--out results.jsonl]
 
 The server is real: API processes, tokenizer and detokenizer, with their queues and sockets. This
 process stands for the scheduler: it takes the tokenized prompts and sends every step one token for
@@ -33,12 +33,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minisgl.benchmark.arguments import factor, output_file, positive
 from minisgl.benchmark.perf import Figure, append_figures
+from minisgl.config import TokenizerOptions
 from minisgl.message import (
-    BackendMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     EndMsg,
     PeerMsg,
+    SchedulerMsg,
     ServeMsg,
     TokenizerMsg,
     UserMsg,
@@ -54,7 +55,7 @@ from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
 from minisgl.server.capacity import BACKLOG, raise_descriptor_limit
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "benchmark" / "models"
 CONTEXT = 100_000
 VOCABULARY = 8192
@@ -88,7 +89,7 @@ def running_server(
         inboxes = {"detokenizer": addresses.detokenizer, "tokenizer": addresses.tokenizers[0]}
         for name, inbox in inboxes.items():
             body = "minisgl.tokenizer:tokenize_worker"
-            supervisor.start(name, body, folder, CONTEXT, inbox, addresses, False, False)
+            supervisor.start(name, body, folder, CONTEXT, inbox, addresses, TokenizerOptions())
         config = ServerConfig(
             model=str(folder),
             served_model_name=MODEL,
@@ -200,7 +201,7 @@ class FakeScheduler:
     """
 
     def __init__(self, addresses: Addresses, tokens: Sequence[int]) -> None:
-        self._inbox: PullQueue[BackendMsg] = PullQueue(addresses.backend, decoder(BackendMsg))
+        self._inbox: PullQueue[SchedulerMsg] = PullQueue(addresses.scheduler, decoder(SchedulerMsg))
         self._outbox = PushQueue[TokenizerMsg](addresses.detokenizer, encode)
         self._tokens = tokens
         self._uids: list[int] = []

@@ -10,11 +10,11 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.message.base import BaseMsg
 
 
-class BaseBackendMsg(BaseMsg, frozen=True):
+class BaseSchedulerMsg(BaseMsg, frozen=True):
     """Sent to a scheduler."""
 
 
-class UserMsg(BaseBackendMsg, frozen=True):
+class UserMsg(BaseSchedulerMsg, frozen=True):
     """Tokenizer → scheduler 0: a tokenized request.
 
     input_ids: packed by `pack_ids`; the scheduler refuses an empty prompt.
@@ -25,18 +25,18 @@ class UserMsg(BaseBackendMsg, frozen=True):
     sampling: SamplingParams
 
 
-class AbortBackendMsg(BaseBackendMsg, frozen=True):
+class AbortRequestMsg(BaseSchedulerMsg, frozen=True):
     """Tokenizer → scheduler 0: end this request. Unknown and finished uids are ignored."""
 
     uid: int
 
 
-class ExitMsg(BaseBackendMsg, frozen=True):
+class ExitMsg(BaseSchedulerMsg, frozen=True):
     """Tokenizer → scheduler 0 → ranks: end the loop."""
 
 
-class FlushCacheMsg(BaseBackendMsg, frozen=True):
-    """API server → tokenizer → scheduler 0 → ranks: drop the cached prefixes that nobody uses.
+class FlushCacheMsg(BaseSchedulerMsg, frozen=True):
+    """API process → tokenizer → scheduler 0 → ranks: drop the cached prefixes that nobody uses.
 
     The next `EngineStats` say how many tokens that were.
     """
@@ -44,8 +44,8 @@ class FlushCacheMsg(BaseBackendMsg, frozen=True):
     uid: int
 
 
-class NewDetokenizerMsg(BaseBackendMsg, frozen=True):
-    """API server → tokenizer → scheduler 0 → ranks: outputs go to the detokenizer's successor.
+class NewDetokenizerMsg(BaseSchedulerMsg, frozen=True):
+    """API process → tokenizer → scheduler 0 → ranks: outputs go to the detokenizer's successor.
 
     Each API process sends it through each tokenizer, before it sends any request that relies on it.
 
@@ -56,7 +56,7 @@ class NewDetokenizerMsg(BaseBackendMsg, frozen=True):
     life: int
 
 
-class GrammarVerdictMsg(BaseBackendMsg, frozen=True):
+class GrammarVerdictMsg(BaseSchedulerMsg, frozen=True):
     """Scheduler 0 → itself → ranks: the trial of a grammar has ended.
 
     Attributes:
@@ -72,13 +72,13 @@ class GrammarVerdictMsg(BaseBackendMsg, frozen=True):
     is_lasting: bool = True
 
 
-class GrammarCompiledMsg(BaseBackendMsg, frozen=True):
+class GrammarCompiledMsg(BaseSchedulerMsg, frozen=True):
     """Scheduler 0 → itself → ranks: it has compiled a grammar, whose requests go on."""
 
     number: int
 
 
-class ForgetGrammarMsg(BaseBackendMsg, frozen=True):
+class ForgetGrammarMsg(BaseSchedulerMsg, frozen=True):
     """Scheduler 0 → itself → ranks: a grammar takes too much memory, as it has measured.
 
     Attributes:
@@ -91,7 +91,7 @@ class ForgetGrammarMsg(BaseBackendMsg, frozen=True):
     error: str = ""
 
 
-class StepCostsMsg(BaseBackendMsg, frozen=True):
+class StepCostsMsg(BaseSchedulerMsg, frozen=True):
     """Scheduler 0 → itself → ranks: what steps cost, as measured.
 
     Attributes:
@@ -101,9 +101,9 @@ class StepCostsMsg(BaseBackendMsg, frozen=True):
     seconds: tuple[float, float, float, float, float, float]
 
 
-BackendMsg: TypeAlias = (
+SchedulerMsg: TypeAlias = (
     UserMsg
-    | AbortBackendMsg
+    | AbortRequestMsg
     | FlushCacheMsg
     | NewDetokenizerMsg
     | GrammarVerdictMsg
@@ -114,14 +114,14 @@ BackendMsg: TypeAlias = (
 )
 
 
-class BatchBackendMsg(BaseBackendMsg, frozen=True):
+class BatchSchedulerMsg(BaseSchedulerMsg, frozen=True):
     """Messages that a scheduler gets before one step.
 
     Scheduler 0 → every other rank, once a step: what scheduler 0 has received before it. `LLM` →
     scheduler 0: the prompts of a call.
     """
 
-    msgs: list[BackendMsg]
+    msgs: list[SchedulerMsg]
 
 
 class MatchState(BaseMsg, frozen=True):
@@ -138,7 +138,7 @@ class MatchState(BaseMsg, frozen=True):
     error: str | None = None
 
 
-class MatchStatesMsg(BaseBackendMsg, frozen=True):
+class MatchStatesMsg(BaseSchedulerMsg, frozen=True):
     """Scheduler 0 → every other rank, after a step whose answers follow grammars: what counts.
 
     Attributes:
@@ -148,8 +148,8 @@ class MatchStatesMsg(BaseBackendMsg, frozen=True):
     states: dict[int, MatchState]
 
 
-class StepDigestMsg(BaseBackendMsg, frozen=True):
-    """Scheduler 0 → every other rank, once a step, after its `BatchBackendMsg`: what it plans.
+class StepDigestMsg(BaseSchedulerMsg, frozen=True):
+    """Scheduler 0 → every other rank, once a step, after its `BatchSchedulerMsg`: what it plans.
 
     Attributes:
         number: of the step.
@@ -166,4 +166,4 @@ class StepDigestMsg(BaseBackendMsg, frozen=True):
     tables: int = 0
 
 
-LeaderMsg: TypeAlias = BatchBackendMsg | StepDigestMsg | MatchStatesMsg
+LeaderMsg: TypeAlias = BatchSchedulerMsg | StepDigestMsg | MatchStatesMsg

@@ -1,7 +1,7 @@
 """Builders: from the replies to one request to a whole answer, or to the events of a stream.
 
 A builder reads the replies of a `Generation`, parses their text, and keeps what came so far. Each
-endpoint has a subclass that gives this its shape. Next to read: `chat.py`.
+endpoint has a subclass that gives this its shape. Next to read: `openai/chat.py`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from pydantic import BaseModel
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, TextLogprobs, UserReply
+from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.objects import ChoiceFinishReason, Usage, new_id, now, reply_logprobs
 from minisgl.server.generation import Generation
-from minisgl.server.openai.common import (
-    ChoiceFinishReason,
-    Usage,
-    error_response,
-    new_id,
-    now,
-    reply_logprobs,
-)
-from minisgl.server.openai.generation_request import GenerationRequest
 from minisgl.server.parsing.deltas import Delta, OutputParser, ParsedOutput, PlainTextParser
+from minisgl.server.requests.generation_request import GenerationRequest
 
 encode_json = msgspec.json.Encoder().encode
 

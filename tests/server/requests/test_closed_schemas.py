@@ -11,8 +11,8 @@ import llguidance.hf
 import pytest
 
 from minisgl.server.openai.chat import ChatRequest
-from minisgl.server.openai.closed_schemas import close_objects
 from minisgl.server.openai.responses_request import ResponsesRequest
+from minisgl.server.requests.closed_schemas import close_objects
 from tests.checkpoints import tiny_tokenizer
 from tests.server.openai.harness import read, sampling
 

@@ -12,10 +12,10 @@ from minisgl.server.anthropic import MessagesRequest
 from minisgl.server.http.body_parser import parse_body
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
-from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
-from minisgl.server.openai.validation import RequestBounds
-from minisgl.server.openai.validation_errors import _locate, quote
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.validation import RequestBounds
+from minisgl.server.requests.validation_errors import _locate, quote
 
 MANY = 20_000
 REQUIRED: dict[type[PromptRequest], dict[str, Any]] = {

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import PrivateAttr
 
 from minisgl.message import Prompt, encode_prompt, encoded_prompt
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.validation import (
     IgnoredField,
     RequestBounds,
     RequestContext,

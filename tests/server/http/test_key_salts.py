@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     RESPONSES,
     TEXT,
     App,
@@ -53,7 +55,7 @@ def test_requests_of_two_keys_have_different_salts(route: str) -> None:
         assert again == first
         assert other != first
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 @pytest.mark.parametrize("route", SALTED_ROUTES)
@@ -67,7 +69,7 @@ def test_a_salt_of_the_request_counts_beside_its_key(route: str) -> None:
         assert len(set(salts)) == 6
         assert await salt_of(app, route, "sk-one", cache_salt="mine") == salts[1]
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 def test_one_key_cannot_name_the_salt_of_another() -> None:
@@ -75,7 +77,7 @@ def test_one_key_cannot_name_the_salt_of_another() -> None:
         salt = await salt_of(app, TEXT, "sk-one")
         assert await salt_of(app, TEXT, "sk-two", cache_salt=salt) != salt
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 def test_a_salt_differs_from_start_to_start() -> None:
@@ -84,8 +86,8 @@ def test_a_salt_differs_from_start_to_start() -> None:
     async def scenario(app: App) -> None:
         salts.append(await salt_of(app, TEXT, "sk-one"))
 
-    run_with_app(scenario, api_keys=KEYS)
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
     assert salts[0] != salts[1]
 
 
@@ -93,9 +95,9 @@ def test_a_salt_differs_from_start_to_start() -> None:
     ("key", "options"),
     [
         (None, {}),
-        ("sk-one", {"api_keys": ("sk-one",)}),
-        ("sk-one", {"api_keys": ("sk-one", "sk-one")}),
-        ("sk-one", {"api_keys": KEYS, "shares_prefixes": True}),
+        ("sk-one", {"api_key": ("sk-one",)}),
+        ("sk-one", {"api_key": ("sk-one", "sk-one")}),
+        ("sk-one", {"api_key": KEYS, "share_prefixes_between_keys": True}),
     ],
     ids=["no key", "one key", "one key twice", "shared"],
 )
@@ -104,7 +106,7 @@ def test_otherwise_a_request_keeps_its_salt(key: str | None, options: dict[str, 
         assert await salt_of(app, TEXT, key) is None
         assert await salt_of(app, TEXT, key, cache_salt="mine") == "mine"
 
-    run_with_app(scenario, **options)
+    run_with_app(scenario, config=replace(CONFIG, **options))
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 257])
@@ -116,4 +118,4 @@ def test_a_salt_outside_its_bounds_is_refused_before_it_is_combined(salt: str) -
         await call.done
         assert_is_error(call, 400, param="cache_salt")
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))

@@ -10,15 +10,15 @@ import pytest
 from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 
 from minisgl.errors import InvalidRequest
+from minisgl.server.answers.errors import MAX_ERROR_TEXT, ErrorBody
 from minisgl.server.http.body_parser import parse_body
 from minisgl.server.native.generate import GenerateRequest
 from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl.server.openai.chat import ChatRequest
-from minisgl.server.openai.common import MAX_ERROR_TEXT, ErrorBody
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     AtMost,
     RequestBounds,

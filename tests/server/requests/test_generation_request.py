@@ -17,7 +17,7 @@ from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
-from minisgl.server.openai.validation import NeutralOnly, RequestBounds
+from minisgl.server.requests.validation import NeutralOnly, RequestBounds
 from tests.server.openai.harness import BODIES, both, read, sampling
 
 OF_CHAT: dict[str, list[Any]] = {

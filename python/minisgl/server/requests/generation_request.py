@@ -19,11 +19,11 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, TokenIds, pack_ids
 from minisgl.sampling_params import MAX_STOPS
-from minisgl.server.openai.prompts import PromptRequest
-from minisgl.server.openai.structured_output import ResponseFormat, StructuredOutputFields
-from minisgl.server.openai.tools import Function, ToolUse
-from minisgl.server.openai.unsupported import UnsupportedChatFields, UnsupportedFields
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.structured_output import ResponseFormat, StructuredOutputFields
+from minisgl.server.requests.tools import Function, ToolUse
+from minisgl.server.requests.unsupported import UnsupportedChatFields, UnsupportedFields
+from minisgl.server.requests.validation import (
     FEW_PAIRS,
     MAX_ID,
     AtMost,
@@ -37,7 +37,6 @@ from minisgl.server.openai.validation import (
     TokenId,
     ValidText,
 )
-from minisgl.server.parsing import Dialect
 
 MAX_ANSWERS = 128
 
@@ -142,10 +141,6 @@ class GenerationRequest(PromptRequest, StructuredOutputFields, UnsupportedFields
         chosen.update({name: value for name, value in given.items() if value is not None})
         return SamplingParams(**chosen)
 
-    def constrain(self, sampling: SamplingParams, _dialect: Dialect) -> SamplingParams:
-        """Add what the model's tool calls and reasoning need."""
-        return sampling
-
     def field_of(self, param: str | None) -> str | None:
         """The field that a parameter of the engine comes from; None stands for the prompt."""
         if param != "grammar":
@@ -248,9 +243,6 @@ class ConversationRequest(GenerationRequest, UnsupportedChatFields):
     def allows_reasoning(self) -> bool:
         """Whether the chat template lets the model reason first, as far as the request says."""
         return self.template_variables.get("enable_thinking", True) is not False
-
-    def constrain(self, sampling: SamplingParams, dialect: Dialect) -> SamplingParams:
-        return dialect.constrain(sampling, self.tool_use, allows_reasoning=self.allows_reasoning)
 
 
 def parse_prompts(given: Prompts, field: str = "prompt") -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""What the answers of several endpoints have in common: ids, usage, log probabilities, errors.
+"""Objects that the answers of several endpoints have: usage, log probabilities; and their ids.
 
 Reference: https://platform.openai.com/docs/api-reference
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
-from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import TextLogprobs, UserReply
 
-MAX_ERROR_TEXT = 512  # characters
 TokenBytes: TypeAlias = bytes  # a model below has a field of that name
 # As clients get it: the `FinishReason` of the engine, or that an answer calls tools.
 ChoiceFinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -62,42 +60,6 @@ class ChatLogprob(TopLogprob):
         logprob = cls.of(token.token, token.logprob)
         logprob.top_logprobs = [TopLogprob.of(other, number) for other, number in token.top]
         return logprob
-
-
-def shorten(text: str) -> str:
-    """The beginning and the end of a text: an error repeats only an excerpt of a request."""
-    if len(text) <= MAX_ERROR_TEXT:
-        return text
-    return f"{text[: MAX_ERROR_TEXT // 2]} … {text[-MAX_ERROR_TEXT // 2 :]}"
-
-
-# Without a docstring, which would be part of the OpenAPI document.
-class ErrorBody(ResponseModel):
-    message: Annotated[str, AfterValidator(shorten)]
-    type: str
-    param: Annotated[str, AfterValidator(shorten)] | None = None
-    code: str | None = None
-
-
-class ErrorResponse(ResponseModel):
-    error: ErrorBody
-
-
-def error_response(error: RequestError | EngineFailed) -> ErrorResponse:
-    """OpenAI's error object for one of our errors."""
-    if isinstance(error, EngineFailed):
-        body = ErrorBody(message=str(error), type="server_error", code="engine_failed")
-    else:
-        body = ErrorBody(
-            message=str(error), type=_error_type(error.status), param=error.param, code=error.code
-        )
-    return ErrorResponse(error=body)
-
-
-def _error_type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
 
 
 def reply_logprobs(reply: UserReply) -> list[TextLogprobs]:

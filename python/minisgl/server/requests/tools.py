@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field
 
 from minisgl.errors import InvalidRequest
-from minisgl.server.openai.closed_schemas import close_objects
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.closed_schemas import close_objects
+from minisgl.server.requests.validation import (
     RequestModel,
     Schema,
     ValidText,
@@ -181,6 +181,3 @@ class ToolUse:
 
     def for_template(self) -> list[dict[str, Any]]:
         return [tool.for_template() for tool in self.offered_tools]
-
-
-NO_TOOLS = ToolUse()

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
-from minisgl.server.openai.closed_schemas import close_objects
-from minisgl.server.openai.ebnf import ebnf_to_lark, is_ebnf
-from minisgl.server.openai.unsupported import FalseOnly, Refused
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.closed_schemas import close_objects
+from minisgl.server.requests.ebnf import ebnf_to_lark, is_ebnf
+from minisgl.server.requests.unsupported import FalseOnly, Refused
+from minisgl.server.requests.validation import (
     AtMost,
     NeutralOnly,
     RequestModel,

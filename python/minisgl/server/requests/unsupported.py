@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from minisgl.server.openai.validation import NeutralOnly, RequestModel
+from minisgl.server.requests.validation import NeutralOnly, RequestModel
 
 Refused: TypeAlias = Annotated[Any, NeutralOnly()]
 FalseOnly: TypeAlias = Annotated[Any, NeutralOnly(False)]
