@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import PromptModules, flashinfer_modules
+from minisgl.attention import PromptModules
+from minisgl.attention.flashinfer import modules as flashinfer_modules
 from minisgl.builds import (
     FlashInferSources,
     Library,

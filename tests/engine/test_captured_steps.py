@@ -39,11 +39,11 @@ from minisgl.core import (
 )
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, model_runner, sampler
-from minisgl.engine import graph_runner as graph_module
-from minisgl.engine.graph_capture import CudaGraphCapture, Graph, GraphCapture
-from minisgl.engine.graph_key import GraphKey, GraphKind
-from minisgl.engine.graph_runner import GraphRunner
-from minisgl.engine.graph_sizes import gpu_graph_keys, most_tokens_with_prompts
+from minisgl.engine.graphs import runner as graph_module
+from minisgl.engine.graphs.capture import CudaGraphCapture, Graph, GraphCapture
+from minisgl.engine.graphs.key import GraphKey, GraphKind
+from minisgl.engine.graphs.runner import GraphRunner
+from minisgl.engine.graphs.sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.kernel import attend_decode
 from minisgl.message import AbortRequestMsg

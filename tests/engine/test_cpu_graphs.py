@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SamplingParams
-from minisgl.engine.graph_capture import Graph
-from minisgl.engine.graph_key import GraphKey, GraphKind
-from minisgl.engine.graph_runner import CapturedStep, GraphRunner
+from minisgl.engine.graphs.capture import Graph
+from minisgl.engine.graphs.key import GraphKey, GraphKind
+from minisgl.engine.graphs.runner import CapturedStep, GraphRunner
 from minisgl.engine.sampler import SamplingInputs
 from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CpuGraph

@@ -46,7 +46,7 @@ from triton import knobs
 
 from minisgl.core import Batch, ReqSlice, TableWrites
 from minisgl.engine import BatchSamplingArgs, Engine, sample_logits
-from minisgl.engine.graph_capture import unowned
+from minisgl.engine.graphs.capture import unowned
 from minisgl.engine.logits_processing import wants_processing
 from minisgl.engine.sampler import SampledTokens, SamplingGraph, SamplingInputs
 from minisgl.kernel import gpu

@@ -25,8 +25,8 @@ from minisgl.core import BatchPlan, SamplingParams
 from minisgl.engine import EngineLimits, model_runner, pool_size
 from minisgl.engine import sampler as sampler_module
 from minisgl.engine.batch_builder import batch_capacity
-from minisgl.engine.graph_key import find_graph_key
-from minisgl.engine.graph_sizes import gpu_graph_keys
+from minisgl.engine.graphs.key import find_graph_key
+from minisgl.engine.graphs.sizes import gpu_graph_keys
 from minisgl.engine.limits import most_tokens
 from minisgl.engine.pool_size import bytes_of_steps
 from minisgl.engine.sampler import sampler_capacity

@@ -10,16 +10,7 @@ calls it. It knows neither models nor the lives of requests.
     trtllm_backend.py  TensorRT-LLM's kernels, as FlashInfer brings them
     paged.py           metadata of these two: lengths and a page table on the GPU
     hybrid_backend.py  one backend for prompts, another for decodes
-
-FlashInfer and our own kernels:
-
-    flashinfer_backend.py  the backend: one plan a step for each kind of layer
-    flashinfer_step.py     which slices of a step each kernel takes, and on which stream
-    flashinfer_decodes.py  attention of a step's decodes: our kernels, or FlashInfer's
-    flashinfer_prompts.py  attention of a step's prompts: FlashInfer's wrappers, or ours
-    flashinfer_pool.py     the pool and the page table, as FlashInfer's kernels read them
-    flashinfer_plans.py    what plans are made of: a shape, and lists of pages
-    flashinfer_modules.py  the kernels of prompts: ours, or FlashInfer's, compiled ahead and kept
+    flashinfer/        FlashInfer's kernels and our own: what a GPU takes if nothing is asked for
 
 Read `base.py`, then `torch_backend.py`.
 """
@@ -32,8 +23,8 @@ from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
 from minisgl.attention.fa_backend import FlashAttentionBackend
-from minisgl.attention.flashinfer_backend import FlashInferBackend
-from minisgl.attention.flashinfer_modules import PromptModules
+from minisgl.attention.flashinfer.backend import FlashInferBackend
+from minisgl.attention.flashinfer.modules import PromptModules
 from minisgl.attention.hybrid_backend import HybridBackend
 from minisgl.attention.torch_backend import TorchAttentionBackend
 from minisgl.attention.trtllm_backend import TensorRTLLMBackend

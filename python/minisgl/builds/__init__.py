@@ -11,7 +11,7 @@ file.
     compilers.py         runs compilers that end with this process
     compiler_process.py  the program that does that
 
-The libraries are loaded by `kernel/native.py` and `attention/flashinfer_modules.py`.
+The libraries are loaded by `kernel/native.py` and `attention/flashinfer/modules.py`.
 """
 
 from minisgl.builds.kernels import CUDA_DTYPES, cpu_library, cuda_library

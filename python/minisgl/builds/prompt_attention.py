@@ -58,7 +58,7 @@ class PromptKernels:
         return kind + ("-softcap" if self.has_softcap else "")
 
     def library(self, sources: FlashInferSources, toolkit: CudaToolkit | None) -> Library:
-        """The library with the functions that `flashinfer_prompts.py` calls.
+        """The library with the functions that `attention/flashinfer/prompts.py` calls.
 
         Args:
             sources: found by `find_flashinfer_sources`.

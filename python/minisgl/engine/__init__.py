@@ -11,14 +11,7 @@ A step:
     logprobs.py           log probabilities of tokens, on their way to the host
     prompt_outputs.py     logprobs of a prompt, and its embedding
     forward_output.py     the sampled tokens, on their way to the host
-
-Steps as graphs:
-
-    graph_runner.py   captures steps as graphs, and replays them
-    graph_key.py      which graph takes a plan
-    graph_sizes.py    which sizes are captured
-    graph_inputs.py   what a graph reads of a plan, on the host and the device
-    graph_capture.py  a call as a CUDA graph, or as a graph of a CPU
+    graphs/               steps captured as graphs, on a GPU and on a CPU
 
 The start:
 

@@ -28,10 +28,10 @@ from minisgl.engine.batch_builder import (
     sampled_hidden_states,
 )
 from minisgl.engine.forward_output import ForwardOutput, HostCopier
-from minisgl.engine.graph_capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
-from minisgl.engine.graph_key import GraphKeys, has_room_for_writes
-from minisgl.engine.graph_runner import GraphRunner
-from minisgl.engine.graph_sizes import (
+from minisgl.engine.graphs.capture import CpuGraphCapture, CudaGraphCapture, GraphCapture
+from minisgl.engine.graphs.key import GraphKeys, has_room_for_writes
+from minisgl.engine.graphs.runner import GraphRunner
+from minisgl.engine.graphs.sizes import (
     cpu_graph_keys,
     gpu_graph_keys,
     most_decodes,

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import ReqSlice
-from minisgl.engine.graph_capture import Graph
+from minisgl.engine.graphs.capture import Graph
 from minisgl.engine.logits_processing import process_logits, processing_capacity, wants_processing
 from minisgl.engine.logprobs import LogprobsOutput, Scores
 from minisgl.engine.sampling_batch import BatchSamplingArgs, sampling_capacity

@@ -2,7 +2,7 @@
 
 `ModelRunner` makes these objects, and takes each in its next phase. None of them holds a graph,
 only its key. NCCL does not leave its group as long as a graph that uses it is alive, and the
-traceback of an exception may keep a step alive. The graphs themselves are in `graph_runner.py`.
+traceback of an exception may keep a step alive. The graphs themselves are in `graphs/runner.py`.
 
 They are not frozen dataclasses: those take several times as long to make, and the device waits
 meanwhile.
@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl.core import BatchPlan, ReqSlice, TableWrites
-from minisgl.engine.graph_inputs import GraphInputs
-from minisgl.engine.graph_key import GraphKey
+from minisgl.engine.graphs.inputs import GraphInputs
+from minisgl.engine.graphs.key import GraphKey
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import SamplingInputs
 from minisgl.utils.staging import StagedCopy

@@ -26,7 +26,7 @@ import numpy as np
 from minisgl.config import EngineConfig
 from minisgl.core import BatchPlan, Grammar, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
 from minisgl.engine.forward_output import ForwardOutput
-from minisgl.engine.graph_sizes import MAX_PROMPTS
+from minisgl.engine.graphs.sizes import MAX_PROMPTS
 from minisgl.engine.limits import EngineLimits
 from minisgl.engine.memory import reserve_pinned_memory
 from minisgl.engine.model_loader import LoadedModel

@@ -1,4 +1,4 @@
-// What attention/flashinfer_prompts.py calls: plan, paged_run and ragged_run.
+// What attention/flashinfer/prompts.py calls: plan, paged_run and ragged_run.
 #include <cstdint>
 #include <vector>
 

@@ -7,7 +7,7 @@ several kinds of layers has as many plans a step.
 
 Its kernels of prompts are FlashAttention 3 on Hopper and 2 elsewhere. Decodes mostly have kernels
 of our own. Where these and our compilation of FlashInfer's do all of it, its Python is not
-imported. Next to read: `flashinfer_step.py`, `flashinfer_decodes.py`, `flashinfer_prompts.py`.
+imported. Next to read: `step.py`, `decodes.py`, `prompts.py`.
 """
 
 # Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables, T tokens of a
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import BaseAttnBackend, CapturedSlices
-from minisgl.attention.flashinfer_pool import FlashInferPool
-from minisgl.attention.flashinfer_step import StepAttention, StepMetadata
+from minisgl.attention.flashinfer.pool import FlashInferPool
+from minisgl.attention.flashinfer.step import StepAttention, StepMetadata
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import BaseAttnMetadata, Batch, BatchPlan, IntArray
 from minisgl.kvcache import BaseKVCachePool

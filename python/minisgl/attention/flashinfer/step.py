@@ -1,7 +1,7 @@
 """Attention of a step, in the layers of one spec: which of its slices each kernel takes, and when.
 
-    flashinfer_decodes.py  our own kernels of decodes, or FlashInfer's
-    flashinfer_prompts.py  FlashInfer's kernels of prompts, in its compilation or in ours
+    decodes.py  our own kernels of decodes, or FlashInfer's
+    prompts.py  FlashInfer's kernels of prompts, in its compilation or in ours
 
 The decodes at the head of a step go to our own kernels where those can take them. All other slices
 are prompts; where all begin at their first token, they need no pages. Where our own kernels take
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import CapturedSlices
-from minisgl.attention.flashinfer_decodes import FlashInferDecodes, OwnDecodeKernels, OwnDecodes
-from minisgl.attention.flashinfer_modules import import_flashinfer, load_hopper_module
-from minisgl.attention.flashinfer_pool import FlashInferPool
-from minisgl.attention.flashinfer_prompts import (
+from minisgl.attention.flashinfer.decodes import FlashInferDecodes, OwnDecodeKernels, OwnDecodes
+from minisgl.attention.flashinfer.modules import import_flashinfer, load_hopper_module
+from minisgl.attention.flashinfer.pool import FlashInferPool
+from minisgl.attention.flashinfer.prompts import (
     FlashInferPaged,
     FlashInferRagged,
     GraphRoom,

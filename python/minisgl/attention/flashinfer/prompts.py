@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.flashinfer_plans import (
+from minisgl.attention.flashinfer.plans import (
     LayerShape,
     ints,
     page_indptr,

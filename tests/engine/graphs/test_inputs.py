@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minisgl.core import BatchPlan, Req, ReqSlice, SamplingParams
-from minisgl.engine.graph_inputs import DecodeInputs, PromptInputs, graph_inputs, graph_tensors
-from minisgl.engine.graph_key import GraphKey, GraphKind
+from minisgl.engine.graphs.inputs import DecodeInputs, PromptInputs, graph_inputs, graph_tensors
+from minisgl.engine.graphs.key import GraphKey, GraphKind
 
 PADDING_ROW = 9
 

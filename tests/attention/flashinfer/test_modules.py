@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import flashinfer_modules
-from minisgl.attention.flashinfer_modules import PromptModules, load_hopper_module
+from minisgl.attention.flashinfer import modules as flashinfer_modules
+from minisgl.attention.flashinfer.modules import PromptModules, load_hopper_module
 from minisgl.builds import FlashInferSources, find_flashinfer_sources, prompt_attention
 from minisgl.checkpoint import AttentionSpec
 from minisgl.errors import ConfigError

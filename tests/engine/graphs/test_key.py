@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from minisgl.core import BatchPlan, Req, ReqSlice, RowCopy, SamplingParams, TableWrites
-from minisgl.engine.graph_key import (
+from minisgl.engine.graphs.key import (
     GraphKey,
     GraphKind,
     find_graph_key,
     has_room_for_writes,
     prompt_room,
 )
-from minisgl.engine.graph_sizes import cpu_graph_keys, gpu_graph_keys
+from minisgl.engine.graphs.sizes import cpu_graph_keys, gpu_graph_keys
 
 
 def plan(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.engine.graph_key import GraphKind
-from minisgl.engine.graph_sizes import cpu_graph_keys, most_decodes, size_ladder
+from minisgl.engine.graphs.key import GraphKind
+from minisgl.engine.graphs.sizes import cpu_graph_keys, most_decodes, size_ladder
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 255, 256, 257, 500, 512])

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from minisgl.core import NO_WRITES, BaseAttnMetadata, Batch, BatchPlan, IntArray, TableWrites
-from minisgl.engine.graph_capture import Graph, GraphCapture, unowned
-from minisgl.engine.graph_inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
-from minisgl.engine.graph_key import (
+from minisgl.engine.graphs.capture import Graph, GraphCapture, unowned
+from minisgl.engine.graphs.inputs import GraphInputs, GraphTensors, graph_inputs, graph_tensors
+from minisgl.engine.graphs.key import (
     GraphKey,
     GraphKeys,
     find_graph_key,
     prompt_room,
 )
-from minisgl.engine.graph_sizes import some_keys
+from minisgl.engine.graphs.sizes import some_keys
 from minisgl.engine.sampler import Sampler, SamplingGraph, SamplingInputs
 from minisgl.engine.sampling_batch import (
     BatchSamplingArgs,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import flashinfer_decodes
 from minisgl.attention.base import CapturedSlices
-from minisgl.attention.flashinfer_decodes import DecodeKernel, OwnDecodeKernels
+from minisgl.attention.flashinfer import decodes
+from minisgl.attention.flashinfer.decodes import DecodeKernel, OwnDecodeKernels
 from minisgl.checkpoint import AttentionSpec
 
 NUM_KV_HEADS = 8
@@ -29,9 +29,7 @@ def own_kernels(
     if most_in_clusters is not None:
         balanced = MagicMock()
         balanced.can_use_clusters = lambda num_queries: num_queries <= most_in_clusters
-    monkeypatch.setattr(
-        flashinfer_decodes.BalancedDecode, "create_if_supported", lambda *_: balanced
-    )
+    monkeypatch.setattr(decodes.BalancedDecode, "create_if_supported", lambda *_: balanced)
     pool: Any = SimpleNamespace(
         page_table_RP=None, page_size=16, shape=(16, NUM_KV_HEADS, 128), dtype=torch.bfloat16
     )

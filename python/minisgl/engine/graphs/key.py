@@ -1,6 +1,6 @@
 """Which captured graph takes a plan: the kinds of graphs, and the choice among captured ones.
 
-Which sizes are captured is in `graph_sizes.py`. Knows nothing of tensors.
+Which sizes are captured is in `sizes.py`. Knows nothing of tensors.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import CapturedSlices
-from minisgl.attention.flashinfer_modules import import_flashinfer
-from minisgl.attention.flashinfer_plans import LayerShape, ints, page_lists
-from minisgl.attention.flashinfer_pool import FlashInferPool
+from minisgl.attention.flashinfer.modules import import_flashinfer
+from minisgl.attention.flashinfer.plans import LayerShape, ints, page_lists
+from minisgl.attention.flashinfer.pool import FlashInferPool
 from minisgl.checkpoint import AttentionSpec
 from minisgl.core import Batch, IntArray
 from minisgl.kernel import BalancedDecode, attend_decode

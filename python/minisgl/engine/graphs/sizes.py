@@ -1,14 +1,14 @@
 """Which sizes of steps are captured, on a GPU and on a CPU.
 
 More sizes leave less to pad, and take more time and memory at the start. Which captured graph takes
-a plan is in `graph_key.py`.
+a plan is in `key.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 
-from minisgl.engine.graph_key import MIN_SHARING_DECODES, GraphKey, GraphKeys, GraphKind
+from minisgl.engine.graphs.key import MIN_SHARING_DECODES, GraphKey, GraphKeys, GraphKind
 
 # More decodes than these are captured only where the option says so.
 _MAX_DECODES = 512

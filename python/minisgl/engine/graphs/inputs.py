@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minisgl.attention import CapturedSlices
 from minisgl.core import BatchPlan, IntArray, ReqSlice
-from minisgl.engine.graph_key import GraphKey, GraphKind
+from minisgl.engine.graphs.key import GraphKey, GraphKind
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the lists of pages are made by a Triton kernel")
 import tests.kernel.interpreter  # noqa: F401 - repairs it
-from minisgl.attention import flashinfer_decodes, flashinfer_step
+from minisgl.attention.flashinfer import decodes, step
 from minisgl.checkpoint import AttentionSpec
 from minisgl.kernel import gpu
 from minisgl.prompt_waves import PromptWaves
@@ -164,7 +164,7 @@ class FakeModule:
 @pytest.fixture(autouse=True, params=["FlashInfer", "ours"])
 def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "ours":
-        monkeypatch.setattr(flashinfer_step, "load_hopper_module", lambda *args: FakeModule())
+        monkeypatch.setattr(step, "load_hopper_module", lambda *args: FakeModule())
     module = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FakeDecode,
         BatchPrefillWithPagedKVCacheWrapper=FakePrefill,
@@ -181,7 +181,7 @@ def flashinfer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(flashinfer_step, "triton_kernels_for", lambda x: gpu)
+    monkeypatch.setattr(step, "triton_kernels_for", lambda x: gpu)
     monkeypatch.setattr(gpu.attention, "_PROGRAMS", 12)  # contexts have few splits, one is empty
 
 
@@ -221,7 +221,7 @@ def test_no_step_goes_on_before_the_prompts_of_the_one_before_it(
     main = stream("main")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream("prompts"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(flashinfer_decodes, "attend_decode", decode)
+    monkeypatch.setattr(decodes, "attend_decode", decode)
     spec = AttentionSpec(scale=0.4, window=6)  # whose decodes take memory
     world = World(
         SPANS["decodes and chunks"], num_heads=4, num_kv_heads=2, page_size=4, specs=(spec, spec)
@@ -238,9 +238,7 @@ def test_decodes_that_take_all_processors_do_not_start_before_prompts(
     spans: str, starts_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     balanced = MagicMock()
-    monkeypatch.setattr(
-        flashinfer_decodes.BalancedDecode, "create_if_supported", lambda *_: balanced
-    )
+    monkeypatch.setattr(decodes.BalancedDecode, "create_if_supported", lambda *_: balanced)
     World(SPANS[spans], num_heads=4, num_kv_heads=2, page_size=4).attend(0, "fi")
     assert balanced.attend.call_args.kwargs == {
         "in_clusters": False,
@@ -266,7 +264,7 @@ def test_prompts_take_whole_waves_of_flash_attention_3() -> None:
 def test_layers_may_differ_in_their_scores(
     special: AttentionSpec, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flashinfer_decodes, "attend_decode", gpu_attend_decode)
+    monkeypatch.setattr(decodes, "attend_decode", gpu_attend_decode)
     world = World(spans, num_heads=4, num_kv_heads=2, page_size=4, specs=(PLAIN, special))
     for layer in range(2):
         o_TNH = world.attend(layer, "fi").double()

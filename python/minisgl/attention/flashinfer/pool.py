@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from minisgl.attention.flashinfer_modules import prefill_kernels
-from minisgl.attention.flashinfer_plans import LayerShape
+from minisgl.attention.flashinfer.modules import prefill_kernels
+from minisgl.attention.flashinfer.plans import LayerShape
 from minisgl.checkpoint import AttentionSpec
 from minisgl.kvcache import BaseKVCachePool
 
