@@ -45,10 +45,8 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     ignore_interrupts()
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
     compiler = GrammarCompiler(setup.model)
-    try:
+    with suppress(ValueError, OSError, ImportError):  # each grammar is refused for that reason
         compiler.read_tokenizer()
-    except (ValueError, OSError, ImportError):  # the scheduler reads it too, and says why
-        return
     with suppress(EOFError, OSError):
         while True:
             request = msgspec.json.decode(link.recv_bytes(), type=TrialRequest)
@@ -138,10 +136,10 @@ def _compile_under_limits(
 ) -> Verdict:
     executor = deep_stack_executor("trial")
     first = executor.submit(compiler.compile, _SMALL[grammar.kind])
-    first.result()  # takes the memory that the first one of a kind takes
-    num_bytes_before = _memory_bytes()
-    _set_limits(limits)
     try:
+        first.result()  # takes the memory that the first one of a kind takes
+        num_bytes_before = _memory_bytes()
+        _set_limits(limits)
         matcher = executor.submit(compiler.compile, grammar).result()
     except InvalidRequest as error:
         return Verdict(str(error))
