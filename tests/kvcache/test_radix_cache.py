@@ -218,6 +218,38 @@ def test_a_walk_goes_on_after_a_prefix_without_comparing_it_again(
     assert compared == [2 * tree.page_size]
 
 
+def bytes_held(tree: Tree) -> int:
+    """Memory of all arrays that are kept alive by the tree's edges."""
+    bases: dict[int, int] = {}
+    nodes = [*tree._root.children.values()]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        for array in (node.tokens, node.pages):
+            base = array if array.base is None else array.base
+            bases[id(base)] = base.nbytes
+    return sum(bases.values())
+
+
+def test_what_is_left_of_an_edge_does_not_keep_all_of_it_in_memory(tree: Tree) -> None:
+    first = 0
+    for letter in "abc":  # of each a page is left
+        tree.put(letter + "x" * 999, first)
+        tree.lock(tree.match(tree.key(letter)), owner=first)
+        tree.evict(999)
+        first += 1000
+    for letter in "def":  # of each two pages are left, evicted one by one
+        tree.put(letter + "x" * 999, first)
+        for _ in range(998):
+            tree.evict(1)
+        tree.lock(tree.match(tree.key(letter + "x")), owner=first)
+        first += 1000
+
+    num_pages = len(tree.check_integrity())
+    assert num_pages == 3 + 6
+    assert bytes_held(tree) <= 2 * num_pages * (tree.page_size + 1) * 4
+
+
 def lines_run(work: Callable[[], object]) -> int:
     """How many lines of the radix tree's code some work executes: its cost, without a clock."""
     count = 0
