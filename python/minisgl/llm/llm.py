@@ -27,7 +27,7 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
-from minisgl.llm.arguments import Prompt, as_conversations, as_list, list_params
+from minisgl.llm.arguments import Prompt, as_conversations, as_list, as_tools, list_params
 from minisgl.llm.local_queues import LocalQueues
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
@@ -191,7 +191,7 @@ class LLM:
         """
         prompts = []
         for conversation in as_conversations(messages):
-            chat = Conversation(list(conversation), tools=list(tools))
+            chat = Conversation(list(conversation), tools=as_tools(tools))
             prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
