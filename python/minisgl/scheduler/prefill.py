@@ -210,7 +210,17 @@ class PrefillManager:
 
     def settle(self) -> None:
         """Note that the last plan was launched: it will not be undone."""
+        chunks = self._planned
         self._planned = _Chunks(num_running=0, may_admit=False)
+        if self._events.request_admitted:
+            for change in chunks.changes:
+                if isinstance(change, _Admission):
+                    self._emit_admitted(chunks.by_uid[change.prefill.req.uid])
+
+    def _emit_admitted(self, first_chunk: ReqSlice) -> None:
+        req = first_chunk.req
+        event = RequestAdmitted(req.uid, req.num_tokens, num_cached=first_chunk.start)
+        self._events.request_admitted.emit(event)
 
     def undo_plan(self) -> list[Req]:
         """Undo the last `plan`, whose step failed before it was launched.
@@ -222,7 +232,7 @@ class PrefillManager:
             the requests whose prompts were planned, the least urgent first, the newest of equals.
         """
         chunks = self._planned
-        self.settle()
+        self._planned = _Chunks(num_running=0, may_admit=False)
         for uid, prefill in chunks.prefills.items():
             num_planned = len(chunks.by_uid[uid])
             prefill.num_left += num_planned
@@ -279,9 +289,6 @@ class PrefillManager:
         self._queue.discard(req)
         chunks.changes.append(_Admission(prefill, num_cached))
         prefill.num_left = req.num_tokens - req.num_computed
-        if self._events.request_admitted:
-            event = RequestAdmitted(req.uid, req.num_tokens, num_cached=req.num_computed)
-            self._events.request_admitted.emit(event)
         return True
 
     def _extend(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:
