@@ -161,17 +161,15 @@ def test_the_environment_can_switch_overlap_off(
 
 
 def test_ranks_that_agreed_resolve_to_the_same() -> None:
-    agreed = SchedulerConfig(model="a/hub-id").agree(Path("/folder"))
+    fixed = SchedulerConfig(model="a/hub-id").fix_for_ranks(Path("/folder"))
 
-    assert agreed.model == "/folder"
-    assert (
-        agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP) == agreed.resolve(LAPTOP).resolve(LAPTOP)
-    )
+    assert fixed.model == "/folder"
+    assert fixed.resolve(LAPTOP) == fixed.resolve(LAPTOP) == fixed.resolve(LAPTOP).resolve(LAPTOP)
 
 
 def test_a_seed_is_drawn_if_none_is_given() -> None:
-    drawn = {SchedulerConfig().agree(Path()).seed for _ in range(5)}
+    drawn = {SchedulerConfig().fix_for_ranks(Path()).seed for _ in range(5)}
 
     assert None not in drawn
     assert len(drawn) > 1
-    assert SchedulerConfig(seed=0).agree(Path()).seed == 0
+    assert SchedulerConfig(seed=0).fix_for_ranks(Path()).seed == 0

@@ -24,10 +24,10 @@ from minisgl.benchmark.perf import Figure, append_figures
 from minisgl.core import BatchPlan, IntArray, SamplingParams
 from minisgl.engine import EngineLimits
 from minisgl.message import (
-    AbortBackendMsg,
-    BackendMsg,
+    AbortRequestMsg,
     DetokenizeMsg,
     EngineStats,
+    SchedulerMsg,
     UserMsg,
     pack_ids,
 )
@@ -99,14 +99,14 @@ class NoExecutor:
 class ListInbox:
     """Hands out what was put in."""
 
-    msgs: list[BackendMsg] = field(default_factory=list)
+    msgs: list[SchedulerMsg] = field(default_factory=list)
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:  # noqa: ARG002 - never waits
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:  # noqa: ARG002 - never waits
         msgs = self.msgs
         self.msgs = []
         return msgs
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self.msgs.append(msg)
 
 
@@ -265,7 +265,7 @@ def aborts() -> Row:
     bench.start(prompts_of(1, 40))
     uids = [bench.submit(prompt) for prompt in prompts_of(NUM_QUEUED, 40)]
     bench.step()
-    bench.inbox.msgs += [AbortBackendMsg(uid) for uid in reversed(uids)]
+    bench.inbox.msgs += [AbortRequestMsg(uid) for uid in reversed(uids)]
     return Row(f"a step that aborts {NUM_QUEUED} queued requests", [bench.step()])
 
 

@@ -181,9 +181,9 @@ class SchedulerConfig(EngineConfig):
     )
     target_itl_ms: float | None = option(
         None,
-        "milliseconds that a step with prompts may hold up running requests; it gives way when "
-        "prompts wait too long; 0: any; auto: 2 times (on a CPU 1.7) the time of a step without "
-        "prompts, at least 57 on a GPU and 20 on a CPU",
+        "longest time in ms for a step with prompts beside running requests, which is the gap in "
+        "their streams; raised when prompts wait too long; 0: no limit; auto: 2 times (on a CPU "
+        "1.7) the time of a step without prompts, at least 57 on a GPU and 20 on a CPU",
     )
     overlap: bool | None = option(
         None,
@@ -192,7 +192,9 @@ class SchedulerConfig(EngineConfig):
     )
     seed: int | None = option(None, "seeds requests that bring no seed; auto: drawn at start")
     allow_control_tokens: bool = option(
-        False, "a control token's spelling in a text of a chat is that token, and not text"
+        False,
+        "let texts of chats contain control tokens such as <|im_end|>; else they are read as plain "
+        "text",
     )
 
     def __post_init__(self) -> None:
@@ -200,8 +202,8 @@ class SchedulerConfig(EngineConfig):
         if self.target_itl_ms is not None and not 0 <= self.target_itl_ms < math.inf:
             raise ConfigError(f"--target-itl-ms must be >= 0, got {self.target_itl_ms}")
 
-    def agree(self, folder: Path) -> Self:
-        """Fix what must be equal on all ranks: the model's folder, and a seed.
+    def fix_for_ranks(self, folder: Path) -> Self:
+        """Fix what ranks could not find alone and have equal: the model's folder, and a seed.
 
         Each rank's process resolves the rest.
         """
@@ -212,6 +214,25 @@ class SchedulerConfig(EngineConfig):
         resolved = super().resolve(hardware)
         overlap = resolved.device == "cuda" if self.overlap is None else self.overlap
         return replace(resolved, overlap=overlap and not overlap_disabled())
+
+    @property
+    def tokenizer_options(self) -> TokenizerOptions:
+        return TokenizerOptions(allow_control_tokens=self.allow_control_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerOptions:
+    """How conversations become prompts.
+
+    Attributes:
+        allow_control_tokens: whether control tokens in the texts of a conversation are more than
+            text. In a text alone they always are.
+        falls_back_to_hermes: whether tools are described in Hermes' form where the chat template
+            shows them in a form whose calls cannot be parsed.
+    """
+
+    allow_control_tokens: bool = False
+    falls_back_to_hermes: bool = False
 
 
 def backend_names(attn: str) -> list[str]:

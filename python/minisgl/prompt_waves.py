@@ -1,7 +1,7 @@
 """The portions in which a device computes the attention of prompts.
 
 An attention backend knows them, and the scheduler counts in them how long a step will take. Next to
-read: `scheduler/step_costs.py`.
+read: `scheduler/pacing/costs.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process of a tensor-parallel rank, from its first moment.
+"""How the process of a tensor-parallel rank begins, before it runs `scheduler/worker.py`.
 
 torch takes seconds to import. Meanwhile a thread makes the context of the rank's GPU, and compilers
 make what the cache folder lacks. The engine finds what they have made in that folder, as on a later
@@ -16,8 +16,8 @@ from pathlib import Path
 from minisgl.builds import Library, library_folder, needed_libraries
 from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import Ready
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import Ready
 from minisgl.utils.driver import GpuDriver
 from minisgl.utils.hardware import guess_hardware, short_waits
 

@@ -50,6 +50,7 @@ def own_kernels(
         (PLAIN, 0, 3, False, None, DecodeKernel.RANGES),
         (PLAIN, None, 2, False, None, DecodeKernel.SPLITS),
         (PLAIN, None, 3, False, None, None),
+        (PLAIN, None, 3, True, None, DecodeKernel.SPLITS),
     ],
     ids=str,
 )
@@ -65,11 +66,11 @@ def test_captured_decodes(
     """Few are in clusters, but not beside prompts, nor where requests share a prefix."""
     kernels = own_kernels(monkeypatch, spec, most_in_clusters)
     rows = torch.zeros(num_decodes, dtype=torch.int32)
-    slices = CapturedSlices(rows, num_decodes, num_shared_tokens_1=shared)
+    slices = CapturedSlices(rows, rows, num_shared_tokens_1=shared)
     taken = kernels.take_captured(slices, beside_prompts=beside_prompts)
     assert (taken and taken.kernel) == expected
-    if taken and shared is not None:
-        assert taken.num_shared_tokens_1 is shared
+    if taken:
+        assert taken.captured is slices
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,11 @@ def attend(
     window_left: int = -1,
     softcap: float | None = None,
 ) -> Tensor:
-    """Slice by slice, in float64; `context` gives the keys and values of a slice."""
-    outputs = []
+    """Slice by slice, in float64; `context` gives the keys and values of a slice.
+
+    What stands before the first slice gets no numbers.
+    """
+    outputs = [torch.full_like(q[: int(queries[0])], math.nan)]
     for i, (start, end) in enumerate(zip(queries[:-1].tolist(), queries[1:].tolist(), strict=True)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in context(i))
         distance = torch.arange(len(k) - (end - start), len(k))[:, None] - torch.arange(len(k))
@@ -241,6 +244,8 @@ def test_a_soft_cap_is_refused_by_trtllm(name: str) -> None:
         (0, [(0, 7), (0, 3)]),
         (0, [(20, 41), (0, 0), (0, 3)]),
         (2, [(9, 10), (0, 1), (5, 12), (0, 4), (0, 0), (0, 1)]),
+        (3, [(9, 10), (0, 0), (0, 0), (5, 12), (0, 0), (0, 4)]),
+        (2, [(0, 0), (0, 0), (5, 12), (0, 1)]),
     ],
     ids=str,
 )
@@ -257,14 +262,19 @@ def test_a_graph_finds_its_lengths_on_the_device(
             world.slots(req_slice, 0, req_slice.end).long(),
         )
     backend = world.backend(pair.format(name))
-    lengths = [len(req_slice) for req_slice in world.slices[num_decodes:]]
+    lengths = [len(req_slice) for req_slice in world.slices]
+    ends = [req_slice.end for req_slice in world.slices[:num_decodes]]
+    rows = [req_slice.row for req_slice in world.slices if len(req_slice)]
     slices = CapturedSlices(
-        row_X=torch.tensor([req_slice.row for req_slice in world.slices], dtype=torch.int32),
-        num_decodes=num_decodes,
-        num_prompt_tokens=sum(lengths),
+        row_X=torch.tensor(
+            [req_slice.row if len(req_slice) else rows[0] for req_slice in world.slices],
+            dtype=torch.int32,
+        ),
+        decode_position_B=torch.tensor(ends, dtype=torch.int32) - 1,
+        most_prompt_tokens=sum(lengths),
     )
-    if lengths:
-        indptr = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    if len(spans) > num_decodes:
+        indptr = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)[num_decodes:]
         slices = replace(slices, prompt_indptr=indptr)
     metadata = backend.make_capture_metadata(slices)
     backend.update_metadata(metadata, *np.array(spans, dtype=np.int32).T)

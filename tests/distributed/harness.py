@@ -30,8 +30,8 @@ from minisgl.message import (
     encode,
     pack_ids,
 )
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.queues import PullQueue, PushQueue
 from tests.engine.harness import (
     Answer,
     MemoryInbox,

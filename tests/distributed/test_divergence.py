@@ -12,16 +12,16 @@ import pytest
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.message import (
-    AbortBackendMsg,
-    BackendMsg,
+    AbortRequestMsg,
     LeaderMsg,
+    SchedulerMsg,
     UserMsg,
     decoder,
     encode,
     pack_ids,
 )
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.utils.queues import PullQueue, PushQueue
 from tests.distributed.harness import in_processes
 from tests.engine.harness import MemoryInbox, MemoryOutbox, config_of, greedy
 
@@ -36,9 +36,9 @@ class AbortingInbox(MemoryInbox):
         self.msgs = [UserMsg(uid, pack_ids([1, 2, 3]), greedy(10)) for uid in range(2)]
         self._num_turns = 0
 
-    def receive(self, *, block: bool) -> list[BackendMsg]:
+    def receive(self, *, block: bool) -> list[SchedulerMsg]:
         if self._num_turns == ABORTED_BEFORE_STEP:
-            self.post(AbortBackendMsg(1))
+            self.post(AbortRequestMsg(1))
         self._num_turns += 1
         return super().receive(block=block)
 
@@ -46,9 +46,9 @@ class AbortingInbox(MemoryInbox):
 class DeafInbox(FollowerInbox):
     """Misses all aborts."""
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         msgs = super().receive(block=block)
-        return [msg for msg in msgs if not isinstance(msg, AbortBackendMsg)]
+        return [msg for msg in msgs if not isinstance(msg, AbortRequestMsg)]
 
 
 def run_rank(model: Path, folder: Path, info: DistributedInfo) -> None:

@@ -21,19 +21,19 @@ from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
 from minisgl.grammar import compiler
 from minisgl.message import (
-    BackendMsg,
     DetokenizeMsg,
     EngineStats,
     ExitMsg,
     LeaderMsg,
+    SchedulerMsg,
     UserMsg,
     decoder,
     encode,
     pack_ids,
 )
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import FollowerInbox, LeaderInbox, Scheduler
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.utils.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
 from tests.distributed.harness import in_processes
 from tests.engine.harness import config_of
 
@@ -48,11 +48,11 @@ class Client:
 
     def __init__(self) -> None:
         self.ends: list[str] = []  # finish reasons and errors, as they come
-        self._posted: queue.SimpleQueue[BackendMsg] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[SchedulerMsg] = queue.SimpleQueue()
         self._num_rounds = 0
         self._num_open = 0
 
-    def receive(self, *, block: bool) -> list[BackendMsg]:
+    def receive(self, *, block: bool) -> list[SchedulerMsg]:
         if self._num_open == 0:
             self._ask()
         msgs = [self._posted.get()] if block else []
@@ -71,7 +71,7 @@ class Client:
         self._num_rounds += 1
         self._num_open = NUM_ANSWERS
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self._posted.put(msg)
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:

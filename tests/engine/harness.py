@@ -14,9 +14,9 @@ from torch import Tensor
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine, ForwardOutput, LaunchedStep
-from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, ExitMsg, UserMsg, pack_ids
+from minisgl.message import DetokenizeMsg, EngineStats, ExitMsg, SchedulerMsg, UserMsg, pack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.pending_grammars import GrammarTools
+from minisgl.scheduler.grammars.pending import GrammarTools
 
 Prompt = list[int]
 
@@ -73,15 +73,15 @@ class MemoryInbox:
     """Hands out what was put in. A scheduler that would wait for more gets an ExitMsg."""
 
     def __init__(self) -> None:
-        self.msgs: list[BackendMsg] = []
+        self.msgs: list[SchedulerMsg] = []
 
-    def receive(self, *, block: bool) -> list[BackendMsg]:
+    def receive(self, *, block: bool) -> list[SchedulerMsg]:
         msgs, self.msgs = self.msgs, []
         if block and not msgs:
             return [ExitMsg()]
         return msgs
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self.msgs.append(msg)
 
 

@@ -43,10 +43,10 @@ from minisgl.engine import graph_runner as graph_module
 from minisgl.engine.graph_capture import CudaGraphCapture, Graph, GraphCapture
 from minisgl.engine.graph_key import GraphKey, GraphKind
 from minisgl.engine.graph_runner import GraphRunner
-from minisgl.engine.graph_sizes import gpu_graph_keys, most_prompt_tokens
+from minisgl.engine.graph_sizes import gpu_graph_keys, most_tokens_with_prompts
 from minisgl.engine.steps import LaunchedStep, PreparedStep
 from minisgl.kernel import attend_decode
-from minisgl.message import AbortBackendMsg
+from minisgl.message import AbortRequestMsg
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts
 
@@ -147,7 +147,9 @@ def hosts(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         config = config_of(checkpoint(ARCH), **options)
         engine = WatchedEngine(config, info, rendezvous)
 
-        longest = most_prompt_tokens(engine.limits.num_row_tokens - 1, engine._loaded.weight_bytes)
+        longest = most_tokens_with_prompts(
+            engine.limits.num_row_tokens - 1, engine._loaded.weight_bytes
+        )
         engine._graphs = GraphRunner(
             RepeatedCalls(log),
             gpu_graph_keys(MAX_DECODES, longest),
@@ -342,7 +344,7 @@ def test_an_abort_between_replayed_steps_changes_no_other_answer(hosts: Hosts) -
     def step_and_abort() -> None:
         step()
         if len(host.outbox.msgs) > 50 and host.scheduler.requests._live.get(aborted):
-            host.inbox.msgs = [AbortBackendMsg(aborted)]
+            host.inbox.msgs = [AbortRequestMsg(aborted)]
 
     host.scheduler.step = step_and_abort  # type: ignore[method-assign]
     answers = host.ask(prompts, params)
@@ -457,7 +459,7 @@ def test_few_graphs_are_captured_and_the_rest_estimated(
     assert graphs.bytes_not_captured == 7 * (num_all - 12)
     req = Req(0, np.zeros(1, dtype=np.int32), SamplingParams(), max_length=2, seed=0)
     decodes = BatchPlan([ReqSlice(req, 5, 6, samples=True)] * 3)
-    assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 120)
+    assert graphs.find_key(decodes) == GraphKey(GraphKind.DECODES, 120, 120)
 
 
 def graphs_of(engine: Engine) -> list[weakref.ref[Graph]]:

@@ -53,8 +53,9 @@ from minisgl.kernel import gpu
 from minisgl.kernel.gpu.launch import RememberedKernel
 from minisgl.layers import Context
 from minisgl.llm import LLM, SamplingParams
+from minisgl.llm.local_rank import LocalRank
 from minisgl.message import UserMsg, pack_ids
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler import SchedulerConfig
 from minisgl.utils import detect_hardware
 from minisgl.utils.staging import Staging
 from tests.checkpoints import EOS_ID, tiny_tokenizer
@@ -266,8 +267,8 @@ def test_ranks_with_whole_experts_choose_the_tokens_of_one(models: Models, tp: i
 
 def check_integrity(llm: LLM) -> None:
     """Check the scheduler, if it is in this process."""
-    if isinstance(llm._scheduler, Scheduler):
-        llm._scheduler.check_integrity()
+    if isinstance(llm._ranks, LocalRank):
+        llm._ranks.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -300,8 +301,8 @@ def test_abandoned_streams_leave_nothing_behind(models: Models, tp: int) -> None
                 check_integrity(llm)
             outputs.close()
             check_integrity(llm)
-        if isinstance(llm._scheduler, Scheduler):
-            assert llm._scheduler.is_idle
+        if isinstance(llm._ranks, LocalRank):
+            assert llm._ranks.scheduler.is_idle
 
 
 def test_an_engine_after_another_has_as_much_memory(models: Models) -> None:
@@ -311,7 +312,7 @@ def test_an_engine_after_another_has_as_much_memory(models: Models) -> None:
         with LLM(
             folder, skip_tokenizer_init=True, max_running_requests=4096, cuda_graph_max_bs=4
         ) as llm:
-            pages.append(llm._scheduler._executor.limits.num_pages)
+            pages.append(llm._ranks.scheduler._executor.limits.num_pages)
     assert abs(pages[1] - pages[0]) < 0.01 * pages[0]
 
 
@@ -493,8 +494,8 @@ def test_captured_steps_are_those_that_are_computed(
         with_tokenizer, skip_tokenizer_init=True, **{"dtype": "bfloat16", **sizes, **options}
     ) as llm:
         log = None  # of other processes there is none
-        if isinstance(llm._scheduler, Scheduler):
-            log = watch(llm._scheduler._executor, monkeypatch)
+        if isinstance(llm._ranks, LocalRank):
+            log = watch(llm._ranks.scheduler._executor, monkeypatch)
         for kind, asked in SAMPLING_KINDS.items():
             each = [
                 {"max_tokens": 60 + i, "seed": i, "ignore_eos": True, **asked[i % len(asked)]}
@@ -524,7 +525,7 @@ def test_captured_steps_are_those_that_are_computed(
                 assert log["writes"] == 1, "pages are appended by graphs"
             check_integrity(llm)
         if "num_pages" in options:
-            assert llm._scheduler.statistics.counts.num_retractions > 0
+            assert llm._ranks.scheduler.statistics.counts.num_retractions > 0
 
 
 def triton_kernels() -> list[RememberedKernel]:
@@ -584,7 +585,7 @@ def test_nothing_is_compiled_while_serving(
     with LLM(folder, skip_tokenizer_init=True, **{"dtype": "bfloat16", **sizes, **options}) as llm:
         assert compiled, "the hook works"
         compiled.clear()
-        engine = llm._scheduler._executor
+        engine = llm._ranks.scheduler._executor
         stagings = (engine._staging, engine._extra_staging)
         capacities = [staging.capacity for staging in stagings]
         num_allocations = torch.cuda.memory_stats()["num_device_alloc"]

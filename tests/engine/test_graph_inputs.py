@@ -23,7 +23,7 @@ def req_slice(row: int, start: int, end: int, *, samples: bool = True) -> ReqSli
 
 def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 11), req_slice(0, 6, 7)], num_shared_tokens=5)
-    inputs = graph_inputs(plan, GraphKey(GraphKind.SHARED_PREFIX, 4), PADDING_ROW)
+    inputs = graph_inputs(plan, GraphKey(GraphKind.SHARED_PREFIX, 4, 4), PADDING_ROW)
     assert isinstance(inputs, DecodeInputs)
     assert inputs.row_T.tolist() == inputs.row_B.tolist() == [3, 0, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == inputs.attn_start_X.tolist() == [10, 6, 0, 0]
@@ -33,7 +33,7 @@ def test_decodes_are_padded_with_first_tokens_of_the_padding_row() -> None:
 
 def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
     plan = BatchPlan([req_slice(3, 10, 13)])
-    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 0, 1, 5), PADDING_ROW)
+    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 5, 0, 1), PADDING_ROW)
     assert isinstance(inputs, PromptInputs)
     assert inputs.row_T.tolist() == [3, 3, 3, PADDING_ROW, PADDING_ROW]
     assert inputs.position_T.tolist() == [10, 11, 12, 0, 1]
@@ -45,8 +45,8 @@ def test_a_prompt_is_padded_with_a_slice_of_the_padding_row() -> None:
     assert inputs.returned_B.tolist() == [2]
 
 
-def test_decodes_and_prompts_are_padded_each() -> None:
-    """Those that sample come first, without gaps; missing prompts are slices of no tokens."""
+def test_prompts_follow_the_decodes_that_are_there_and_padding_follows_all() -> None:
+    """Those that sample come first, without gaps; what is missing are slices of no tokens."""
     plan = BatchPlan(
         [
             req_slice(3, 10, 11),
@@ -56,25 +56,26 @@ def test_decodes_and_prompts_are_padded_each() -> None:
             req_slice(7, 4, 6),
         ]
     )
-    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 3, 4, 8), PADDING_ROW)
+    inputs = graph_inputs(plan, GraphKey(GraphKind.WITH_PROMPTS, 11, 3, 4), PADDING_ROW)
     assert isinstance(inputs, PromptInputs)
-    assert inputs.row_T.tolist() == [3, 4, PADDING_ROW, 5, 5, 6, 6, 7, 7, PADDING_ROW, PADDING_ROW]
-    assert inputs.position_T.tolist() == [10, 6, 0, 0, 1, 7, 8, 4, 5, 0, 1]
+    assert inputs.row_T.tolist() == [3, 4, 5, 5, 6, 6, 7, 7] + [PADDING_ROW] * 3
+    assert inputs.position_T.tolist() == [10, 6, 0, 1, 7, 8, 4, 5, 0, 1, 2]
     assert inputs.slice_row_X.tolist() == [3, 4, PADDING_ROW, 5, 6, 7, PADDING_ROW, PADDING_ROW]
     assert inputs.attn_start_X.tolist() == [10, 6, 0, 0, 7, 4, 0, 0]
-    assert inputs.attn_end_X.tolist() == [11, 7, 1, 2, 9, 6, 0, 2]
-    assert inputs.prompt_indptr.tolist() == [0, 2, 4, 6, 6, 8]
+    assert inputs.attn_end_X.tolist() == [11, 7, 0, 2, 9, 6, 0, 3]
+    assert inputs.decode_position_B.tolist() == [10, 6, -1]
+    assert inputs.prompt_indptr.tolist() == [2, 4, 6, 8, 8, 11]
     assert [req_slice.row for req_slice in inputs.sampling_slices] == [3, 5, 7]
     assert inputs.row_B.tolist() == [3, 5, 7] + [PADDING_ROW] * 4
     assert inputs.end_B.tolist() == [11, 2, 6] + [1] * 4
-    assert inputs.returned_B.tolist() == [0, 4, 8] + [0] * 4
+    assert inputs.returned_B.tolist() == [0, 3, 7] + [0] * 4
 
 
 KEYS = [
-    GraphKey(GraphKind.DECODES, 32),
-    GraphKey(GraphKind.SHARED_PREFIX, 32),
-    GraphKey(GraphKind.WITH_PROMPTS, 0, 1, 32),
-    GraphKey(GraphKind.WITH_PROMPTS, 8, 4, 32),
+    GraphKey(GraphKind.DECODES, 32, 32),
+    GraphKey(GraphKind.SHARED_PREFIX, 32, 32),
+    GraphKey(GraphKind.WITH_PROMPTS, 32, 0, 1),
+    GraphKey(GraphKind.WITH_PROMPTS, 40, 8, 4),
 ]
 
 
@@ -104,9 +105,12 @@ def test_a_graph_reads_under_each_name_what_the_host_has_under_it(key: GraphKey)
         assert tensors.slices.prompt_indptr is not None
         assert tensors.slices.prompt_indptr.tolist() == inputs.prompt_indptr.tolist()
         assert tensors.slices.row_X.tolist() == inputs.slice_row_X.tolist()
+        decode_position_B = tensors.slices.decode_position_B
+        assert decode_position_B.tolist() == inputs.decode_position_B.tolist()
         return
     assert tensors.returned_B is None
     assert tensors.slices.row_X.tolist() == inputs.row_T.tolist()
+    assert tensors.slices.decode_position_B.tolist() == inputs.position_T.tolist()
     shared_1 = tensors.slices.num_shared_tokens_1
     if key.kind is GraphKind.SHARED_PREFIX:
         assert shared_1 is not None

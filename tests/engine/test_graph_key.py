@@ -74,27 +74,34 @@ def test_a_prefix_is_shared_where_less_would_be_read(
     assert key.kind is expected
 
 
-def with_prompts(num_decodes: int, num_prompts: int, num_prompt_tokens: int) -> GraphKey:
-    return GraphKey(GraphKind.WITH_PROMPTS, num_decodes, num_prompts, num_prompt_tokens)
+def decodes(size: int) -> GraphKey:
+    return GraphKey(GraphKind.DECODES, num_tokens=size, num_decodes=size)
+
+
+def with_prompts(num_tokens: int, num_decodes: int, num_prompts: int) -> GraphKey:
+    return GraphKey(GraphKind.WITH_PROMPTS, num_tokens, num_decodes, num_prompts)
 
 
 @pytest.mark.parametrize(
     ("lengths", "samples", "expected"),
     [
-        ([2], True, with_prompts(0, 1, 32)),
-        ([512], True, with_prompts(0, 1, 512)),
-        ([513], False, with_prompts(32, 16, 608)),
-        ([1], False, with_prompts(0, 1, 32)),
-        ([1025], True, with_prompts(32, 16, 1120)),
-        ([2017], True, None),
-        ([1, 2], True, with_prompts(32, 16, 96)),
-        ([1, 1, 1], False, with_prompts(32, 16, 96)),
-        ([5, 5], True, with_prompts(32, 16, 96)),
-        ([1] * 32 + [96], True, with_prompts(32, 16, 96)),
-        ([1] * 32 + [128] * 4, True, with_prompts(32, 16, 608)),
-        ([1] * 64 + [128] * 4, False, with_prompts(64, 16, 576)),
-        ([1] * 64 + [65], False, with_prompts(64, 16, 192)),
-        ([1] * 256 + [128] * 14, True, with_prompts(256, 16, 1792)),
+        ([2], True, with_prompts(32, 0, 1)),
+        ([512], True, with_prompts(512, 0, 1)),
+        ([513], False, with_prompts(640, 64, 16)),
+        ([1], False, with_prompts(32, 0, 1)),
+        ([1025], True, with_prompts(1152, 64, 16)),
+        ([2048], True, with_prompts(2048, 64, 16)),
+        ([2049], True, None),
+        ([1, 2], True, with_prompts(128, 64, 16)),
+        ([1, 1, 1], False, with_prompts(128, 64, 16)),
+        ([5, 5], True, with_prompts(128, 64, 16)),
+        ([1] * 32 + [96], True, with_prompts(128, 64, 16)),
+        ([1] * 32 + [128] * 4, True, with_prompts(640, 64, 16)),
+        ([1] * 64 + [128] * 4, False, with_prompts(640, 64, 16)),
+        ([1] * 64 + [65], False, with_prompts(256, 64, 16)),
+        ([1] * 65 + [63], False, with_prompts(256, 128, 16)),
+        ([1] * 100 + [412], False, with_prompts(512, 128, 16)),
+        ([1] * 256 + [128] * 14, True, with_prompts(2048, 256, 16)),
         ([1] * 256 + [1793], True, None),
         ([1] * 257 + [3], True, None),
         ([1] * 9 + [128] * 17, True, None),
@@ -114,12 +121,12 @@ def test_a_step_with_as_many_tokens_as_it_has_room_for_has_no_padding_among_them
     keys = gpu_graph_keys(256, 2048)
     rooms = prompt_room(keys, num_decodes)
     assert rooms == sorted(set(rooms))
-    assert rooms[0] <= 128
+    assert 32 <= rooms[0] <= 184
     assert rooms[-1] >= 1792
     for room in rooms:
         key = find_graph_key(plan([1] * num_decodes + [room]), keys)
         assert key is not None
-        assert key.num_prompt_tokens == room
+        assert key.num_tokens == num_decodes + room
 
 
 def test_beside_too_many_decodes_there_is_no_room() -> None:
@@ -130,14 +137,18 @@ def test_beside_too_many_decodes_there_is_no_room() -> None:
 @pytest.mark.parametrize(
     ("lengths", "samples", "expected"),
     [
-        ([1] * 3, True, GraphKey(GraphKind.DECODES, 3)),
-        ([1] * 9, True, GraphKey(GraphKind.DECODES, 12)),
+        ([1] * 3, True, decodes(3)),
+        ([1] * 9, True, decodes(12)),
         ([1] * 65, True, None),
-        ([30], True, with_prompts(0, 1, 32)),
-        ([65], True, None),
-        ([1, 20], True, with_prompts(4, 4, 24)),
-        ([1] * 8 + [20], False, with_prompts(8, 4, 24)),
-        ([1] * 8 + [20] * 3, False, with_prompts(8, 4, 64)),
+        ([30], True, with_prompts(32, 0, 1)),
+        ([65], True, with_prompts(80, 16, 4)),
+        ([97], True, None),
+        ([1, 20], True, with_prompts(24, 4, 4)),
+        ([1, 23], True, with_prompts(24, 4, 4)),
+        ([1, 63], True, with_prompts(64, 4, 4)),
+        ([1, 64], True, with_prompts(80, 16, 4)),
+        ([1] * 8 + [20], False, with_prompts(32, 8, 4)),
+        ([1] * 8 + [20] * 3, False, with_prompts(80, 16, 4)),
         ([1] * 8 + [4] * 5, False, None),
         ([1] * 33 + [20], False, None),
     ],
@@ -154,7 +165,7 @@ def test_a_model_too_large_for_prompt_graphs_has_none() -> None:
     assert find_graph_key(plan([20]), gpu_graph_keys(256, 0)) is None
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, GraphKey(GraphKind.DECODES, 1)), (2, None)])
+@pytest.mark.parametrize(("length", "expected"), [(1, decodes(1)), (2, None)])
 def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
     length: int, expected: GraphKey | None
 ) -> None:
@@ -166,14 +177,15 @@ def test_a_prompt_of_which_all_hidden_states_are_wanted_has_none(
 @pytest.mark.parametrize(
     ("num_pages", "num_tokens", "key", "expected"),
     [
-        (0, 0, GraphKey(GraphKind.DECODES, 1), True),
-        (8, 0, GraphKey(GraphKind.DECODES, 8), True),
-        (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8), False),
-        (0, 1, GraphKey(GraphKind.DECODES, 8), False),
-        (5, 64, with_prompts(0, 1, 64), True),
-        (6, 0, with_prompts(0, 1, 64), False),
-        (1, 65, with_prompts(0, 1, 64), False),
-        (52, 64, with_prompts(32, 16, 64), True),
+        (0, 0, decodes(1), True),
+        (8, 0, decodes(8), True),
+        (9, 0, GraphKey(GraphKind.SHARED_PREFIX, 8, 8), False),
+        (0, 1, decodes(8), False),
+        (5, 64, with_prompts(64, 0, 1), True),
+        (6, 0, with_prompts(64, 0, 1), False),
+        (1, 65, with_prompts(64, 0, 1), False),
+        (54, 96, with_prompts(96, 32, 16), True),
+        (55, 96, with_prompts(96, 32, 16), False),
     ],
 )
 def test_a_graph_has_room_for_a_page_a_slice_and_the_pages_and_tokens_of_its_prompts(

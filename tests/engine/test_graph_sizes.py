@@ -27,14 +27,12 @@ def test_all_running_requests_are_captured_up_to_a_limit_if_nothing_is_asked_for
 
 
 @pytest.mark.parametrize("max_decodes", [1, 3, 6, 20, 256])
-@pytest.mark.parametrize("max_prompt_tokens", [1, 30, 1000])
-def test_what_a_cpu_captures_is_within_the_options(
-    max_decodes: int, max_prompt_tokens: int
-) -> None:
-    by_kind = cpu_graph_keys(max_decodes, max_prompt_tokens)
+@pytest.mark.parametrize("max_tokens", [1, 30, 1000])
+def test_what_a_cpu_captures_is_within_the_options(max_decodes: int, max_tokens: int) -> None:
+    by_kind = cpu_graph_keys(max_decodes, max_tokens)
     for keys in by_kind.values():
         sizes = [(key.num_tokens, key.num_decodes) for key in keys]
         assert sizes == sorted(set(sizes))
         assert all(key.num_decodes <= max_decodes for key in keys)
-        assert all(key.num_prompt_tokens <= max_prompt_tokens for key in keys)
+    assert all(key.num_tokens <= max_tokens for key in by_kind[GraphKind.WITH_PROMPTS])
     assert by_kind[GraphKind.DECODES][-1].num_decodes == min(max_decodes, 64)

@@ -107,7 +107,7 @@ class Step:
         return o_BNH[:-1, :-1]
 
     def reference(self) -> Tensor:
-        o_BNH = torch.empty(self.q_BNH.shape, device=DEVICE)
+        o_BNH = torch.full(self.q_BNH.shape, UNTOUCHED, device=DEVICE)
         token_B = torch.arange(len(self.row_B), device=DEVICE)
         attend_decode_reference(
             self.q_BNH, self.k_SKH, self.v_SKH, self.pages_RP, self.page_size,
@@ -261,6 +261,17 @@ def test_each_token_counts_once(
         expected_BNH[b] = torch.bincount(tile_L, minlength=64) / length
     balanced = step.decode(cuda_kernels, num_ranges, in_clusters=in_clusters)
     same(step.attend(balanced, in_clusters=in_clusters), expected_BNH)
+
+
+@pytest.mark.parametrize("num_ranges", [1, 3, 20])
+@pytest.mark.parametrize(
+    "lengths", [[33, 1, 200, 0], [700, 0, 0, 0, 0], [0, 0, 0], [16, 32, 0, 0]], ids=str
+)
+def test_nothing_is_written_for_missing_queries(
+    cuda_kernels: Any, lengths: list[int], num_ranges: int
+) -> None:
+    step = Step(lengths)
+    same(step.attend(step.decode(cuda_kernels, num_ranges)), step.reference())
 
 
 @settings(max_examples=100, deadline=None)

@@ -152,9 +152,9 @@ def test_decodes(
     pool = torch.randn(2, num_kv_heads, 400, width, generator=random).to(dtype).transpose(1, 2)
     page_table = torch.randperm(100, generator=random).int().view(4, 25)
     q = torch.randn(9, group * num_kv_heads, width, generator=random).to(dtype)
-    token = torch.tensor([8, 0, 3])
-    row = torch.tensor([2, 0, 3])
-    position = torch.tensor([0, 98, 41])
+    token = torch.tensor([8, 0, 3, 5])
+    row = torch.tensor([2, 0, 3, 1])
+    position = torch.tensor([0, 98, 41, -1])
 
     def call() -> Tensor:
         o = torch.zeros_like(q)
@@ -162,7 +162,7 @@ def test_decodes(
         return o
 
     same(both(monkeypatch, call), dtype)
-    assert not call()[[1, 2, 4, 5, 6, 7]].any(), "rows of other tokens were written"
+    assert not call()[[1, 2, 4, 5, 6, 7]].any(), "rows of other tokens, or of none, were written"
 
 
 @pytest.fixture(params=[1, 2, 3, 7])
@@ -172,6 +172,27 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [[700, 0, 0, 0], [0, 0], [1, 900, 0]], ids=str)
+def test_nothing_is_written_for_missing_decodes(
+    monkeypatch: pytest.MonkeyPatch, random: torch.Generator, lengths: list[int], dtype: torch.dtype
+) -> None:
+    length_B = torch.tensor(lengths)
+    page_table = torch.arange(4 * 60).int().view(4, 60)
+    k, v = torch.randn(2, 2, 4 * 960, 32, generator=random).to(dtype).transpose(1, 2)
+    q = torch.randn(len(lengths), 6, 32, generator=random).to(dtype)
+    index = torch.arange(len(lengths))
+
+    def call() -> Tensor:
+        o = torch.full_like(q, 7)
+        attend_decode(q, k, v, page_table, 16, index, index, length_B - 1, o, scale=0.5)
+        return o
+
+    same(both(monkeypatch, call), dtype)
+    assert (call()[length_B == 0] == 7).all()
 
 
 @pytest.mark.usefixtures("threads")

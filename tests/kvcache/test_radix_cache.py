@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from minisgl.core import IntArray
-from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import InsertResult, PrefixKey, RadixPrefixCache, radix_cache
+from minisgl.kvcache.radix_cache import common_prefix_length
 from tests.kvcache.model import key_of_pages
 
 

@@ -19,9 +19,9 @@ from minisgl.engine import ForwardOutput
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.grammar import compiler
 from minisgl.llm import LLM
+from minisgl.llm.local_rank import LocalRank
 from minisgl.sampling_params import MAX_GRAMMAR
-from minisgl.scheduler import Scheduler
-from minisgl.scheduler.grammar_budget import GrammarBudget
+from minisgl.scheduler.grammars.budget import GrammarBudget
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.llm.test_llm import ARCH, ids_of, make
 from tests.llm.test_parameters import ENGINES
@@ -43,7 +43,7 @@ PERSON = {
 def llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
     with make(checkpoint(ARCH), **request.param) as llm:
         yield llm
-        assert not llm._scheduler.grammars._matches, "a finished request left its matcher"
+        assert not llm._ranks.scheduler.grammars._matches, "a finished request left its matcher"
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,7 @@ def test_requests_that_lose_their_pages_keep_their_place_in_the_match(
             answers.append(
                 [out.token_ids for out in llm.generate([PROMPT] * 8, each, use_tqdm=False)]
             )
-            retractions = llm._scheduler.statistics.counts.num_retractions
+            retractions = llm._ranks.scheduler.statistics.counts.num_retractions
     assert retractions > 0
     assert answers[0] == answers[1]
 
@@ -366,15 +366,15 @@ def exceed_the_budget(folder: Path) -> None:
         llm.generate([PROMPT] * 16, asked, use_tqdm=False)
 
     with make(folder) as llm:
-        assert isinstance(llm._scheduler, Scheduler)
-        grammars = llm._scheduler.grammars
+        assert isinstance(llm._ranks, LocalRank)
+        grammars = llm._ranks.scheduler.grammars
         grammars._budget = GrammarBudget(grammars.known, 2 * 2**20, check_bytes=2**18)
         with pytest.raises(RequestError, match="may take 2 MiB together"):
             for seed in range(100):
                 answer(seed)
         assert llm.generate(PROMPT, params("regex", "yes"), use_tqdm=False)[0].text == "yes"
         answer(0)
-        llm._scheduler.check_integrity()
+        llm._ranks.scheduler.check_integrity()
 
 
 def test_answers_end_whose_grammar_takes_more_than_the_budget(
@@ -412,8 +412,9 @@ def answers_of(llm: LLM, kinds: list[SamplingParams]) -> tuple[list[Any], int]:
 
 
 def num_steps(llm: LLM) -> int:
-    scheduler = llm._scheduler
-    return scheduler.statistics.counts.num_steps if isinstance(scheduler, Scheduler) else 0
+    if not isinstance(llm._ranks, LocalRank):
+        return 0
+    return llm._ranks.scheduler.statistics.counts.num_steps
 
 
 @pytest.fixture(scope="module")
@@ -448,9 +449,9 @@ def test_forced_tokens_are_equal_however_they_are_scheduled(
 ) -> None:
     with make(checkpoint(ARCH), **options) as llm:
         assert answers_of(llm, FORCED_KINDS)[0] == forced
-        if isinstance(llm._scheduler, Scheduler):
-            assert not llm._scheduler.grammars._matches
-            llm._scheduler.check_integrity()
+        if isinstance(llm._ranks, LocalRank):
+            assert not llm._ranks.scheduler.grammars._matches
+            llm._ranks.scheduler.check_integrity()
 
 
 def test_forced_tokens_are_equal_on_ranks_that_overlap(ranks: LLM, forced: list[Any]) -> None:
@@ -488,7 +489,7 @@ def test_masks_are_made_while_the_device_computes(
     outputs are sent and the next step is prepared.
     """
     with make(checkpoint(ARCH), overlap=True) as llm:
-        engine = llm._scheduler._executor
+        engine = llm._ranks.scheduler._executor
         events: list[str] = []
 
         def watch(owner: Any, name: str) -> None:
@@ -515,10 +516,10 @@ def test_masks_are_made_while_the_device_computes(
             "wait",
         ]
         llm.generate(PROMPT, params("regex", "[a-c]{3}"), use_tqdm=False)  # compiles it
-        while not llm._scheduler.is_idle:
+        while not llm._ranks.scheduler.is_idle:
             llm._step()
         events.clear()
-        scheduler = llm._scheduler
+        scheduler = llm._ranks.scheduler
         for owner, name in (
             (scheduler.grammars, "start_masks"),
             (scheduler._outbox, "send"),

@@ -26,9 +26,9 @@ from minisgl.engine import Engine
 from minisgl.errors import ConfigError, EngineFailed, InvalidRequest, MiniSGLError, RequestError
 from minisgl.llm import LLM
 from minisgl.llm.answers import PartialAnswer, TextReader
+from minisgl.llm.local_rank import LocalRank
 from minisgl.message import DetokenizeMsg
-from minisgl.scheduler import Scheduler
-from minisgl.scheduler.mask_threads import MaskThreads
+from minisgl.scheduler.grammars.mask_threads import MaskThreads
 from tests.checkpoints import BOS_ID, CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.system.harness import TIMEOUT_S, wait_until
 
@@ -52,8 +52,8 @@ def make(folder: Path, **options: Any) -> LLM:
         "max_running_requests": 4,
     }
     llm = LLM(folder, **{**small, **options})
-    if options.get("overlap") and isinstance(llm._scheduler, Scheduler):
-        llm._scheduler.grammars._mask_threads = MaskThreads(2)
+    if options.get("overlap") and isinstance(llm._ranks, LocalRank):
+        llm._ranks.scheduler.grammars._mask_threads = MaskThreads(2)
     return llm
 
 
@@ -213,8 +213,8 @@ def test_a_stream_that_is_closed_gives_everything_back(llm: LLM) -> None:
         stream = llm.stream(PROMPTS, LONG)
         next(stream)
         stream.close()
-        assert llm._scheduler.is_idle
-        llm._scheduler.check_integrity()
+        assert llm._ranks.scheduler.is_idle
+        llm._ranks.scheduler.check_integrity()
     assert len(llm.generate(PROMPTS, greedy(4), use_tqdm=False)) == 5
 
 
@@ -223,7 +223,7 @@ def test_a_stream_that_is_dropped_is_closed(llm: LLM) -> None:
     next(stream)
     del stream
     gc.collect()
-    assert llm._scheduler.is_idle
+    assert llm._ranks.scheduler.is_idle
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_a_refused_prompt_says_why_and_nothing_else_is_lost(
     before = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
     with pytest.raises(RequestError, match=reason):
         llm.generate([PROMPTS[0], prompt, PROMPTS[1]], LONG, use_tqdm=False)
-    assert llm._scheduler.is_idle
-    llm._scheduler.check_integrity()
+    assert llm._ranks.scheduler.is_idle
+    llm._ranks.scheduler.check_integrity()
     after = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
     assert [output.token_ids for output in after] == [output.token_ids for output in before]
 
@@ -278,7 +278,7 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
     for ask in (llm.generate, llm.embed):
         with pytest.raises(InvalidRequest, match=r"prompts must be|token ids|surrogate"):
             ask(prompts)
-    assert llm._scheduler.is_idle
+    assert llm._ranks.scheduler.is_idle
 
 
 @pytest.mark.parametrize(
@@ -333,10 +333,12 @@ def test_a_dropped_stream_may_be_collected_in_a_step(
         cycle.append(cycle)
 
     with make(folder, overlap=overlap) as llm:
-        assert isinstance(llm._scheduler, Scheduler)
+        assert isinstance(llm._ranks, LocalRank)
         expected = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
-        sample = llm._scheduler._sample
-        monkeypatch.setattr(llm._scheduler, "_sample", lambda step: (gc.collect(0), sample(step)))
+        sample = llm._ranks.scheduler._sample
+        monkeypatch.setattr(
+            llm._ranks.scheduler, "_sample", lambda step: (gc.collect(0), sample(step))
+        )
         gc.disable()
         try:
             drop_a_stream(llm)
@@ -346,7 +348,7 @@ def test_a_dropped_stream_may_be_collected_in_a_step(
         assert [out.token_ids for out in answers] == [out.token_ids for out in expected]
         llm.generate("the dog", greedy(1), use_tqdm=False)
         assert not llm._unread
-        llm._scheduler.check_integrity()
+        llm._ranks.scheduler.check_integrity()
 
 
 def test_an_interrupt_between_two_steps_aborts_although_its_trace_is_kept(
@@ -450,8 +452,8 @@ def test_a_closed_llm_holds_no_memory_of_the_device(folder: Path, overlap: bool)
     """Its variable often lives on, and the next one in the process would find little left."""
     with make(folder, overlap=overlap) as llm:
         next(llm.stream(PROMPTS, LONG))
-        assert isinstance(llm._scheduler, Scheduler)
-        engine = llm._scheduler._executor
+        assert isinstance(llm._ranks, LocalRank)
+        engine = llm._ranks.scheduler._executor
         assert isinstance(engine, Engine)
         context = engine.context
         held = [engine._model, context.kv_pool, context.token_pool_RL, context.attn_backend]
@@ -459,7 +461,7 @@ def test_a_closed_llm_holds_no_memory_of_the_device(folder: Path, overlap: bool)
         del engine, context, held
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
-    assert not llm._scheduler.is_running
+    assert not llm._ranks.is_running
 
 
 def test_a_stream_that_is_still_open_when_its_llm_closes_ends_quietly(folder: Path) -> None:
@@ -612,14 +614,14 @@ def test_a_second_thread_is_told_so_and_the_first_goes_on(
     is_stepping = Event()
     may_go_on = Event()
     with make(folder) as busy, ThreadPoolExecutor(1) as pool:
-        step = busy._scheduler.step
+        step = busy._ranks.step
 
         def step_slowly() -> None:
             is_stepping.set()
             assert may_go_on.wait(TIMEOUT_S)
             step()
 
-        monkeypatch.setattr(busy._scheduler, "step", step_slowly)
+        monkeypatch.setattr(busy._ranks, "step", step_slowly)
         first = pool.submit(busy.generate, PROMPTS, greedy(5), use_tqdm=False)
         assert is_stepping.wait(TIMEOUT_S)
         for use in (lambda: busy.generate("the dog", greedy(5), use_tqdm=False), busy.close):
@@ -651,7 +653,7 @@ def test_after_a_step_that_broke_nothing_is_taken_any_more(
 ) -> None:
     with make(folder) as llm:
         with monkeypatch.context() as broken:
-            broken.setattr(llm._scheduler, "_sample", lambda _: (_ for _ in ()).throw(error))
+            broken.setattr(llm._ranks.scheduler, "_sample", lambda _: (_ for _ in ()).throw(error))
             with pytest.raises(error):
                 llm.generate(PROMPTS, greedy(3), use_tqdm=False)
         with pytest.raises(EngineFailed, match="broken off"):
@@ -663,13 +665,13 @@ def test_a_step_that_broke_while_it_ended_requests_holds_no_memory(
 ) -> None:
     """The last step meets what is half done, as an answer that has ended already."""
     with make(folder, overlap=True) as llm:
-        assert isinstance(llm._scheduler, Scheduler)
-        engine = llm._scheduler._executor
+        assert isinstance(llm._ranks, LocalRank)
+        engine = llm._ranks.scheduler._executor
         assert isinstance(engine, Engine)
         pool = weakref.ref(engine.context.kv_pool)
         del engine
         with monkeypatch.context() as broken:
-            requests = llm._scheduler.requests
+            requests = llm._ranks.scheduler.requests
             broken.setattr(requests, "leave_step", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, greedy(1), use_tqdm=False)

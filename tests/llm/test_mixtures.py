@@ -15,7 +15,7 @@ import pytest
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.llm import LLM
-from minisgl.message import AbortBackendMsg, DetokenizeMsg, UserMsg, pack_ids
+from minisgl.message import AbortRequestMsg, DetokenizeMsg, UserMsg, pack_ids
 from tests.llm.test_grammar import PERSON, PROMPT
 from tests.llm.test_llm import ARCH, ids_of, make
 
@@ -47,8 +47,8 @@ class Crowd:
     """Sends requests to an LLM's scheduler and files the outputs of each."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self._scheduler = llm._scheduler
-        self._queues = llm._queues
+        self._scheduler = llm._ranks.scheduler
+        self._queues = llm._ranks._queues
         self._random = random.Random(seed)
         self.requests: list[tuple[int, list[int]]] = []  # kind and prompt, by uid
         self.outputs: list[list[DetokenizeMsg]] = []
@@ -62,7 +62,7 @@ class Crowd:
         self.outputs.append([])
 
     def abort(self) -> None:
-        self._queues.post(AbortBackendMsg(self._random.randrange(len(self.requests))))
+        self._queues.post(AbortRequestMsg(self._random.randrange(len(self.requests))))
 
     def step(self) -> None:
         if self._scheduler.is_idle and self._queues._to_scheduler.empty():
@@ -99,7 +99,7 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
                 llm.generate(PROMPT, params, use_tqdm=False)
         crowd = Crowd(llm, seed=5)
         crowd.run(150)
-        scheduler = llm._scheduler
+        scheduler = llm._ranks.scheduler
         assert scheduler.statistics.counts.num_retractions > 0
         assert not (scheduler.requests._live or scheduler.requests._deferred)
         assert not scheduler.grammars._matches

@@ -165,8 +165,8 @@ def test_a_stop_text_ends_the_answer_wherever_the_tokens_begin(llm: LLM, include
         assert out.text == stream == text[: text.index(stop) + include * len(stop)]
         assert out.finish_reason == "stop"
         assert len(out.token_ids) <= NUM_TOKENS
-    assert llm._scheduler.is_idle
-    llm._scheduler.check_integrity()
+    assert llm._ranks.scheduler.is_idle
+    llm._ranks.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("streamed", [False, True])

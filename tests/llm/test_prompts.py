@@ -74,9 +74,9 @@ def test_log_probabilities_of_prompts_are_transformers(llm: LLM, max_tokens: int
                 0,
             )
             check(prompt, out.prompt_logprobs, num_top=2)
-    llm._scheduler.check_integrity()
-    if max_tokens and llm._scheduler.cache.num_pages == 24:
-        assert llm._scheduler.statistics.counts.num_retractions > 0
+    llm._ranks.scheduler.check_integrity()
+    if max_tokens and llm._ranks.scheduler.cache.num_pages == 24:
+        assert llm._ranks.scheduler.statistics.counts.num_retractions > 0
 
 
 def test_who_asks_changes_nothing_for_others_and_gets_the_same_answer(llm: LLM) -> None:
@@ -117,7 +117,7 @@ def test_more_rows_than_are_made_logits_at_a_time(
 
 
 def test_a_prompt_alone_may_fill_the_context_but_for_a_token(llm: LLM) -> None:
-    limit = min(CONTEXT, llm._scheduler._executor.limits.max_seq_len)
+    limit = min(CONTEXT, llm._ranks.scheduler._executor.limits.max_seq_len)
     [prompt] = random_prompts([limit - 1], VOCAB_SIZE, seed=3)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=0), use_tqdm=False)
     assert (out.text, out.token_ids, out.finish_reason, out.num_prompt) == (
@@ -145,7 +145,7 @@ def test_an_embedding_is_the_last_hidden_state_of_transformers(llm: LLM) -> None
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=5)
     for _ in range(2):  # the second time, all but the last page comes from the cache
         check_embeddings(prompts, llm.embed(prompts))
-    assert llm._scheduler.is_idle
+    assert llm._ranks.scheduler.is_idle
 
 
 def test_a_prompt_may_have_a_vector_and_an_answer(llm: LLM) -> None:

@@ -15,12 +15,11 @@ import minisgl.message as package
 from minisgl.core import Grammar, SamplingParams, TokenLogprobs
 from minisgl.errors import InvalidRequest, PromptTooLong, QueueFull, RequestError, UnknownModel
 from minisgl.message import (
-    AbortBackendMsg,
     AbortMsg,
-    BackendMsg,
+    AbortRequestMsg,
     BaseMsg,
-    BatchBackendMsg,
     BatchFrontendMsg,
+    BatchSchedulerMsg,
     BatchTokenizerMsg,
     CodecReply,
     Conversation,
@@ -48,6 +47,7 @@ from minisgl.message import (
     ReplaceMsg,
     ReplyError,
     ResumeMsg,
+    SchedulerMsg,
     ServeMsg,
     ShutdownMsg,
     StepCostsMsg,
@@ -64,8 +64,8 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.processes.child import StartupReport, TokenizerInfo
 from minisgl.sampling_params import MAX_COUNT, MAX_SEED
-from minisgl.utils.child import StartupReport, TokenizerInfo
 
 SAMPLING = SamplingParams(
     max_tokens=5,
@@ -95,21 +95,24 @@ STATS = EngineStats(
 )
 REPORT = StartupReport(max_seq_len=9, tokenizer=TokenizerInfo("{{ messages }}", {"<s>": 1}))
 ROUND_TRIPS: list[tuple[Any, BaseMsg]] = [
-    (BackendMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
-    (BackendMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
-    (BackendMsg, AbortBackendMsg(2)),
-    (BackendMsg, GrammarVerdictMsg(3, "the grammar is refused", 5)),
-    (BackendMsg, GrammarCompiledMsg(3)),
-    (BackendMsg, ForgetGrammarMsg(Grammar("regex", "a+"), (2**63 - 1,), "too much")),
-    (BackendMsg, StepCostsMsg((1e-3, 0.0, 2e-5, 1e-300, 0.1, 1 / 3))),
-    (BackendMsg, ExitMsg()),
+    (SchedulerMsg, UserMsg(1, pack_ids([1, 2, 3]), SAMPLING)),
+    (SchedulerMsg, UserMsg(2**63 - 1, b"", SamplingParams())),
+    (SchedulerMsg, AbortRequestMsg(2)),
+    (SchedulerMsg, GrammarVerdictMsg(3, "the grammar is refused", 5)),
+    (SchedulerMsg, GrammarCompiledMsg(3)),
+    (SchedulerMsg, ForgetGrammarMsg(Grammar("regex", "a+"), (2**63 - 1,), "too much")),
+    (SchedulerMsg, StepCostsMsg((1e-3, 0.0, 2e-5, 1e-300, 0.1, 1 / 3))),
+    (SchedulerMsg, ExitMsg()),
     (TokenizerMsg, FlushCacheMsg(3)),
-    (BackendMsg, NewDetokenizerMsg(2)),
+    (SchedulerMsg, NewDetokenizerMsg(2)),
     (TokenizerMsg, NewDetokenizerMsg(2)),
-    (BatchBackendMsg, BatchBackendMsg([])),
+    (BatchSchedulerMsg, BatchSchedulerMsg([])),
     (LeaderMsg, MatchStatesMsg({2**63 - 1: MatchState([5, 6], True, "too much"), 0: MatchState()})),
     (StepDigestMsg, StepDigestMsg(7, 2, 3, 16, slices=-(2**63), tables=2**32 - 1)),
-    (BatchBackendMsg, BatchBackendMsg([UserMsg(1, b"", SAMPLING), AbortBackendMsg(1), ExitMsg()])),
+    (
+        BatchSchedulerMsg,
+        BatchSchedulerMsg([UserMsg(1, b"", SAMPLING), AbortRequestMsg(1), ExitMsg()]),
+    ),
     (TokenizerMsg, TokenizeMsg(3, "text \0 and \U0001f600", SAMPLING)),
     (
         TokenizerMsg,
@@ -184,10 +187,10 @@ def test_every_message_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "types", [BackendMsg, BatchBackendMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg]
+    "types", [SchedulerMsg, BatchSchedulerMsg, LeaderMsg, TokenizerMsg, FrontendMsg, PeerMsg]
 )
 def test_a_message_of_another_process_is_refused(types: Any) -> None:
-    accepted = {BatchBackendMsg} if types is BatchBackendMsg else set(get_args(types))
+    accepted = {BatchSchedulerMsg} if types is BatchSchedulerMsg else set(get_args(types))
     foreign = [msg for _, msg in ROUND_TRIPS if type(msg) not in accepted]
 
     assert foreign
@@ -199,10 +202,10 @@ def test_a_message_of_another_process_is_refused(types: Any) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"type": "AbortBackendMsg"},
-        {"type": "AbortBackendMsg", "uid": "1"},
-        {"type": "AbortBackendMsg", "uid": None},
-        {"type": "AbortBackendMsg", "uid": 1.5},
+        {"type": "AbortRequestMsg"},
+        {"type": "AbortRequestMsg", "uid": "1"},
+        {"type": "AbortRequestMsg", "uid": None},
+        {"type": "AbortRequestMsg", "uid": 1.5},
         {"uid": 1},
         {"type": "UserMsg", "uid": 1, "input_ids": "text", "sampling": {}},
         {"type": "UserMsg", "uid": 1, "input_ids": b"", "sampling": {"temperature": "hot"}},
@@ -214,16 +217,16 @@ def test_a_message_of_another_process_is_refused(types: Any) -> None:
 )
 def test_a_wrong_field_is_refused(fields: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
-        decoder(BackendMsg)(msgspec.msgpack.encode(fields))
+        decoder(SchedulerMsg)(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"\xc1", b"\x81", encode(AbortBackendMsg(1))[:-1], encode(AbortBackendMsg(1)) + b"x"],
+    [b"", b"\xc1", b"\x81", encode(AbortRequestMsg(1))[:-1], encode(AbortRequestMsg(1)) + b"x"],
 )
 def test_what_is_no_msgpack_is_refused(raw: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decoder(BackendMsg)(raw)
+        decoder(SchedulerMsg)(raw)
 
 
 @given(raw=st.binary(max_size=40))
@@ -239,7 +242,7 @@ def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
     )
 
     with pytest.raises((msgspec.ValidationError, InvalidRequest), match="top_p"):
-        decoder(BackendMsg)(raw)
+        decoder(SchedulerMsg)(raw)
 
 
 @given(
@@ -256,7 +259,7 @@ def test_sampling_parameters_out_of_bounds_are_refused_on_arrival() -> None:
 )
 @settings(max_examples=200, derandomize=True, database=None, deadline=None)
 def test_all_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
-    assert decoder(BackendMsg)(encode(UserMsg(1, b"", params))).sampling == params
+    assert decoder(SchedulerMsg)(encode(UserMsg(1, b"", params))).sampling == params
 
 
 def test_messages_cannot_be_changed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from minisgl.core import Grammar, ReqSlice
 from minisgl.errors import InvalidRequest
 from minisgl.message import MatchState
-from minisgl.scheduler.grammar_matchers import IN_PROGRESS, GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammars.matchers import IN_PROGRESS, GrammarMatchers, PendingMasks
 from tests.scheduler.script import Script
 
 

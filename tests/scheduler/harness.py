@@ -10,17 +10,17 @@ from typing import Any
 from minisgl.core import FinishReason, IntArray, SamplingParams, TokenLogprobs
 from minisgl.engine import EngineLimits
 from minisgl.message import (
-    AbortBackendMsg,
-    BackendMsg,
+    AbortRequestMsg,
     DetokenizeMsg,
     EngineStats,
     ReplyError,
+    SchedulerMsg,
     UserMsg,
     pack_ids,
 )
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
-from minisgl.scheduler.pending_grammars import PendingGrammars
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
+from minisgl.scheduler.grammars.pending import PendingGrammars
 from tests.scheduler.fake_executor import FakeExecutor, endless_answer, reference_answer
 from tests.scheduler.fake_matchers import FakeMatchers
 
@@ -44,15 +44,15 @@ class MemoryInbox:
     """Hands out what was put in. A scheduler that would wait for more has a bug."""
 
     def __init__(self) -> None:
-        self.msgs: list[BackendMsg] = []
+        self.msgs: list[SchedulerMsg] = []
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         if block:
             assert self.msgs, "the scheduler would wait forever"
         msgs, self.msgs = self.msgs, []
         return msgs
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self.msgs.append(msg)
 
 
@@ -169,7 +169,7 @@ class Host:
         return answer[len(prompt) :]
 
     def abort(self, uid: int) -> None:
-        self.inbox.msgs.append(AbortBackendMsg(uid))
+        self.inbox.msgs.append(AbortRequestMsg(uid))
 
     def answer(self, uid: int) -> Answer:
         return self._book.answers.get(uid, Answer())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.scheduler.grammar_progress import MIN_FORCED_ON_CPU
+from minisgl.scheduler.grammars.progress import MIN_FORCED_ON_CPU
 from tests.scheduler.fake_executor import (
     FakeExecutor,
     LaunchedSlice,

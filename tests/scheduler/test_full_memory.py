@@ -188,7 +188,7 @@ def test_requests_end_one_after_the_other_until_the_step_fits() -> None:
 
 
 class OtherRanks:
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         pass
 
 

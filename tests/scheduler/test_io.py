@@ -15,21 +15,24 @@ import pytest
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import EngineFailed
 from minisgl.message import (
-    AbortBackendMsg,
-    BackendMsg,
-    BatchBackendMsg,
+    AbortRequestMsg,
+    BatchSchedulerMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
     ExitMsg,
     GrammarCompiledMsg,
     LeaderMsg,
+    SchedulerMsg,
     ShutdownMsg,
     UserMsg,
     decoder,
     encode,
     pack_ids,
 )
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler import (
     FollowerInbox,
     LeaderInbox,
@@ -38,10 +41,7 @@ from minisgl.scheduler import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.scheduler.grammar_budget import GrammarBudget
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.budget import GrammarBudget
 from tests.scheduler.fake_executor import FakeExecutor
 from tests.scheduler.harness import VOCAB_SIZE, AnswerBook, make_limits
 
@@ -72,12 +72,12 @@ def connect() -> Iterator[Connect]:
 class Script:
     """An inbox that gives the n-th parcel to the n-th step, and at last the end."""
 
-    def __init__(self, parcels: list[list[BackendMsg]]) -> None:
+    def __init__(self, parcels: list[list[SchedulerMsg]]) -> None:
         self._parcels = iter(parcels)
-        self.posted: list[BackendMsg] = []
+        self.posted: list[SchedulerMsg] = []
         self._num_taken = 0
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         posted = self.posted[self._num_taken :]
         self._num_taken += len(posted)
         for msgs in self._parcels:
@@ -85,15 +85,15 @@ class Script:
                 return [*posted, *msgs]
         return [ExitMsg()]
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self.posted.append(msg)
 
 
-def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
-    parcels: list[list[BackendMsg]] = []
+def random_parcels(random: Random, num_steps: int) -> list[list[SchedulerMsg]]:
+    parcels: list[list[SchedulerMsg]] = []
     uid = 0
     for _ in range(num_steps):
-        msgs: list[BackendMsg] = []
+        msgs: list[SchedulerMsg] = []
         for _ in range(random.choice([0, 0, 1, 2])):
             uid += 1
             prompt = [uid % 3] * random.randint(1, 20) + random.choices(
@@ -105,7 +105,7 @@ def random_parcels(random: Random, num_steps: int) -> list[list[BackendMsg]]:
                 )
             )
         if random.random() < 0.2:
-            msgs.append(AbortBackendMsg(random.randint(0, uid)))
+            msgs.append(AbortRequestMsg(random.randint(0, uid)))
         parcels.append(msgs)
     return parcels
 
@@ -156,7 +156,7 @@ def run_group(leader: Rank, followers: list[Rank], pushes: list[PushQueue]) -> N
     finally:
         for push, thread in zip(pushes, threads, strict=True):
             push.put(
-                BatchBackendMsg([ExitMsg()])
+                BatchSchedulerMsg([ExitMsg()])
             )  # read only by those whom the leader left waiting
             thread.join(timeout=20)
 
@@ -186,17 +186,17 @@ class DeafInbox(FollowerInbox):
     """A follower that misses one abort of a request that lives."""
 
     rank: Rank
-    missed: AbortBackendMsg | None = None
+    missed: AbortRequestMsg | None = None
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         return [msg for msg in super().receive(block=block) if not self._misses(msg)]
 
-    def _misses(self, msg: BackendMsg) -> bool:
+    def _misses(self, msg: SchedulerMsg) -> bool:
         live = self.rank.scheduler.requests._live
-        is_of_live = isinstance(msg, AbortBackendMsg) and msg.uid in live
+        is_of_live = isinstance(msg, AbortRequestMsg) and msg.uid in live
         if self.missed or not is_of_live:
             return False
-        assert isinstance(msg, AbortBackendMsg)
+        assert isinstance(msg, AbortRequestMsg)
         self.missed = msg
         return True
 
@@ -220,9 +220,9 @@ def test_a_follower_that_misses_an_abort_is_found_before_it_launches_another_ste
 class ConfusedInbox(FollowerInbox):
     """A follower that takes an abort of request 1 for one of request 2."""
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         msgs = super().receive(block=block)
-        return [AbortBackendMsg(2) if msg == AbortBackendMsg(1) else msg for msg in msgs]
+        return [AbortRequestMsg(2) if msg == AbortRequestMsg(1) else msg for msg in msgs]
 
 
 @pytest.mark.parametrize("abort_step", [1, 2, 5])
@@ -231,10 +231,10 @@ def test_a_follower_that_runs_another_request_of_equal_length_is_found_in_that_s
 ) -> None:
     push, pull = connect(0, LeaderMsg)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    both: list[BackendMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
-    parcels: list[list[BackendMsg]] = [both, *([] for _ in range(abort_step - 1))]
+    both: list[SchedulerMsg] = [UserMsg(uid, pack_ids([5, 6, 7]), params) for uid in (1, 2)]
+    parcels: list[list[SchedulerMsg]] = [both, *([] for _ in range(abort_step - 1))]
     follower = Rank(ConfusedInbox(pull))
-    leader = Rank(LeaderInbox(Script([*parcels, [AbortBackendMsg(1)]]), [push]))
+    leader = Rank(LeaderInbox(Script([*parcels, [AbortRequestMsg(1)]]), [push]))
     run_group(leader, [follower], [push])
 
     assert follower.executor.plans == leader.executor.plans[:abort_step]
@@ -271,7 +271,7 @@ def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
 ) -> None:
     push, pull = connect(0, LeaderMsg)
     follower = Rank(FollowerInbox(pull))
-    parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [AbortBackendMsg(1)]]
+    parcels: list[list[SchedulerMsg]] = [[AbortRequestMsg(1)], [AbortRequestMsg(1)]]
     leader = Rank(LeaderInbox(Script(parcels), [push]))
     ranks = [leader, follower]
     for rank in ranks:
@@ -286,9 +286,9 @@ def test_a_grammar_is_forgotten_when_rank_0_measures_that_it_takes_too_much(
 
 def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Connect) -> None:
     push, pull = connect(0, LeaderMsg)
-    parcels: list[list[BackendMsg]] = [[AbortBackendMsg(1)], [], [AbortBackendMsg(2), ExitMsg()]]
+    parcels: list[list[SchedulerMsg]] = [[AbortRequestMsg(1)], [], [AbortRequestMsg(2), ExitMsg()]]
     for msgs in parcels:
-        push.put(BatchBackendMsg(msgs))
+        push.put(BatchSchedulerMsg(msgs))
     inbox = FollowerInbox(pull)
 
     assert [inbox.receive(block=False) for _ in parcels] == parcels
@@ -296,28 +296,28 @@ def test_a_follower_takes_one_parcel_a_step_even_if_more_have_come(connect: Conn
 
 def test_the_leader_passes_on_empty_parcels_too(connect: Connect) -> None:
     push, pull = connect(0, LeaderMsg)
-    inbox = LeaderInbox(Script([[], [AbortBackendMsg(1)], []]), [push])
+    inbox = LeaderInbox(Script([[], [AbortRequestMsg(1)], []]), [push])
     for _ in range(3):
         inbox.receive(block=False)
 
-    assert [pull.get().msgs for _ in range(3)] == [[], [AbortBackendMsg(1)], []]
+    assert [pull.get().msgs for _ in range(3)] == [[], [AbortRequestMsg(1)], []]
 
 
 def test_an_inbox_gives_all_that_has_come_in_order(connect: Connect) -> None:
-    push, pull = connect(0, BackendMsg)
+    push, pull = connect(0, SchedulerMsg)
     inbox = ZmqInbox(pull, push)
     assert inbox.receive(block=False) == []
 
     for uid in range(100):
-        push.put(AbortBackendMsg(uid))
-    got: list[BackendMsg] = []
+        push.put(AbortRequestMsg(uid))
+    got: list[SchedulerMsg] = []
     while len(got) < 100:
         got += inbox.receive(block=True)
-    assert got == [AbortBackendMsg(uid) for uid in range(100)]
+    assert got == [AbortRequestMsg(uid) for uid in range(100)]
 
 
 def test_what_a_thread_posts_wakes_a_leader_that_waits(connect: Connect) -> None:
-    push, pull = connect(0, BackendMsg)
+    push, pull = connect(0, SchedulerMsg)
     writer, follower = connect(1, LeaderMsg)
     inbox = LeaderInbox(ZmqInbox(pull, push), [writer])
     msg = GrammarCompiledMsg(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.message import DetokenizeMsg, EngineStats
-from minisgl.scheduler.step_costs import StepCosts
+from minisgl.scheduler.pacing.costs import StepCosts
 from tests.scheduler.timed import TimedHost, TimedStep
 
 STEP_S = 0.5

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from minisgl.core import IntArray, Req, SamplingParams, TableWrites
-from minisgl.kernel import common_prefix_length
 from minisgl.kvcache import radix_cache
+from minisgl.kvcache.radix_cache import common_prefix_length
 from minisgl.message import ExitMsg, FlushCacheMsg, NewDetokenizerMsg
 from minisgl.scheduler import live_requests, prefill
-from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
+from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_arrival, by_length
 from tests.scheduler.fake_executor import endless_answer, reference_answer
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
 
@@ -304,7 +304,7 @@ def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
         return uids
 
     def queue_of_ten() -> RequestQueue:
-        queue = RequestQueue([by_age, by_length])
+        queue = RequestQueue([by_arrival, by_length])
         prefills = [prefill_of(uid, uid % 3, uid, num_left=9 - uid) for uid in range(1000)]
         for entry in prefills:
             queue.add(entry)
@@ -317,7 +317,7 @@ def test_a_queue_whose_requests_leave_does_not_keep_their_places() -> None:
     queue = queue_of_ten()
     assert len(queue) == 10
     assert all(len(heap) < 100 for heap in queue._heaps.values())
-    assert drain(queue, by_age) == [3, 6, 9, 2000, 1, 4, 7, 2, 5, 8]
+    assert drain(queue, by_arrival) == [3, 6, 9, 2000, 1, 4, 7, 2, 5, 8]
     assert drain(queue_of_ten(), by_length) == [9, 6, 3, 7, 2000, 4, 1, 8, 5, 2]
     assert len(queue) == 0
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from minisgl.core import BatchPlan
 from minisgl.engine import EngineLimits
-from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats, UserMsg, pack_ids
+from minisgl.message import DetokenizeMsg, EngineStats, SchedulerMsg, UserMsg, pack_ids
 from minisgl.prompt_waves import PromptWaves
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.step_costs import StepCosts, StepWork
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
 from tests.scheduler.harness import exactly
 
 LIMITS = EngineLimits(20_000, 64, 20_000, 32_000, frozenset({0}), num_rows=256)
@@ -125,7 +125,7 @@ class TimedHost:
         self.requests: list[TimedRequest] = []
         self.stats: list[EngineStats] = []
         self._coming: list[tuple[float, int, UserMsg]] = []
-        self._posted: list[BackendMsg] = []
+        self._posted: list[SchedulerMsg] = []
         self._random = Random(1)
         self.executor.rooms = rooms or []
         self.executor.prompt_waves = prompt_waves
@@ -143,7 +143,7 @@ class TimedHost:
         heapq.heappush(self._coming, (came_at, uid, UserMsg(uid, ids, exactly(num_answer))))
         return request
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         if block and not self._posted:
             self.clock.now = max(self.clock.now, self._coming[0][0])
         msgs = self._posted
@@ -152,7 +152,7 @@ class TimedHost:
             msgs.append(heapq.heappop(self._coming)[-1])
         return msgs
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self._posted.append(msg)
 
     def send(self, msgs: list[DetokenizeMsg], stats: EngineStats | None) -> None:

@@ -24,12 +24,13 @@ from minisgl.message import (
     decoder,
     encode,
 )
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import AsyncPullQueue, PushQueue
+from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app
 from minisgl.server.served_model import ServedModel
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import AsyncPullQueue, PushQueue
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -309,7 +310,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 routes = pytest.mark.parametrize("route", [CHAT, TEXT])
 all_routes = pytest.mark.parametrize("route", [CHAT, TEXT, RESPONSES])
-MAX_BODY = 4096
+MAX_BODY = 2**20  # bytes, as in the config below
+CONFIG = ServerConfig(max_body_mb=1)
 
 
 class App:
@@ -348,12 +350,16 @@ async def running_app(
     max_open_requests: int = 8,
     model: ServedModel = MODEL,
     num_tokenizer: int = 1,
-    max_body: int = MAX_BODY,
-    **options: Any,
+    config: ServerConfig = CONFIG,
+    **parts: Any,
 ) -> AsyncIterator[App]:
+    """
+    Args:
+        parts: of the application, as `create_app` takes them.
+    """
     async with running_frontend(max_open_requests, num_tokenizer) as (frontend, worker):
-        created = create_app(frontend, model, max_body, **options)
-        has_keys = bool(options.get("api_keys"))
+        created = create_app(frontend, model, config, **parts)
+        has_keys = bool(config.api_key)
         created.router.routes = _routes.setdefault(has_keys, created.router.routes)
         app = App(created, frontend, worker)
         try:

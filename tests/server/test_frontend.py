@@ -36,11 +36,11 @@ from minisgl.message import (
     TokenizeMsg,
     UserReply,
 )
+from minisgl.processes.addresses import DETOKENIZER
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.frontend import _DELIVERIES_A_TURN, Frontend, _seed_after
 from minisgl.server.generation import _MAX_UNREAD, Generation
-from minisgl.utils.addresses import DETOKENIZER
-from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     replaceable_frontend,
     restartable_frontend,
@@ -550,12 +550,13 @@ def test_gauges_are_zero_from_the_end_of_an_epoch_to_the_first_step_of_the_next(
             await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
             frontend.suspend("it died", 1)
             assert seen(frontend) == [0, 0, 0, 0]
-            frontend._take_stats(stats)
+            worker.send_message(BatchFrontendMsg([], stats))
+            await asyncio.sleep(0.1)
             assert seen(frontend) == [0, 0, 0, 0]
-            await restart()
+            restarted = await restart()
             assert seen(frontend) == [0, 0, 0, 0]
-            frontend._take_stats(stats)
-            assert seen(frontend) == [3, 2, 0.5, 64]
+            restarted.send_message(BatchFrontendMsg([], stats))
+            await wait_until(lambda: seen(frontend) == [3, 2, 0.5, 64])
 
     run(scenario())
 

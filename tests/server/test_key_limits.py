@@ -6,16 +6,18 @@ import errno
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.key_limits import Bucket, KeyAccount, KeyLimit, KeyLimits, read_key_limits
-from minisgl.utils.shared_numbers import SharedNumbers
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     App,
     HttpCall,
     assert_is_error,
@@ -190,6 +192,6 @@ def test_a_key_at_its_limit_gets_429s_and_another_key_its_answers() -> None:
 
     run_with_app(
         scenario,
-        api_keys=("sk-one", "sk-two"),
+        config=replace(CONFIG, api_key=("sk-one", "sk-two")),
         key_limits=KeyLimits(text, SharedNumbers()),
     )

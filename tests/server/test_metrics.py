@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.message import BatchFrontendMsg, EngineStats, ReplyError, UserReply
 from minisgl.server.metrics import Metrics, Stopwatch
-from tests.server.harness import CHAT, TEXT, App, run_with_app, token_replies, wait_until
+from tests.server.harness import (
+    CHAT,
+    CONFIG,
+    MAX_BODY,
+    TEXT,
+    App,
+    run_with_app,
+    token_replies,
+    wait_until,
+)
 from tests.server.http.test_middleware import KEYS, bearer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -130,7 +140,7 @@ def test_requests_are_counted_by_route_and_status_and_errors_by_code() -> None:
         ):
             await app.call(method, path).done
         await app.post(CHAT, messages=[]).done
-        await app.post(CHAT, raw=b" " * 5000).done
+        await app.post(CHAT, raw=b" " * (MAX_BODY + 1)).done
         await app.call("GET", "/version", headers=[]).done
         seen = await scrape(app)
         model = "/v1/models/{name:path}"
@@ -250,11 +260,11 @@ def test_what_a_dead_scheduler_counted_may_come_late() -> None:
     """It is counted once more, and nothing breaks: the next one counts from zero."""
     metrics = Metrics()
     for num_steps in (20, 30):
-        metrics.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
-    metrics.end_epoch()
-    metrics.update(EngineStats(0, 0, 0, 10, 0, 30, 0, 0))
+        metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
+    metrics.engine.end_epoch()
+    metrics.engine.update(EngineStats(0, 0, 0, 10, 0, 30, 0, 0))
     for num_steps in (5, 12):
-        metrics.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
+        metrics.engine.update(EngineStats(0, 0, 0, 10, 0, num_steps, 0, 0))
     counted = parse(metrics.expose().decode())["steps_total"]
     assert counted == 30 + 30 + 7
 
@@ -267,7 +277,7 @@ def test_it_wants_a_key_and_counts_who_has_none() -> None:
         seen = await scrape(app, **bearer(KEYS[0]))
         assert seen["errors_total invalid_api_key"] == seen["http_requests_total other 401"] == 1
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 def test_no_text_of_a_request_or_an_answer_is_in_it_and_two_servers_do_not_mix() -> None:

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.errors import Unavailable
 from minisgl.message import EngineStats, MetricSample, PeerMsg, RefuseMsg, SuspendMsg
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
 from minisgl.server import peers as peers_module
 from minisgl.server.metrics import Metrics
 from minisgl.server.peers import Peers
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
 from tests.server.harness import run, wait_until
 
 Values = dict[str, float]
@@ -106,7 +106,7 @@ def test_own_numbers_are_added_up_and_the_engines_are_not() -> None:
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     first, second, third = all_metrics = [Metrics() for _ in range(3)]
     for metrics, tokens in zip(all_metrics, (1, 10, 100), strict=True):
-        metrics.update(stats)
+        metrics.engine.update(stats)
         metrics.output_tokens.inc(tokens)
         metrics.inter_token_latency.observe(0.02)
         metrics.time_to_first_token.observe(tokens)

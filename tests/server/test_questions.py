@@ -19,7 +19,7 @@ from minisgl.message import (
     ReplyError,
     pack_ids,
 )
-from minisgl.utils.addresses import DETOKENIZER
+from minisgl.processes.addresses import DETOKENIZER
 from tests.server.harness import replaceable_frontend, run, running_frontend
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.5)

@@ -12,14 +12,14 @@ import pytest
 from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError
+from minisgl.processes.child import StartupReport, TokenizerInfo
 from minisgl.server import ServerConfig
 from minisgl.server.api_process import served_model
 from minisgl.server.args import REASONING_PARSERS, TOOL_CALL_PARSERS
-from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, Hermes, Mistral
-from minisgl.utils.child import StartupReport, TokenizerInfo
+from minisgl.server.requests.tools import Function, ToolUse
 
 RANKS = [StartupReport(max_seq_len=9), StartupReport(max_seq_len=8)]
 

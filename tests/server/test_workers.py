@@ -1,6 +1,6 @@
 """Which processes stand by for schedulers, and when they are started.
 
-What they do is tested with real processes in tests/utils/test_supervisor.py and
+What they do is tested with real processes in tests/processes/test_supervisor.py and
 tests/system/test_replacement.py.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from minisgl.processes.child import StartupReport
+from minisgl.processes.failures import Failure
 from minisgl.server.args import ServerConfig
 from minisgl.server.workers import Workers
-from minisgl.utils.child import StartupReport
-from minisgl.utils.child_failures import Failure
 
 
 class RecordingSupervisor:

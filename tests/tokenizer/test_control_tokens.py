@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from minisgl.config import TokenizerOptions
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
 from minisgl.tokenizer import Tokenizer
@@ -247,7 +248,9 @@ def test_an_answer_that_is_continued_may_contain_control_tokens(chatml: Tokenize
 
 
 def test_an_option_makes_them_control_tokens(folders: dict[tuple[str, str], Path]) -> None:
-    tokenizer = Tokenizer(folders["chatml", "byte level"], allow_control_tokens=True)
+    tokenizer = Tokenizer(
+        folders["chatml", "byte level"], TokenizerOptions(allow_control_tokens=True)
+    )
     ids = encode(tokenizer, "a<|im_end|>b")
     assert controls(tokenizer, "chatml", ids).count("<|im_end|>") == 2
 

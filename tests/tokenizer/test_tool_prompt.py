@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from minisgl.config import TokenizerOptions
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation
 from minisgl.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ def with_template(folder: Path, template: Any, **options: Any) -> Tokenizer:
     tokenizer.chat_template = template
     tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
     tokenizer.save_pretrained(folder)
-    return Tokenizer(folder, **options)
+    return Tokenizer(folder, TokenizerOptions(**options))
 
 
 def render(tokenizer: Tokenizer, *messages: ChatMessage, tools: Any = (TOOL,)) -> str:
@@ -86,9 +87,13 @@ def test_calls_in_a_form_that_is_not_parsed_are_described_where_they_are_to_be_p
 ) -> None:
     template = SHOWING["in general"] + "<function=f>"
     assert not with_template(tmp_path / "a", template).template.describes_tools
-    assert with_template(tmp_path / "b", template, needs_known_calls=True).template.describes_tools
+    assert with_template(
+        tmp_path / "b", template, falls_back_to_hermes=True
+    ).template.describes_tools
     known = SHOWING["in general"] + "<tool_call>"
-    assert not with_template(tmp_path / "c", known, needs_known_calls=True).template.describes_tools
+    assert not with_template(
+        tmp_path / "c", known, falls_back_to_hermes=True
+    ).template.describes_tools
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -106,7 +111,7 @@ def test_of_other_templates_the_format_is_not_known(template: str) -> None:
 
 
 def test_without_a_template_nothing_is_described(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, None, needs_known_calls=True)
+    tokenizer = with_template(tmp_path, None, falls_back_to_hermes=True)
     assert not tokenizer.template.describes_tools
     assert tokenizer.template.call_format is None
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl.config import TokenizerOptions
 from minisgl.core import SamplingParams
 from minisgl.message import (
-    AbortBackendMsg,
     AbortMsg,
+    AbortRequestMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
     CodecReply,
@@ -39,6 +40,7 @@ from minisgl.tokenizer.worker import TokenizeWorker, _hide_torch
 from tests.tokenizer.vocabularies import byte_fallback, byte_level
 
 GREEDY = SamplingParams(temperature=0.0)
+OPTIONS = TokenizerOptions()
 
 
 class Inbox:
@@ -75,12 +77,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     folder: Path, *msgs: TokenizerMsg | list[TokenizerMsg], max_seq_len: int = 1000
 ) -> tuple[list[Any], list[Any]]:
-    """What the backend and the frontend get."""
-    backend = Outbox()
+    """What the scheduler and the frontend get."""
+    scheduler = Outbox()
     frontend = Outbox()
-    worker = TokenizeWorker(folder, max_seq_len, backend, [frontend])  # type: ignore[arg-type]
+    worker = TokenizeWorker(folder, max_seq_len, scheduler, [frontend], OPTIONS)  # type: ignore[arg-type]
     worker.run(Inbox(*msgs))  # type: ignore[arg-type]
-    return backend.msgs, frontend.msgs
+    return scheduler.msgs, frontend.msgs
 
 
 def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
@@ -93,8 +95,8 @@ def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
     conversation = Conversation([{"role": "user", "content": texts[0]}])
     prompts: list[Any] = [*texts, conversation]
     msgs = [TokenizeMsg(uid, prompt, GREEDY) for uid, prompt in enumerate(prompts)]
-    to_backend, to_frontend = run(tmp_path, *msgs, ShutdownMsg(), max_seq_len=limit)
-    assert [msg.uid for msg in to_backend] == [1, 2]
+    to_scheduler, to_frontend = run(tmp_path, *msgs, ShutdownMsg(), max_seq_len=limit)
+    assert [msg.uid for msg in to_scheduler] == [1, 2]
     assert [
         (reply.uid, reply.error.code, reply.error.status, reply.error.param)
         for reply in to_frontend
@@ -116,24 +118,24 @@ def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
 
 def test_a_refused_prompt_is_answered_and_the_next_is_served(folder: Path) -> None:
     chat = TokenizeMsg(1, Conversation([{"role": "user", "content": "a"}]), GREEDY)
-    to_backend, (reply,) = run(folder, chat, TokenizeMsg(2, "a", GREEDY), ShutdownMsg())
+    to_scheduler, (reply,) = run(folder, chat, TokenizeMsg(2, "a", GREEDY), ShutdownMsg())
     assert isinstance(reply, UserReply)
     assert (reply.uid, reply.is_final) == (1, True)
     assert reply.error is not None
     assert (reply.error.status, reply.error.param) == (400, "messages")
-    assert [msg.uid for msg in to_backend] == [2]
+    assert [msg.uid for msg in to_scheduler] == [2]
 
 
 def test_a_worker_reports_its_chat_template_and_added_tokens(folder: Path) -> None:
-    info = TokenizeWorker(folder, 1000, Outbox(), Outbox()).info  # type: ignore[arg-type]
+    info = TokenizeWorker(folder, 1000, Outbox(), [], OPTIONS).info  # type: ignore[arg-type]
     assert info.chat_template is None
     assert info.added_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
 
 
 def test_an_abort_follows_its_request(folder: Path) -> None:
-    to_backend, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
-    assert [type(msg) for msg in to_backend] == [UserMsg, AbortBackendMsg]
-    assert to_backend[1].uid == 1
+    to_scheduler, _ = run(folder, TokenizeMsg(1, "a", GREEDY), AbortMsg(1), ShutdownMsg())
+    assert [type(msg) for msg in to_scheduler] == [UserMsg, AbortRequestMsg]
+    assert to_scheduler[1].uid == 1
 
 
 def test_an_abort_drops_what_waits_before_the_backend_sees_it(folder: Path) -> None:
@@ -144,8 +146,8 @@ def test_an_abort_drops_what_waits_before_the_backend_sees_it(folder: Path) -> N
         AbortMsg(2),
         AbortMsg(3),
     ]
-    to_backend, to_frontend = run(folder, waiting, ShutdownMsg())
-    assert [(type(msg), msg.uid) for msg in to_backend] == [(UserMsg, 1)]
+    to_scheduler, to_frontend = run(folder, waiting, ShutdownMsg())
+    assert [(type(msg), msg.uid) for msg in to_scheduler] == [(UserMsg, 1)]
     assert to_frontend == []
 
 
@@ -158,15 +160,15 @@ def test_short_prompts_and_outputs_do_not_wait_for_long_ones(folder: Path) -> No
         TokenizeMsg(4, "a", GREEDY),
         BatchTokenizerMsg([DetokenizeMsg(9, [260])]),
     ]
-    to_backend, to_frontend = run(folder, waiting, ShutdownMsg())
-    assert [msg.uid for msg in to_backend] == [4, 3]
+    to_scheduler, to_frontend = run(folder, waiting, ShutdownMsg())
+    assert [msg.uid for msg in to_scheduler] == [4, 3]
     assert [type(msg) for msg in to_frontend] == [BatchFrontendMsg, CodecReply, UserReply]
 
 
 def test_a_request_of_many_prompts_takes_turns_with_another(folder: Path) -> None:
     many: list[TokenizerMsg] = [TokenizeMsg(uid, "ab", GREEDY, first_uid=1) for uid in range(1, 6)]
-    to_backend, _ = run(folder, [*many, TokenizeMsg(6, "ab", GREEDY)], ShutdownMsg())
-    assert [msg.uid for msg in to_backend] == [1, 6, 2, 3, 4, 5]
+    to_scheduler, _ = run(folder, [*many, TokenizeMsg(6, "ab", GREEDY)], ShutdownMsg())
+    assert [msg.uid for msg in to_scheduler] == [1, 6, 2, 3, 4, 5]
 
 
 def test_questions_have_the_bound_of_prompts(folder: Path) -> None:
@@ -182,7 +184,7 @@ def test_questions_have_the_bound_of_prompts(folder: Path) -> None:
 def test_replies_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> None:
     outputs = [DetokenizeMsg(1, [260], num_prompt=3), DetokenizeMsg(2, finish="abort")]
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
-    to_backend, (batch, more) = run(
+    to_scheduler, (batch, more) = run(
         folder, BatchTokenizerMsg(outputs), BatchTokenizerMsg([], stats), ShutdownMsg()
     )
     assert isinstance(batch, BatchFrontendMsg)
@@ -191,7 +193,7 @@ def test_replies_of_one_step_go_to_the_frontend_in_one_message(folder: Path) -> 
         (1, "a", None),
         (2, "", "abort"),
     ]
-    assert to_backend == []
+    assert to_scheduler == []
 
 
 def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(folder: Path) -> None:
@@ -199,7 +201,7 @@ def test_each_api_process_gets_the_replies_to_its_requests_and_all_statistics(fo
     outputs = [DetokenizeMsg(uid, [260]) for uid in uids]
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8)
     frontends = [Outbox(), Outbox(), Outbox()]
-    worker = TokenizeWorker(folder, 1000, Outbox(), frontends)  # type: ignore[arg-type]
+    worker = TokenizeWorker(folder, 1000, Outbox(), frontends, OPTIONS)  # type: ignore[arg-type]
     worker.run(
         Inbox(  # type: ignore[arg-type]
             BatchTokenizerMsg(outputs),
@@ -230,8 +232,8 @@ def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Pa
         DetokenizeMsg(4, error=ReplyError(400, "c", "the grammar is too large"), goes_on=True),
     ]
     seen = [DetokenizeMsg(5, [260]), DetokenizeMsg(5, [260], finish="length", goes_on=True)]
-    to_backend, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
-    assert to_backend == [AbortBackendMsg(1)]
+    to_scheduler, (batch,) = run(folder, BatchTokenizerMsg(lost + seen), ShutdownMsg())
+    assert to_scheduler == [AbortRequestMsg(1)]
     assert [(reply.uid, reply.text, reply.is_final) for reply in batch.replies] == [
         (4, "", True),
         (5, "a", False),
@@ -241,12 +243,12 @@ def test_a_detokenizer_aborts_answers_whose_beginning_it_has_not_seen(folder: Pa
 
 def test_a_new_detokenizer_is_announced_before_jobs_that_wait(folder: Path) -> None:
     msgs: list[TokenizerMsg] = [TokenizeMsg(1, "a", GREEDY), NewDetokenizerMsg(1)]
-    to_backend, _ = run(folder, msgs, ShutdownMsg())
-    assert [type(msg) for msg in to_backend] == [NewDetokenizerMsg, UserMsg]
+    to_scheduler, _ = run(folder, msgs, ShutdownMsg())
+    assert [type(msg) for msg in to_scheduler] == [NewDetokenizerMsg, UserMsg]
 
 
 def test_questions_are_answered_without_the_backend(folder: Path) -> None:
-    to_backend, replies = run(
+    to_scheduler, replies = run(
         folder,
         EncodeMsg(1, "ab", add_special_tokens=False),
         EncodeMsg(2, Conversation([{"role": "user", "content": "a"}])),
@@ -254,7 +256,7 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
         DecodeMsg(4, pack_ids(Tokenizer(folder).encode("ab", add_special_tokens=False))),
         ShutdownMsg(),
     )
-    assert to_backend == []
+    assert to_scheduler == []
     assert all(isinstance(reply, CodecReply) for reply in replies)
     assert [reply.uid for reply in replies] == [1, 2, 3, 4]
     assert unpack_ids(replies[0].ids).tolist() == Tokenizer(folder).encode("ab").tolist()[1:]
@@ -269,8 +271,8 @@ def test_questions_are_answered_without_the_backend(folder: Path) -> None:
 
 @pytest.mark.parametrize("stops_scheduler", [False, True])
 def test_only_one_tokenizer_stops_the_scheduler(folder: Path, stops_scheduler: bool) -> None:
-    to_backend, to_frontend = run(folder, ShutdownMsg(stops_scheduler=stops_scheduler))
-    assert to_backend == ([ExitMsg()] if stops_scheduler else [])
+    to_scheduler, to_frontend = run(folder, ShutdownMsg(stops_scheduler=stops_scheduler))
+    assert to_scheduler == ([ExitMsg()] if stops_scheduler else [])
     assert to_frontend == []
 
 

@@ -1,7 +1,7 @@
 """Contract of an attention backend. Next to read: `torch_backend.py`."""
 
-# Dimensions: H head width, K kv heads, N query heads, P pages, R rows of the tables, T tokens of a
-# step, X a selection out of another dimension.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
+# tables, T tokens of a step, X a selection out of another dimension.
 
 from __future__ import annotations
 
@@ -20,37 +20,46 @@ from minisgl.prompt_waves import PromptWaves
 
 @dataclass(frozen=True, slots=True)
 class CapturedSlices:
-    """The slices of a captured graph: decodes, one token each, then longer ones.
+    """The slices of a captured graph: decodes, of a token each, then prompts.
 
-    Each part may be empty. There is no slice but these, so padding is among them.
+    Each part may be empty. There is no slice but these, so padding is among them. Beside prompts
+    the last decodes may be missing. Their tokens are then those of prompts.
 
     Attributes:
         row_X: int32, on the device: where a replay reads the row of each slice.
-        num_decodes: the leading slices that have one token each.
-        num_prompt_tokens: of all other slices together.
-        prompt_indptr: int32, on the device: where a replay reads at which of these tokens each
-            slice begins, and their number. A slice may have none. None if all are decodes.
+        decode_position_B: int32, on the device: where a replay reads the position of each decode;
+            -1 where one is missing.
+        most_prompt_tokens: how many tokens the prompts may have together.
+        prompt_indptr: int32, on the device: where a replay reads at which token of the step each
+            prompt begins, and the number of tokens. A prompt may have none. None if there is none.
         num_shared_tokens_1: int32 [1], where a replay reads how many leading tokens all decodes
             share. It is a hint: a backend may ignore it.
     """
 
     row_X: Tensor
-    num_decodes: int
-    num_prompt_tokens: int = 0
+    decode_position_B: Tensor
+    most_prompt_tokens: int = 0
     prompt_indptr: Tensor | None = None
     num_shared_tokens_1: Tensor | None = None
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_position_B)
 
     @property
     def decodes(self) -> CapturedSlices:
         """The decodes alone."""
         row_X = self.row_X[: self.num_decodes]
-        return CapturedSlices(row_X, self.num_decodes, num_shared_tokens_1=self.num_shared_tokens_1)
+        return CapturedSlices(
+            row_X, self.decode_position_B, num_shared_tokens_1=self.num_shared_tokens_1
+        )
 
     @property
     def prompts(self) -> CapturedSlices:
-        """The other slices alone."""
+        """The prompts alone."""
         row_X = self.row_X[self.num_decodes :]
-        return CapturedSlices(row_X, 0, self.num_prompt_tokens, self.prompt_indptr)
+        no_decodes = self.decode_position_B[:0]
+        return CapturedSlices(row_X, no_decodes, self.most_prompt_tokens, self.prompt_indptr)
 
 
 class BaseAttnBackend(ABC):
@@ -97,7 +106,7 @@ class BaseAttnBackend(ABC):
         """Update a graph's metadata to slices [start, end), before it is replayed.
 
         Args:
-            start_X, end_X: of the `CapturedSlices`.
+            start_X, end_X: of the `CapturedSlices`; equal where one is missing.
         """
         raise NotImplementedError
 

@@ -73,9 +73,10 @@ class FlashInferBackend(BaseAttnBackend):
         metadata = FlashInferMetadata(of_specs)
         start_X = np.zeros(len(slices.row_X), dtype=np.int32)
         end_X = np.zeros(len(slices.row_X), dtype=np.int32)
-        end_X[: slices.num_decodes] = 1
-        if slices.num_prompt_tokens:
-            end_X[-1] = slices.num_prompt_tokens
+        if slices.prompt_indptr is None:
+            end_X[:] = 1
+        else:
+            end_X[-1] = slices.most_prompt_tokens
         self.update_metadata(metadata, start_X, end_X)
         return metadata
 

@@ -5,7 +5,8 @@ takes the others; it is planned on the host.
 """
 
 # Dimensions: B requests of a step, H head width, K kv heads, N query heads, P pages, R rows of the
-# tables, S kv slots, T tokens of a step, Z entries of a flat list.
+# tables, S kv slots, T tokens of a step, X a selection out of another dimension, Z entries of a
+# flat list.
 
 from __future__ import annotations
 
@@ -42,13 +43,20 @@ class OwnDecodes:
     """Decodes at the head of a batch that our own kernels take.
 
     Attributes:
-        num_shared_tokens_1: int32 [1], on the device; how many leading tokens they share. None if
-            a kernel does not use it.
+        captured: those of a graph, of which some may be missing; None for steps that are not
+            captured.
     """
 
     num_decodes: int
     kernel: DecodeKernel
-    num_shared_tokens_1: Tensor | None = None
+    captured: CapturedSlices | None = None
+
+    def places(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The row and the position of each, int32; -1 is the position of a missing one."""
+        if self.captured is not None:
+            return self.captured.row_X, self.captured.decode_position_B
+        tokens = slice(self.num_decodes)
+        return batch.row_T[tokens], batch.position_T[tokens].int()
 
 
 class OwnDecodeKernels:
@@ -80,30 +88,32 @@ class OwnDecodeKernels:
         Args:
             slices: decodes alone.
             beside_prompts: whether the graph has prompts. Then decodes get single processors as
-                prompts leave them, and no clusters.
+                prompts leave them, and no clusters; and some may be missing.
         """
+        kernel = self._kernel_for(slices, beside_prompts)
+        return None if kernel is None else OwnDecodes(slices.num_decodes, kernel, slices)
+
+    def _kernel_for(self, slices: CapturedSlices, beside_prompts: bool) -> DecodeKernel | None:
         num_decodes = slices.num_decodes
         if self._needs_splits or slices.num_shared_tokens_1 is not None:
-            shared = slices.num_shared_tokens_1 if self._spec.window is None else None
-            return OwnDecodes(num_decodes, DecodeKernel.SPLITS, shared)
+            return DecodeKernel.SPLITS
         can_use_clusters = self._balanced and self._balanced.can_use_clusters(num_decodes)
         if can_use_clusters and not beside_prompts:
-            return OwnDecodes(num_decodes, DecodeKernel.CLUSTERS)
+            return DecodeKernel.CLUSTERS
         if num_decodes * self._pool.shape[1] <= _FEW_HEADS:
-            return OwnDecodes(num_decodes, DecodeKernel.SPLITS)
-        return OwnDecodes(num_decodes, DecodeKernel.RANGES) if self._balanced else None
+            return DecodeKernel.SPLITS
+        if self._balanced:
+            return DecodeKernel.RANGES
+        # FlashInfer's does not leave out missing decodes.
+        return DecodeKernel.SPLITS if beside_prompts else None
 
     def plan(self, batch: Batch, decodes: OwnDecodes) -> None:
         """Divide the work over the device, on the device, once a step."""
         if decodes.kernel is DecodeKernel.SPLITS:
             return
         assert self._balanced
-        tokens = slice(decodes.num_decodes)
-        self._balanced.plan(
-            batch.row_T[tokens],
-            batch.position_T[tokens].int(),
-            in_clusters=decodes.kernel is DecodeKernel.CLUSTERS,
-        )
+        in_clusters = decodes.kernel is DecodeKernel.CLUSTERS
+        self._balanced.plan(*decodes.places(batch), in_clusters=in_clusters)
 
     def run(
         self,
@@ -135,6 +145,8 @@ class OwnDecodeKernels:
                 starts_early=not beside_prompts,
             )
             return
+        captured = decodes.captured
+        has_shared = captured is not None and self._spec.window is None
         attend_decode(
             q_TNH,
             k_SKH,
@@ -142,13 +154,12 @@ class OwnDecodeKernels:
             pool.page_table_RP,
             pool.page_size,
             pool.token_B[tokens],
-            batch.row_T,
-            batch.position_T,
+            *decodes.places(batch),
             o_TNH,
             scale=self._spec.scale,
             window=self._spec.window,
             softcap=self._spec.softcap,
-            num_shared_tokens_1=decodes.num_shared_tokens_1,
+            num_shared_tokens_1=captured.num_shared_tokens_1 if captured and has_shared else None,
         )
 
 

@@ -29,7 +29,7 @@ _PLAN_BYTES = 8 << 20  # as much as FlashInfer takes
 
 
 class GraphRoom(NamedTuple):
-    """How many prompts a graph takes, how many tokens they have, and where it reads their pages."""
+    """How many prompts a graph takes, its most tokens, and where it reads the prompts' pages."""
 
     num_prompts: int
     num_tokens: int
@@ -65,12 +65,13 @@ class PagedPrompts(ABC):
     room: GraphRoom | None
 
     @abstractmethod
-    def plan(self, length_B: IntArray, end_B: IntArray) -> None:
+    def plan(self, length_B: IntArray, end_B: IntArray, num_decodes: int = 0) -> None:
         """Divide the work over the device.
 
         Args:
             length_B: tokens of each prompt's slice.
             end_B: tokens of its context, the slice included.
+            num_decodes: tokens before the prompts, in a graph.
         """
 
     @abstractmethod
@@ -107,6 +108,9 @@ class FlashInferRagged(RaggedPrompts):
 class FlashInferPaged(PagedPrompts):
     """Attends with FlashInfer's wrapper.
 
+    The wrapper's tokens begin with the first. So in a graph the decodes before the prompts are to
+    it a prompt without keys, and it writes zeros for them.
+
     Args:
         backend: FlashInfer's name of its kernels.
         workspace: uint8, on the device.
@@ -124,22 +128,26 @@ class FlashInferPaged(PagedPrompts):
         self.room = room
         places: dict[str, Any] = {}
         if room is not None:
+            num_slices = 1 + room.num_prompts
             places = {
                 "use_cuda_graph": True,
-                "qo_indptr_buf": ints(room.num_prompts + 1, shape.device),
-                "paged_kv_indptr_buf": ints(room.num_prompts + 1, shape.device),
+                "qo_indptr_buf": ints(num_slices + 1, shape.device),
+                "paged_kv_indptr_buf": ints(num_slices + 1, shape.device),
                 "paged_kv_indices_buf": room.page_Z,
-                "paged_kv_last_page_len_buf": ints(room.num_prompts, shape.device),
+                "paged_kv_last_page_len_buf": ints(num_slices, shape.device),
             }
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", backend=backend, **places
         )
         if room is not None:
-            self.indptr = places["paged_kv_indptr_buf"]
+            self.indptr = places["paged_kv_indptr_buf"][1:]
             self.page_Z = room.page_Z
 
-    def plan(self, length_B: IntArray, end_B: IntArray) -> None:
+    def plan(self, length_B: IntArray, end_B: IntArray, num_decodes: int = 0) -> None:
         shape = self._shape
+        if self.room is not None:
+            length_B = np.insert(length_B, 0, num_decodes)
+            end_B = np.insert(end_B, 0, 0)
         indptr, last_page_len, num_pages = page_lists(end_B, shape.page_size)
         if self.room is None:
             page_Z = torch.empty(num_pages, dtype=torch.int32, device=shape.device)
@@ -155,8 +163,9 @@ class FlashInferPaged(PagedPrompts):
             causal=True,
             **shape.options,
         )
-        self.indptr = self._wrapper._paged_kv_indptr_buf
-        self.page_Z = self._wrapper._paged_kv_indices_buf
+        if self.room is None:
+            self.indptr = self._wrapper._paged_kv_indptr_buf
+            self.page_Z = self._wrapper._paged_kv_indices_buf
 
     def run(self, q_TNH: Tensor, pages: tuple[Tensor, Tensor], o_TNH: Tensor) -> None:
         self._wrapper.run(q_TNH, pages, out=o_TNH)
@@ -176,13 +185,18 @@ class _HopperPlan:
         self._places: Any = None
 
     def _plan(
-        self, length_B: IntArray, kv_indptr: Tensor, end_B: IntArray, room: GraphRoom | None
+        self,
+        length_B: IntArray,
+        kv_indptr: Tensor,
+        end_B: IntArray,
+        room: GraphRoom | None = None,
+        num_decodes: int = 0,
     ) -> None:
         shape = self._shape
         self._places = self._module.plan(
             self._numbers,
             self._pinned_numbers,
-            running_sum(length_B),
+            running_sum(length_B) + num_decodes,
             kv_indptr,
             torch.from_numpy(np.ascontiguousarray(end_B)),
             int(length_B.sum()) if room is None else room.num_tokens,
@@ -205,7 +219,7 @@ class HopperRagged(_HopperPlan, RaggedPrompts):
     """
 
     def plan(self, length_B: IntArray) -> None:
-        self._plan(length_B, running_sum(length_B), length_B, None)
+        self._plan(length_B, running_sum(length_B), length_B)
 
     def run(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, o_TNH: Tensor) -> None:
         self._module.ragged_run(
@@ -227,10 +241,10 @@ class HopperPaged(_HopperPlan, PagedPrompts):
             self.indptr = ints(room.num_prompts + 1, shape.device)
             self.page_Z = room.page_Z
 
-    def plan(self, length_B: IntArray, end_B: IntArray) -> None:
+    def plan(self, length_B: IntArray, end_B: IntArray, num_decodes: int = 0) -> None:
         shape = self._shape
         indptr = page_indptr(end_B, shape.page_size)
-        self._plan(length_B, indptr, end_B, self.room)
+        self._plan(length_B, indptr, end_B, self.room, num_decodes)
         if self.room is None:
             self.indptr = indptr.to(shape.device, non_blocking=True)
             self.page_Z = torch.empty(int(indptr[-1]), dtype=torch.int32, device=shape.device)

@@ -59,14 +59,23 @@ class _Group:
     """Slices that are computed together.
 
     Attributes:
-        tokens: theirs, in the batch. Since decodes come first and have one token each, this also
-            cuts the slices of a captured graph.
+        tokens: theirs, in the batch; all tokens for prompts in a captured graph, which begin where
+            the decodes of a replay end.
+        slices: of those of a captured graph.
         page_lists: None where their keys are just those of the batch.
     """
 
     attention: FlashInferDecodes | RaggedPrompts | PagedPrompts
     tokens: slice
+    slices: slice = field(default_factory=lambda: slice(None))
     page_lists: _PageLists | None = None
+
+    @property
+    def writes_decodes(self) -> bool:
+        """Whether anything is written for the decodes before these."""
+        if not isinstance(self.attention, FlashInferPaged):
+            return False
+        return self.attention.room is not None
 
 
 @dataclass(slots=True)
@@ -130,7 +139,7 @@ class StepAttention:
         attention = self._decodes
         attention.plan(_ends(decodes))
         page_lists = _PageLists(self._rows(decodes), attention.indptr, attention.page_Z)
-        return _Group(attention, slice(len(decodes)), page_lists)
+        return _Group(attention, slice(len(decodes)), page_lists=page_lists)
 
     def _prompts_group(self, tokens: slice, prompts: list[ReqSlice]) -> _Group:
         length_B = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
@@ -138,7 +147,7 @@ class StepAttention:
             paged = self._paged
             paged.plan(length_B, _ends(prompts))
             page_lists = _PageLists(self._rows(prompts), paged.indptr, paged.page_Z)
-            return _Group(paged, tokens, page_lists)
+            return _Group(paged, tokens, page_lists=page_lists)
         self._ragged.plan(length_B)
         return _Group(self._ragged, tokens)
 
@@ -152,18 +161,19 @@ class StepAttention:
         if slices.num_decodes:
             decodes = slices.decodes
             metadata.own_decodes = self._own_kernels.take_captured(
-                decodes, beside_prompts=slices.num_prompt_tokens > 0
+                decodes, beside_prompts=slices.prompt_indptr is not None
             )
             if metadata.own_decodes is None:
                 metadata.groups.append(self._captured_decodes(decodes))
-        if slices.num_prompt_tokens:
+        if slices.prompt_indptr is not None:
             metadata.groups.append(self._captured_prompts(slices.num_decodes, slices.prompts))
         return metadata
 
     def _captured_decodes(self, slices: CapturedSlices) -> _Group:
         attention = FlashInferDecodes(self._pool, self._shape, slices.num_decodes)
         page_lists = _PageLists(slices.row_X, attention.indptr, attention.page_Z)
-        return _Group(attention, slice(slices.num_decodes), page_lists)
+        decodes = slice(slices.num_decodes)
+        return _Group(attention, decodes, decodes, page_lists)
 
     def _captured_prompts(self, num_decodes: int, slices: CapturedSlices) -> _Group:
         """One plan serves all graphs of as many slices and no more tokens: a replay plans anew.
@@ -172,22 +182,23 @@ class StepAttention:
         """
         num_slices = len(slices.row_X)
         paged = self._graph_prompts.get(num_slices)
-        if paged is None or not paged.room or slices.num_prompt_tokens > paged.room.num_tokens:
-            room = GraphRoom(num_slices, slices.num_prompt_tokens, self._pool.graph_prompt_page_Z)
+        if paged is None or not paged.room or slices.most_prompt_tokens > paged.room.num_tokens:
+            room = GraphRoom(num_slices, slices.most_prompt_tokens, self._pool.graph_prompt_page_Z)
             paged = self._paged_prompts(room)
             self._graph_prompts[num_slices] = paged
         page_lists = _PageLists(slices.row_X, paged.indptr, paged.page_Z)
-        return _Group(paged, slice(num_decodes, None), page_lists)
+        return _Group(paged, slice(None), slice(num_decodes, None), page_lists)
 
     def update_metadata(self, metadata: StepMetadata, start_X: IntArray, end_X: IntArray) -> None:
+        length_X = end_X - start_X
         for group in metadata.groups:
-            start_B = start_X[group.tokens]
-            end_B = end_X[group.tokens]
+            end_B = end_X[group.slices]
             if isinstance(group.attention, FlashInferDecodes):
                 group.attention.plan(end_B)
             else:
                 assert isinstance(group.attention, PagedPrompts), "as all that is captured"
-                group.attention.plan(end_B - start_B, end_B)
+                num_decodes = int(length_X[: group.slices.start].sum())
+                group.attention.plan(length_X[group.slices], end_B, num_decodes)
 
     def prepare_on_device(self, batch: Batch, metadata: StepMetadata) -> None:
         kernels = triton_kernels_for(self._pool.page_table_RP)
@@ -210,7 +221,10 @@ class StepAttention:
     ) -> Tensor:
         o_TNH = q_TNH.new_empty(q_TNH.shape)
         own_decodes = metadata.own_decodes
-        if own_decodes and metadata.groups:
+        if own_decodes and any(group.writes_decodes for group in metadata.groups):
+            self._run_groups(q_TNH, k_TKH, v_TKH, layer, metadata, o_TNH)
+            self._own_kernels.run(q_TNH, layer, batch, own_decodes, o_TNH, beside_prompts=False)
+        elif own_decodes and metadata.groups:
             # Prompts before decodes: decodes go where prompts leave processors idle.
             try:
                 with _fork(self._pool.prompt_stream):

@@ -1,11 +1,11 @@
 """Two backends as one: prompts go to the first, decodes to the second."""
 
-# Dimensions: H head width, K kv heads, N query heads, T tokens of a step, X a selection out of
-# another dimension.
+# Dimensions: B requests of a step, H head width, K kv heads, N query heads, T tokens of a step, X a
+# selection out of another dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,20 +19,28 @@ class _SubBatch:
     """Tokens of the batch that one backend attends for.
 
     Attributes:
+        slices: theirs, of those of a captured graph.
         batch: the tokens as a batch of their own, from `prepare_on_device` on.
     """
 
     backend: BaseAttnBackend
     tokens: slice
     metadata: BaseAttnMetadata
+    slices: slice = field(default_factory=lambda: slice(None))
     batch: Batch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HybridMetadata(BaseAttnMetadata):
-    """The parts of a step, in the order of the batch."""
+    """The parts of a step, in the order of the batch.
+
+    Attributes:
+        decode_position_B: of a captured graph with decodes and prompts, where decodes may be
+            missing. Both parts then have the tokens of those.
+    """
 
     sub_batches: list[_SubBatch]
+    decode_position_B: Tensor | None = None
 
 
 class HybridBackend(BaseAttnBackend):
@@ -62,19 +70,21 @@ class HybridBackend(BaseAttnBackend):
         sub_batches = []
         if num_decodes:
             metadata = self._decode.make_capture_metadata(slices.decodes)
-            sub_batches.append(_SubBatch(self._decode, slice(num_decodes), metadata))
-        if slices.num_prompt_tokens:
+            decodes = slice(num_decodes)
+            sub_batches.append(_SubBatch(self._decode, decodes, metadata, decodes))
+        if slices.prompt_indptr is not None:
             metadata = self._prefill.make_capture_metadata(slices.prompts)
-            sub_batches.append(_SubBatch(self._prefill, slice(num_decodes, None), metadata))
-        return HybridMetadata(sub_batches)
+            prompts = slice(num_decodes, None)
+            sub_batches.append(_SubBatch(self._prefill, slice(None), metadata, prompts))
+        has_both = len(sub_batches) == 2
+        return HybridMetadata(sub_batches, slices.decode_position_B if has_both else None)
 
     def update_metadata(
         self, metadata: BaseAttnMetadata, start_X: IntArray, end_X: IntArray
     ) -> None:
         assert isinstance(metadata, HybridMetadata)
         for sub_batch in metadata.sub_batches:
-            # Decodes are one token each, so what cuts the tokens cuts the slices too.
-            part = sub_batch.tokens
+            part = sub_batch.slices
             sub_batch.backend.update_metadata(sub_batch.metadata, start_X[part], end_X[part])
 
     def prepare_on_device(self, batch: Batch) -> None:
@@ -101,4 +111,13 @@ class HybridBackend(BaseAttnBackend):
                     q_TNH[tokens], k_TKH[tokens], v_TKH[tokens], layer, sub_batch.batch
                 )
             )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        position_B = batch.attn_metadata.decode_position_B
+        if position_B is None:
+            return torch.cat(outputs)
+        decoded_BNH, o_TNH = outputs
+        num_decodes = len(position_B)
+        is_decode_B11 = (position_B >= 0)[:, None, None]
+        o_TNH[:num_decodes] = torch.where(is_decode_B11, decoded_BNH, o_TNH[:num_decodes])
+        return o_TNH

@@ -92,7 +92,7 @@ class PagedAttnBackend(BaseAttnBackend):
     def make_capture_metadata(self, slices: CapturedSlices) -> PagedMetadata:
         return PagedMetadata(
             is_fresh=False,
-            max_queries=max(1, slices.num_prompt_tokens),
+            max_queries=max(1, slices.most_prompt_tokens),
             max_keys=self._page_table_RP.shape[1] * self._page_size,
             captured=slices,
         )
@@ -109,9 +109,13 @@ class PagedAttnBackend(BaseAttnBackend):
         if slices is None:
             return
         indptr = torch.arange(slices.num_decodes + 1, dtype=torch.int32, device=slices.row_X.device)
+        last_B = slices.decode_position_B
         if slices.prompt_indptr is not None:
-            indptr = torch.cat((indptr[:-1], slices.num_decodes + slices.prompt_indptr))
-        last_B = batch.position_T[indptr[1:] - 1].int()
-        metadata.length_B = (last_B + 1) * (indptr.diff() > 0)
+            num_present = slices.prompt_indptr[0]
+            indptr = torch.cat((indptr[:-1].clamp(max=num_present), slices.prompt_indptr))
+            last_of_prompt_B = batch.position_T[slices.prompt_indptr[1:] - 1].int()
+            last_B = torch.cat((last_B, last_of_prompt_B))
+        # A missing decode has a query only where there are no prompts, and then a key, too.
+        metadata.length_B = (last_B + 1).clamp(min=1) * (indptr.diff() > 0)
         metadata.query_indptr = indptr
         metadata.page_table_BP = self._page_table_RP.index_select(0, slices.row_X)

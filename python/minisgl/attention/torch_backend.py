@@ -92,7 +92,7 @@ class TorchAttentionBackend(BaseAttnBackend):
         """The last slice of a step with prompts is padding: nothing is computed for it."""
         assert isinstance(metadata, TorchAttnMetadata)
         num_decodes = len(metadata.token_B)
-        metadata.position_B.numpy()[:] = start_X[:num_decodes]
+        metadata.position_B.numpy()[:] = end_X[:num_decodes] - 1
         if metadata.prompt_row_X is None or len(metadata.prompt_row_X) == 0:
             return
         token_X, row_X, prompt_start_X, length_X = metadata.prompt_4X.numpy()
@@ -101,9 +101,9 @@ class TorchAttentionBackend(BaseAttnBackend):
         length_X[:] = end_X[num_decodes:]
         length_X -= prompt_start_X
         length_X[-1] = 0
-        token_X[0] = num_decodes
+        token_X[0] = np.count_nonzero(end_X[:num_decodes])
         np.cumsum(length_X[:-1], out=token_X[1:])
-        token_X[1:] += num_decodes
+        token_X[1:] += token_X[0]
 
     def forward(
         self,

@@ -86,18 +86,20 @@ class DecodeInputs(GraphInputs):
 
 @dataclass(slots=True)
 class PromptInputs(GraphInputs):
-    """Decodes, padded to as many as the graph has room for, then prompts and their padding.
+    """Decodes, then prompts, and then padding.
 
-    Attention sees each decode as a slice, padding included; then each prompt, with slices of no
-    tokens in the places of missing ones; and all padding behind the prompts as one slice.
+    Attention sees each decode and each prompt as a slice, with slices of no tokens in the places of
+    missing ones; and all padding as one slice, the last.
 
     Attributes:
         slice_row_X: the rows of the slices that attention sees.
-        prompt_indptr: where the slices after the decodes begin among their tokens, and their end.
+        decode_position_B: of each decode that the graph has room for; -1 where one is missing.
+        prompt_indptr: where the slices after the decodes begin among all tokens, and their end.
         returned_B: of each slice that samples, the index of its last token.
     """
 
     slice_row_X: IntArray
+    decode_position_B: IntArray
     prompt_indptr: IntArray
     returned_B: IntArray
 
@@ -112,13 +114,12 @@ class PromptInputs(GraphInputs):
         slice_row_X = np.full(key.num_slices + 1, padding_row, dtype=np.int32)
         start_X = np.zeros(key.num_slices + 1, dtype=np.int32)
         end_X = np.zeros(key.num_slices + 1, dtype=np.int32)
-        end_X[: key.num_decodes] = 1
         for first, slices in ((0, decodes), (key.num_decodes, prompts)):
             places = slice(first, first + len(slices))
             slice_row_X[places] = [req_slice.row for req_slice in slices]
             start_X[places] = [req_slice.start for req_slice in slices]
             end_X[places] = [req_slice.end for req_slice in slices]
-        end_X[-1] = key.num_prompt_tokens - sum(map(len, prompts))
+        end_X[-1] = key.num_tokens - len(decodes) - sum(map(len, prompts))
 
         # Their tokens, one slice after the other.
         length_X = end_X - start_X
@@ -138,7 +139,7 @@ class PromptInputs(GraphInputs):
         end_B[: len(sampling)] = end_X[sampling]
         returned_B[: len(sampling)] = last_X[sampling]
 
-        prompt_indptr = np.append(first_X[key.num_decodes :], key.num_tokens) - key.num_decodes
+        prompt_indptr = np.append(first_X[key.num_decodes :], key.num_tokens)
         return cls(
             sampling_slices=plan.sampling_slices,
             row_T=row_T,
@@ -148,12 +149,13 @@ class PromptInputs(GraphInputs):
             attn_start_X=start_X,
             attn_end_X=end_X,
             slice_row_X=slice_row_X,
+            decode_position_B=end_X[: key.num_decodes] - 1,
             prompt_indptr=prompt_indptr.astype(np.int32),
             returned_B=returned_B,
         )
 
     def token_arrays(self) -> list[IntArray]:
-        slices = [self.slice_row_X, self.prompt_indptr, self.returned_B]
+        slices = [self.slice_row_X, self.decode_position_B, self.prompt_indptr, self.returned_B]
         return [self.row_T, self.position_T, *slices]
 
 
@@ -184,11 +186,11 @@ class GraphTensors:
 def graph_tensors(key: GraphKey, tensors: list[Tensor]) -> GraphTensors:
     """Say what is what of `GraphInputs.token_arrays`, as they lie on the device."""
     if key.kind is GraphKind.WITH_PROMPTS:
-        row_T, position_T, slice_row_X, prompt_indptr, returned_B = tensors
-        slices = CapturedSlices(slice_row_X, key.num_decodes, key.num_prompt_tokens, prompt_indptr)
+        row_T, position_T, slice_row_X, decode_position_B, prompt_indptr, returned_B = tensors
+        slices = CapturedSlices(slice_row_X, decode_position_B, key.num_tokens, prompt_indptr)
         return GraphTensors(row_T, position_T, slices, returned_B)
     row_T, position_T, num_shared_tokens_1 = tensors
-    slices = CapturedSlices(row_T, key.num_decodes)
+    slices = CapturedSlices(row_T, position_T)
     if key.kind is GraphKind.SHARED_PREFIX:
         slices = replace(slices, num_shared_tokens_1=num_shared_tokens_1)
     return GraphTensors(row_T, position_T, slices, returned_B=None)

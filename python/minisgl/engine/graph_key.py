@@ -37,32 +37,29 @@ class GraphKey:
     """The kind of a captured graph, and what it has room for.
 
     Attributes:
-        num_decodes: slices of one token.
-        num_prompts: other slices.
-        num_prompt_tokens: of these together.
+        num_tokens: of all slices together.
+        num_decodes: leading slices of one token.
+        num_prompts: other slices. Where there are any, decodes may be missing, too, and leave
+            their tokens to prompts.
     """
 
     kind: GraphKind
+    num_tokens: int
     num_decodes: int
     num_prompts: int = 0
-    num_prompt_tokens: int = 0
 
     @property
     def num_slices(self) -> int:
         return self.num_decodes + self.num_prompts
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_decodes + self.num_prompt_tokens
-
-    @property
     def num_token_writes(self) -> int:
-        """Tokens that the graph writes to the token pool: as many as prompts have."""
-        return self.num_prompt_tokens
+        """Tokens that the graph writes to the token pool: as many as prompts may have."""
+        return self.num_tokens if self.num_prompts else 0
 
     def num_page_writes(self, page_size: int) -> int:
         """Pages that the graph writes to the page table: of so many tokens, one a slice more."""
-        return self.num_slices + self.num_prompt_tokens // page_size
+        return self.num_slices + self.num_token_writes // page_size
 
 
 # Of each kind, those of fewest tokens first, and of these, those of fewest decodes.
@@ -75,22 +72,20 @@ def find_graph_key(plan: BatchPlan, captured: GraphKeys) -> GraphKey | None:
     if all(req_slice.samples and req_slice.start + 1 == req_slice.end for req_slice in slices):
         kind = _decode_kind(plan)
         num_decodes = len(slices)
-        num_prompts = 0
-        num_prompt_tokens = 0
     elif all(req_slice.num_hidden_states == req_slice.samples for req_slice in slices):
         kind = GraphKind.WITH_PROMPTS
         # One token alone is computed like a prompt, by a graph that has no place for decodes.
         num_decodes = plan.num_decodes if len(slices) > 1 else 0
-        num_prompts = len(slices) - num_decodes
-        num_prompt_tokens = sum(map(len, slices[num_decodes:]))
     else:
         return None
 
+    num_tokens = sum(map(len, slices))
+    num_prompts = len(slices) - num_decodes
     for key in captured[kind]:
         if (
-            key.num_decodes >= num_decodes
+            key.num_tokens >= num_tokens
+            and key.num_decodes >= num_decodes
             and key.num_prompts >= num_prompts
-            and key.num_prompt_tokens >= num_prompt_tokens
         ):
             return key
     return None
@@ -113,12 +108,16 @@ def sharing_pays(plan: BatchPlan) -> bool:
 
 
 def prompt_room(captured: GraphKeys, num_decodes: int) -> list[int]:
-    """How many tokens of prompts captured steps have room for beside so many decodes, ascending."""
+    """How many tokens of prompts captured steps have room for beside so many decodes, ascending.
+
+    None is less than what the smallest step with a prompt has room for.
+    """
     keys = captured[GraphKind.WITH_PROMPTS]
     beside = min((key.num_decodes for key in keys if key.num_decodes >= num_decodes), default=0)
     if beside == 0:
         return []
-    return [key.num_prompt_tokens for key in keys if key.num_decodes == beside]
+    rooms = [key.num_tokens - num_decodes for key in keys if key.num_decodes == beside]
+    return [room for room in rooms if room >= keys[0].num_tokens]
 
 
 def has_room_for_writes(key: GraphKey, writes: TableWrites, page_size: int) -> bool:

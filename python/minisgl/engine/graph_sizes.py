@@ -16,19 +16,20 @@ _MAX_DECODES = 512
 _LONE_SIZES = [32, 64, 128, 256, 512, 1024]
 # ... and of a step with several slices, decodes included. A GPU multiplies 128 tokens at a time.
 _STEP_SIZES = [*range(128, 1281, 128), 1536, 2048]
-# It has up to so many prompts, beside so many decodes.
+# It has up to so many prompts, beside so many decodes at most: the logits of as many are computed.
 MAX_PROMPTS = 16
-_DECODES_BESIDE_PROMPTS = [32, 64, 80, 128, 256, 384]
+_DECODES_BESIDE_PROMPTS = [64, 128, 256]
 _MIN_PROMPT_TOKENS = 64
 # Tokens times bytes of weights. Beyond, a step takes the device longer than it takes the host to
 # launch it: Qwen3-14B on an H200, 1,500 tokens, 60 ms.
-_MAX_PROMPT_WORK = 45 * 10**12
+_MAX_WORK = 46 * 10**12
 
 # On a CPU padding takes time: 0.25 ms a token of SmolLM2-135M, and launching it by Python 6 ms a
 # step. The products of the largest of these steps are still those of a compiled kernel.
 _CPU_DECODES = [*range(1, 9), 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
 _CPU_DECODES_BESIDE_PROMPTS = [0, 4, 8, 16, 32]
-_CPU_PROMPT_TOKENS = [8, 16, 24, 32, 48, 64]
+_CPU_STEP_SIZES = [8, 16, 24, 32, 40, 48, 64, 80, 96]
+_MAX_CPU_PROMPT_TOKENS = 64
 _MAX_CPU_PROMPTS = 4
 
 
@@ -37,39 +38,47 @@ def most_decodes(asked: int | None, num_rows: int) -> int:
     return min(_MAX_DECODES if asked is None else asked, num_rows)
 
 
-def most_prompt_tokens(max_tokens: int, weight_bytes: int) -> int:
-    """The most tokens of prompts that are worth a graph.
+def most_tokens_with_prompts(max_tokens: int, weight_bytes: int) -> int:
+    """The most tokens of a step with prompts that is worth a graph.
 
     Args:
         max_tokens: of a request; padding stands in the row of one.
         weight_bytes: bytes of weights that a step reads, without experts.
     """
-    return min(max_tokens, _MAX_PROMPT_WORK // weight_bytes)
+    return min(max_tokens, _MAX_WORK // weight_bytes)
 
 
-def gpu_graph_keys(max_decodes: int, max_prompt_tokens: int) -> GraphKeys:
-    """What a GPU captures; every second size of decodes with a shared prefix."""
+def gpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
+    """What a GPU captures; every second size of decodes with a shared prefix.
+
+    Args:
+        max_tokens: of a step with prompts.
+    """
     decodes = size_ladder(max_decodes)
     every_second = {*range(MIN_SHARING_DECODES, max_decodes, 16)}
     if max_decodes >= MIN_SHARING_DECODES:
         every_second.add(max_decodes)
     sharing = [size for size in decodes if size in every_second]
     return {
-        GraphKind.DECODES: [GraphKey(GraphKind.DECODES, size) for size in decodes],
-        GraphKind.SHARED_PREFIX: [GraphKey(GraphKind.SHARED_PREFIX, size) for size in sharing],
-        GraphKind.WITH_PROMPTS: _keys_with_prompts(max_decodes, max_prompt_tokens),
+        GraphKind.DECODES: _decode_keys(GraphKind.DECODES, decodes),
+        GraphKind.SHARED_PREFIX: _decode_keys(GraphKind.SHARED_PREFIX, sharing),
+        GraphKind.WITH_PROMPTS: _keys_with_prompts(max_decodes, max_tokens),
     }
 
 
-def _keys_with_prompts(max_decodes: int, max_prompt_tokens: int) -> list[GraphKey]:
+def _decode_keys(kind: GraphKind, sizes: list[int]) -> list[GraphKey]:
+    return [GraphKey(kind, num_tokens=size, num_decodes=size) for size in sizes]
+
+
+def _keys_with_prompts(max_decodes: int, max_tokens: int) -> list[GraphKey]:
     kind = GraphKind.WITH_PROMPTS
-    keys = [GraphKey(kind, 0, 1, size) for size in _LONE_SIZES if size <= max_prompt_tokens]
-    smaller = [size for size in _DECODES_BESIDE_PROMPTS if size < max_decodes]
-    for num_decodes in (*smaller, max_decodes):
-        for size in _STEP_SIZES:
-            num_prompt_tokens = size - num_decodes
-            if _MIN_PROMPT_TOKENS <= num_prompt_tokens <= max_prompt_tokens:
-                keys.append(GraphKey(kind, num_decodes, MAX_PROMPTS, num_prompt_tokens))
+    keys = [GraphKey(kind, size, 0, 1) for size in _LONE_SIZES if size <= max_tokens]
+    fewest_decodes = 1
+    for num_decodes in _up_to(max_decodes, [*_DECODES_BESIDE_PROMPTS, max_decodes]):
+        fewest = fewest_decodes + _MIN_PROMPT_TOKENS
+        sizes = [size for size in _STEP_SIZES if fewest <= size <= max_tokens]
+        keys += [GraphKey(kind, size, num_decodes, MAX_PROMPTS) for size in sizes]
+        fewest_decodes = num_decodes + 1
     return _smallest_first(keys)
 
 
@@ -77,22 +86,24 @@ def _smallest_first(keys: list[GraphKey]) -> list[GraphKey]:
     return sorted(keys, key=lambda key: (key.num_tokens, key.num_decodes))
 
 
-def cpu_graph_keys(max_decodes: int, max_prompt_tokens: int) -> GraphKeys:
+def cpu_graph_keys(max_decodes: int, max_tokens: int) -> GraphKeys:
     """What a CPU captures: steps of few tokens. Of more, the work takes far longer than its calls.
 
     Args:
-        max_prompt_tokens: of a request; padding stands in the row of one.
+        max_tokens: of a request; padding stands in the row of one.
     """
     kind = GraphKind.WITH_PROMPTS
-    with_prompts = []
+    with_prompts: list[GraphKey] = []
+    fewest_decodes = 0
     for num_decodes in _up_to(max_decodes, _CPU_DECODES_BESIDE_PROMPTS):
         num_prompts = _MAX_CPU_PROMPTS if num_decodes else 1
-        for size in _CPU_PROMPT_TOKENS:
-            if size <= max_prompt_tokens:
-                with_prompts.append(GraphKey(kind, num_decodes, num_prompts, size))
-    decodes = _up_to(max_decodes, _CPU_DECODES)
+        fewest = fewest_decodes + _CPU_STEP_SIZES[0]
+        most = min(max_tokens, num_decodes + _MAX_CPU_PROMPT_TOKENS)
+        sizes = [size for size in _CPU_STEP_SIZES if fewest <= size <= most]
+        with_prompts += [GraphKey(kind, size, num_decodes, num_prompts) for size in sizes]
+        fewest_decodes = num_decodes + 1
     return {
-        GraphKind.DECODES: [GraphKey(GraphKind.DECODES, size) for size in decodes],
+        GraphKind.DECODES: _decode_keys(GraphKind.DECODES, _up_to(max_decodes, _CPU_DECODES)),
         GraphKind.SHARED_PREFIX: [],
         GraphKind.WITH_PROMPTS: _smallest_first(with_prompts),
     }

@@ -35,7 +35,7 @@ from minisgl.engine.graph_sizes import (
     cpu_graph_keys,
     gpu_graph_keys,
     most_decodes,
-    most_prompt_tokens,
+    most_tokens_with_prompts,
 )
 from minisgl.engine.limits import EngineLimits, most_tokens
 from minisgl.engine.memory import free_if_out_of_memory
@@ -151,8 +151,10 @@ class ModelRunner:
         keys: GraphKeys
         if self._device.type == "cuda":
             capture = CudaGraphCapture()
-            longest = most_prompt_tokens(self.limits.num_row_tokens - 1, self._loaded.weight_bytes)
-            keys = gpu_graph_keys(max_decodes, longest)
+            max_tokens = most_tokens_with_prompts(
+                self.limits.num_row_tokens - 1, self._loaded.weight_bytes
+            )
+            keys = gpu_graph_keys(max_decodes, max_tokens)
         else:
             kernels = load_cpu_kernels()
             if kernels is None:

@@ -27,7 +27,7 @@ from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.grammar.compiler import GrammarCompiler, deep_stack_executor
 from minisgl.grammar.trials import TrialLimits, TrialRequest, TrialSetup, Verdict
-from minisgl.utils.child import die_with_parent, ignore_interrupts, name_process
+from minisgl.processes.child import die_with_parent, ignore_interrupts, name_process
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less

@@ -23,7 +23,7 @@ import msgspec
 
 from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
-from minisgl.utils.child import interrupts_blocked
+from minisgl.processes.child import interrupts_blocked
 from minisgl.utils.env import env_with_sys_path
 
 logger = logging.getLogger(__name__)

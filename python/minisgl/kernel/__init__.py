@@ -27,7 +27,6 @@ The wrappers, and what they need:
     filters.py           top_k, top_p, min_p
     sample.py            chooses tokens, with noise by seed, position and token
     tables.py            writes and reads the device's page table and token pool
-    radix.py             compares keys of the radix tree
 
 C++ of a CPU:
 
@@ -109,7 +108,6 @@ from minisgl.kernel.mask import mask_logits, mask_logits_reference
 from minisgl.kernel.moe import chosen_experts, moe_reference, route, route_reference
 from minisgl.kernel.native import load_cpu_kernels
 from minisgl.kernel.norm import add_rms_norm, residual_norm, rms_norm, rms_norm_reference
-from minisgl.kernel.radix import common_prefix_length
 from minisgl.kernel.rotary import HeadNorms, Rotation, rotate, rotate_and_store, split_heads
 from minisgl.kernel.sample import choose_scored_tokens, choose_tokens, gumbel_noise
 from minisgl.kernel.store import store_kv
@@ -138,7 +136,6 @@ __all__ = [
     "choose_scored_tokens",
     "choose_tokens",
     "chosen_experts",
-    "common_prefix_length",
     "cuda_kernels_for",
     "embed",
     "gelu_and_mul",

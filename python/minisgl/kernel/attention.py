@@ -35,7 +35,7 @@ def attend_decode(
     """Write row token_B[b] of the output: the attention of that query to its context.
 
     Its context is positions [0, position_B[b]] of row row_B[b] of the page table, or the last
-    `window` of them.
+    `window` of them. A position of -1 says that a query is missing: nothing is written for it.
 
     Args:
         q_TNH, o_TNH: the heads of a token lie side by side; query head n reads kv head n * K // N.
@@ -87,6 +87,8 @@ def attend_decode_reference(
     group = q_TNH.shape[1] // k_SKH.shape[1]
     decodes = zip(token_B.tolist(), row_B.tolist(), position_B.tolist(), strict=True)
     for token, row, position in decodes:
+        if position < 0:
+            continue
         first = 0 if window is None else max(0, position + 1 - window)
         position_L = torch.arange(first, position + 1, device=q_TNH.device)
         page_L = page_table_RP[row, position_L // page_size].long()

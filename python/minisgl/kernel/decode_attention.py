@@ -109,7 +109,8 @@ class BalancedDecode:
         """Divide the contexts [0, position_B[b]] of table rows row_B, on the device.
 
         Args:
-            row_B, position_B: int32.
+            row_B, position_B: int32. A position of -1 says that a query is missing, and all after
+                it. Nothing is written for those; clusters take none.
             in_clusters: only if `can_use_clusters`. `attend` has to be told the same.
         """
         num_ranges = self._num_ranges

@@ -1,18 +1,14 @@
 """The KV cache: the bytes, and which pages prompts that begin alike can share.
 
-    BaseKVCachePool   tensors that hold keys and values by slot; `MHAKVCache`
-    BasePrefixCache   which pages hold the KV of which tokens; a radix tree, or none
-    PrefixKey         what a prefix cache is searched by: a namespace, and tokens
+    base.py         the contracts of a pool and of a prefix cache, and the key of a prefix
+    mha_pool.py     `MHAKVCache`: tensors that hold keys and values by slot
+    radix_cache.py  which pages hold the KV of which tokens: a radix tree
+    eviction.py     which of its pages goes next
+    naive_cache.py  a prefix cache that keeps nothing
 
 A `page` is the unit of allocation, `page_size` tokens; a `slot` is one token's place,
-page * page_size + offset. Neither part decides which request gets a page: `scheduler/cache.py`
-does.
-
-    base.py         the contracts of pool and prefix cache
-    mha_pool.py     the KV bytes
-    radix_cache.py  the radix tree
-    eviction.py     which leaf of the tree is evicted next
-    naive_cache.py  the prefix cache that keeps nothing
+page * page_size + offset. Neither pool nor prefix cache decides which request gets a page:
+`scheduler/cache.py` does.
 
 Read `base.py`, then `radix_cache.py` and `eviction.py`.
 """

@@ -22,7 +22,6 @@ import numpy as np
 
 from minisgl.core import IntArray
 from minisgl.errors import CapacityError
-from minisgl.kernel import common_prefix_length
 from minisgl.kvcache.base import BaseCacheHandle, BasePrefixCache, InsertResult, PrefixKey
 from minisgl.kvcache.eviction import Evictable, EvictionOrder
 
@@ -283,3 +282,13 @@ def _part(view: IntArray) -> IntArray:
 def _node_of(handle: BaseCacheHandle) -> _Node:
     assert isinstance(handle, _RadixHandle)
     return handle.node
+
+
+def common_prefix_length(a: IntArray, b: IntArray) -> int:
+    """Count the leading tokens that a and b have in common; both one-dimensional."""
+    length = min(len(a), len(b))
+    if length == 0:
+        return 0
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())  # 0, too, if nothing differs
+    return first if differs[first] else length

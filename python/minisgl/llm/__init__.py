@@ -1,9 +1,11 @@
 """The offline entrance: `LLM`, prompts in, texts out, without server processes.
 
-    llm.py           `LLM`: submits prompts, and steps its scheduler until they have finished
+    llm.py           `LLM`: submits prompts, and steps its ranks until they have finished
     arguments.py     one prompt or several, and their parameters
     answers.py       from outputs of steps to texts and answers
-    local_queues.py  the queues of a scheduler in this process
+    claim.py         one thread at a time may use it
+    local_rank.py    the only rank, in this process: a scheduler and its engine
+    local_queues.py  the queues of this scheduler
     rank_group.py    several ranks, in processes of their own
 
 Read `llm.py`.

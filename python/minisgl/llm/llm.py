@@ -1,15 +1,13 @@
 """Offline use, without a server.
 
-`LLM` has a scheduler and its engine in this process and steps them itself. Tensor-parallel ranks
-run in processes of their own, as they do under the server (`rank_group.py`). Next to read:
-`scheduler/scheduler.py`.
+`LLM` has a scheduler and its engine in this process and steps them itself (`local_rank.py`).
+Tensor-parallel ranks run in processes of their own, as they do under the server (`rank_group.py`).
+Next to read: `local_rank.py`, then `scheduler/scheduler.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -23,15 +21,14 @@ from tqdm import tqdm
 
 from minisgl.checkpoint import fetch_model
 from minisgl.core import IntArray, SamplingParams
-from minisgl.distributed import DistributedInfo
-from minisgl.engine import Engine
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
 from minisgl.llm.arguments import Prompt, as_conversations, as_list, as_tools, list_params
-from minisgl.llm.local_queues import LocalQueues
+from minisgl.llm.claim import Claim
+from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
 from minisgl.message import (
-    AbortBackendMsg,
+    AbortRequestMsg,
     ChatMessage,
     Conversation,
     DetokenizeMsg,
@@ -39,13 +36,11 @@ from minisgl.message import (
     UserMsg,
     pack_ids,
 )
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler import SchedulerConfig
 from minisgl.tokenizer import Tokenizer
-from minisgl.utils import detect_hardware
 
 # All prompts are there at once, and nobody waits for the first answer, or for single tokens.
 _OFFLINE = {"schedule": "fcfs", "target_itl_ms": 0.0}
-_BUSY = "another thread uses this LLM; one at a time may, until its answers have ended"
 
 
 class LLM:
@@ -72,33 +67,18 @@ class LLM:
             model = str(model)
         config = SchedulerConfig(model=model, **{**_OFFLINE, **options})
         folder = fetch_model(config.model, config.model_source)
-        config = config.agree(folder)
+        config = config.fix_for_ranks(folder)
         self._uids = itertools.count()
         self._unread: dict[int, deque[DetokenizeMsg]] = {}  # by uid, until the scheduler ends it
         self._failure: str | None = None
-        self._stepping = threading.Lock()
-        self._claiming = threading.Lock()
-        self._owner = threading.get_ident()  # the thread whose prompts are unfinished
-        self._pid = os.getpid()
-        self._queues: LocalQueues | RankGroup
-        self._scheduler: Scheduler | RankGroup
+        self._claim = Claim(self._unread)
+        self._ranks: LocalRank | RankGroup
         with ExitStack() as stack:
-            if config.tp > 1:
-                ranks = stack.enter_context(RankGroup(config))
-                self._queues = ranks
-                self._scheduler = ranks
-            else:
-                config = config.resolve(detect_hardware())
-                engine = Engine(config, DistributedInfo())
-                stack.callback(engine.close)
-                queues = LocalQueues()
-                self._queues = queues
-                self._scheduler = Scheduler(config, engine, queues, queues)
+            self._ranks = RankGroup(config) if config.tp > 1 else LocalRank(config)
+            stack.enter_context(self._ranks)
             self._optional_tokenizer = None
             if not skip_tokenizer_init:
-                self._optional_tokenizer = Tokenizer(
-                    folder, allow_control_tokens=config.allow_control_tokens
-                )
+                self._optional_tokenizer = Tokenizer(folder, config.tokenizer_options)
             self._resources = stack.pop_all()
 
     def generate(
@@ -203,18 +183,17 @@ class LLM:
         Raises:
             InvalidRequest: another thread makes a step of it.
         """
-        if self._scheduler.is_running and os.getpid() == self._pid:
-            if not self._stepping.acquire(blocking=False):
-                raise InvalidRequest(_BUSY)
-            # A step that was broken off has left any state, which the last one may meet.
-            ignored = EngineFailed if self._failure is None else Exception
+        if not self._ranks.is_running or not self._claim.is_of_this_process:
+            return
+        # A step that was broken off has left any state, which the last one may meet.
+        ignored = EngineFailed if self._failure is None else Exception
+        with self._claim.stepping():
             try:
-                self._queues.post(ExitMsg())
+                self._ranks.post(ExitMsg())
                 with suppress(ignored):
-                    self._step_scheduler()
+                    self._step_ranks()
             finally:
                 self._resources.close()
-                self._stepping.release()
 
     def __enter__(self) -> Self:
         return self
@@ -266,7 +245,7 @@ class LLM:
                 if msg.finish:
                     unfinished.discard(msg.uid)
                     if msg.uid in self._unread:  # a stop text, which the scheduler cannot see
-                        self._queues.post(AbortBackendMsg(msg.uid))
+                        self._ranks.post(AbortRequestMsg(msg.uid))
                 yield index_of[msg.uid], msg, text
         finally:
             self._abort(self._unread.keys() & uids)
@@ -280,14 +259,11 @@ class LLM:
         """Queue the prompts; their outputs go to `unread`. Returns their uids."""
         self._check_usable()
         packed = [pack_ids(self._ids_of(prompt)) for prompt in prompts]
-        with self._claiming:
-            if self._unread and self._owner != threading.get_ident():
-                raise InvalidRequest(_BUSY)
-            self._owner = threading.get_ident()
+        with self._claim.submitting():
             uids = [next(self._uids) for _ in prompts]
             for uid, ids, params in zip(uids, packed, params_list, strict=True):
                 self._unread[uid] = unread
-                self._queues.post(UserMsg(uid, ids, params))
+                self._ranks.post(UserMsg(uid, ids, params))
         return uids
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int] | IntArray:
@@ -296,29 +272,24 @@ class LLM:
         return prompt
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:  # its threads and ranks are not there
-            raise EngineFailed(f"this LLM belongs to the process {self._pid}, this is a fork of it")
+        self._claim.check_process()
         if self._failure is not None:
             raise EngineFailed(self._failure)
-        if not self._scheduler.is_running:
+        if not self._ranks.is_running:
             raise EngineFailed("this LLM is closed")
 
     def _step(self) -> None:
         """Make one step; file its outputs."""
-        if not self._stepping.acquire(blocking=False):
-            raise InvalidRequest(_BUSY)
-        try:
-            self._step_scheduler()
-            for msg in self._queues.drain_outputs():
+        with self._claim.stepping():
+            self._step_ranks()
+            for msg in self._ranks.drain_outputs():
                 self._unread[msg.uid].append(msg)
                 if msg.finish is not None or msg.error is not None:
                     del self._unread[msg.uid]
-        finally:
-            self._stepping.release()
 
-    def _step_scheduler(self) -> None:
+    def _step_ranks(self) -> None:
         try:
-            self._scheduler.step()
+            self._ranks.step()
         except EngineFailed as error:
             self._failure = str(error)
             raise
@@ -334,9 +305,10 @@ class LLM:
         The garbage collector closes a dropped stream at any time. In a step, that one goes on and
         those that follow end the requests.
         """
-        if self._failure is not None or not self._scheduler.is_running or os.getpid() != self._pid:
+        is_usable = self._failure is None and self._ranks.is_running
+        if not is_usable or not self._claim.is_of_this_process:
             return
         for uid in sorted(uids):
-            self._queues.post(AbortBackendMsg(uid))
-        while uids & self._unread.keys() and not self._stepping.locked():
+            self._ranks.post(AbortRequestMsg(uid))
+        while uids & self._unread.keys() and not self._claim.is_stepping:
             self._step()

@@ -1,24 +1,21 @@
-"""The queues of a scheduler in this process: lists in place of sockets.
-
-With several ranks `rank_group.py` has the queues.
-"""
+"""The queues of a scheduler in this process: lists in place of sockets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from queue import SimpleQueue
 
-from minisgl.message import BackendMsg, DetokenizeMsg, EngineStats
+from minisgl.message import DetokenizeMsg, EngineStats, SchedulerMsg
 
 
 class LocalQueues:
     """The scheduler's inbox and outbox as lists in this process."""
 
     def __init__(self) -> None:
-        self._to_scheduler: SimpleQueue[BackendMsg] = SimpleQueue()
+        self._to_scheduler: SimpleQueue[SchedulerMsg] = SimpleQueue()
         self._from_scheduler: list[DetokenizeMsg] = []
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         """Leave a message for the scheduler's next step."""
         self._to_scheduler.put(msg)
 
@@ -28,7 +25,7 @@ class LocalQueues:
         self._from_scheduler = []
         return msgs
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         msgs = [self._to_scheduler.get()] if block else []
         while not self._to_scheduler.empty():
             msgs.append(self._to_scheduler.get())

@@ -14,25 +14,25 @@ from typing import Self
 from minisgl.config import SchedulerConfig
 from minisgl.errors import EngineFailed
 from minisgl.message import (
-    BackendMsg,
-    BatchBackendMsg,
+    BatchSchedulerMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     ExitMsg,
+    SchedulerMsg,
     ShutdownMsg,
     decoder,
     encode,
 )
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.private_folder import private_folder
-from minisgl.utils.queues import PullQueue, PushQueue
-from minisgl.utils.supervisor import Supervisor
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.processes.supervisor import Supervisor
 
 _START_TIMEOUT_S = 900.0
 
 
 class RankGroup:
-    """The schedulers of a group, with the methods of a `Scheduler` and its queues for one process.
+    """The schedulers of a group, with the methods of a `LocalRank`.
 
     When a rank dies, the others are killed at once, also between two calls.
 
@@ -43,7 +43,7 @@ class RankGroup:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.is_running = True
-        self._posted: list[BackendMsg] = []
+        self._posted: list[SchedulerMsg] = []
         self._unread: list[DetokenizeMsg] = []
         with ExitStack() as stack:
             addresses = Addresses(stack.enter_context(private_folder()))
@@ -51,7 +51,7 @@ class RankGroup:
                 addresses.detokenizer, decoder(BatchTokenizerMsg | ShutdownMsg)
             )
             stack.callback(self._outputs.close)
-            self._inbox: PushQueue[BatchBackendMsg] = PushQueue(addresses.backend, encode)
+            self._inbox: PushQueue[BatchSchedulerMsg] = PushQueue(addresses.scheduler, encode)
             stack.callback(self._inbox.close)
             self._supervisor = stack.enter_context(Supervisor("WARNING"))
             for rank in range(config.tp):
@@ -61,7 +61,7 @@ class RankGroup:
             self._supervisor.end_together()
             self._resources = stack.pop_all()
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         """Leave a message for the next `step`."""
         self._posted.append(msg)
 
@@ -74,7 +74,7 @@ class RankGroup:
         posted = self._posted
         self._posted = []  # first: a stream that is closed meanwhile posts, too
         if posted:
-            self._inbox.put(BatchBackendMsg(posted))
+            self._inbox.put(BatchSchedulerMsg(posted))
         self.is_running = not any(isinstance(msg, ExitMsg) for msg in posted)
         if self.is_running:
             self._receive()

@@ -1,21 +1,21 @@
 """The messages between processes.
 
-    API server  ─ TokenizeMsg, AbortMsg ────▶  tokenizer
-    tokenizer   ─ UserMsg, AbortBackendMsg ─▶  scheduler 0  ─ BatchBackendMsg ─▶  scheduler 1..n-1
+    API process ─ TokenizeMsg, AbortMsg ────▶  tokenizer
+    tokenizer   ─ UserMsg, AbortRequestMsg ─▶  scheduler 0  ─ BatchSchedulerMsg ─▶  scheduler 1..n-1
     scheduler 0 ─ StepDigestMsg, MatchStatesMsg ─▶ scheduler 1..n-1
-    API server  ─ FlushCacheMsg, NewDetokenizerMsg ▶ tokenizer ─ the same ────▶  scheduler 0
+    API process ─ FlushCacheMsg, NewDetokenizerMsg ▶ tokenizer ─ the same ────▶  scheduler 0
     scheduler 0 ─ GrammarVerdictMsg, GrammarCompiledMsg, ForgetGrammarMsg, StepCostsMsg ─▶  itself,
                   and so all ranks
-    scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API server
-    API server  ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API server
+    scheduler 0 ─ BatchTokenizerMsg ────────▶  detokenizer  ─ BatchFrontendMsg ▶  API process
+    API process ─ EncodeMsg, DecodeMsg ─────▶  tokenizer    ─ CodecReply ──────▶  API process
     API process ─ the messages of peer.py ──▶  other API processes
 
 A file has the messages to one kind of process:
 
     base.py       how all are encoded
     tokenizer.py  to tokenizers and the detokenizer
-    backend.py    to schedulers
-    frontend.py   to the API server
+    scheduler.py  to schedulers
+    frontend.py   to API processes
     peer.py       between API processes
 
 Every message is a frozen msgspec struct with its type as a tag. `encode` writes msgpack; a
@@ -24,24 +24,6 @@ little-endian int32. A frame on a queue is one message; the Batch… messages ca
 one step.
 """
 
-from minisgl.message.backend import (
-    AbortBackendMsg,
-    BackendMsg,
-    BaseBackendMsg,
-    BatchBackendMsg,
-    ExitMsg,
-    FlushCacheMsg,
-    ForgetGrammarMsg,
-    GrammarCompiledMsg,
-    GrammarVerdictMsg,
-    LeaderMsg,
-    MatchState,
-    MatchStatesMsg,
-    NewDetokenizerMsg,
-    StepCostsMsg,
-    StepDigestMsg,
-    UserMsg,
-)
 from minisgl.message.base import BaseMsg, decoder, encode, pack_ids, unpack_ids
 from minisgl.message.frontend import (
     BaseFrontendMsg,
@@ -68,6 +50,24 @@ from minisgl.message.peer import (
     ServeMsg,
     SuspendMsg,
 )
+from minisgl.message.scheduler import (
+    AbortRequestMsg,
+    BaseSchedulerMsg,
+    BatchSchedulerMsg,
+    ExitMsg,
+    FlushCacheMsg,
+    ForgetGrammarMsg,
+    GrammarCompiledMsg,
+    GrammarVerdictMsg,
+    LeaderMsg,
+    MatchState,
+    MatchStatesMsg,
+    NewDetokenizerMsg,
+    SchedulerMsg,
+    StepCostsMsg,
+    StepDigestMsg,
+    UserMsg,
+)
 from minisgl.message.tokenizer import (
     AbortMsg,
     BaseTokenizerMsg,
@@ -88,15 +88,15 @@ from minisgl.message.tokenizer import (
 )
 
 __all__ = [
-    "AbortBackendMsg",
+    "AbortRequestMsg",
     "AbortMsg",
-    "BackendMsg",
-    "BaseBackendMsg",
+    "SchedulerMsg",
+    "BaseSchedulerMsg",
     "BaseFrontendMsg",
     "BaseMsg",
     "BasePeerMsg",
     "BaseTokenizerMsg",
-    "BatchBackendMsg",
+    "BatchSchedulerMsg",
     "BatchFrontendMsg",
     "BatchTokenizerMsg",
     "ChatMessage",

@@ -1,4 +1,4 @@
-"""Messages to the API server."""
+"""Messages to API processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl.message.base import BaseMsg
 
 
 class BaseFrontendMsg(BaseMsg, frozen=True):
-    """Sent to the API server."""
+    """Sent to an API process."""
 
 
 class ReplyError(BaseMsg, frozen=True):
@@ -59,7 +59,7 @@ class TextLogprobs(BaseMsg, frozen=True):
 
 
 class UserReply(BaseFrontendMsg, frozen=True):
-    """(De)tokenizer → API server: new text of a request, or its end.
+    """(De)tokenizer → API process: new text of a request, or its end.
 
     Attributes:
         text: of all new tokens; empty while a character is incomplete.
@@ -106,7 +106,7 @@ def join_replies(replies: Sequence[UserReply]) -> UserReply:
 
 
 class CodecReply(BaseFrontendMsg, frozen=True):
-    """Tokenizer → API server: the answer to an EncodeMsg or a DecodeMsg.
+    """Tokenizer → API process: the answer to an EncodeMsg or a DecodeMsg.
 
     Attributes:
         ids: for an EncodeMsg; packed by `pack_ids`.
@@ -148,7 +148,7 @@ class EngineStats(BaseMsg, frozen=True):
 
 
 class BatchFrontendMsg(BaseFrontendMsg, frozen=True):
-    """Detokenizer → API server: all replies of one step that are for this API process."""
+    """Detokenizer → API process: all replies of one step that are for this API process."""
 
     replies: list[UserReply]
     stats: EngineStats | None = None

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.message.base import BaseMsg
-from minisgl.utils.child import StartupReport
+from minisgl.processes.child import StartupReport
 
 
 class BasePeerMsg(BaseMsg, frozen=True):

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
-from minisgl.message.backend import FlushCacheMsg, NewDetokenizerMsg
 from minisgl.message.base import BaseMsg
 from minisgl.message.frontend import EngineStats, ReplyError
+from minisgl.message.scheduler import FlushCacheMsg, NewDetokenizerMsg
 
 ChatMessage: TypeAlias = dict[str, Any]
 
@@ -62,7 +62,7 @@ class BaseTokenizerMsg(BaseMsg, frozen=True):
 
 
 class TokenizeMsg(BaseTokenizerMsg, frozen=True):
-    """API server → tokenizer: a new request.
+    """API process → tokenizer: a new request.
 
     first_uid: of the API request that it is part of; prompts of one API request take turns as one.
     """
@@ -74,7 +74,7 @@ class TokenizeMsg(BaseTokenizerMsg, frozen=True):
 
 
 class EncodeMsg(BaseTokenizerMsg, frozen=True):
-    """API server → any tokenizer: tokenize this. The answer is a CodecReply.
+    """API process → any tokenizer: tokenize this. The answer is a CodecReply.
 
     add_special_tokens: None adds them to a text but not to a conversation, whose template has them.
     """
@@ -85,7 +85,7 @@ class EncodeMsg(BaseTokenizerMsg, frozen=True):
 
 
 class DecodeMsg(BaseTokenizerMsg, frozen=True):
-    """API server → any tokenizer: detokenize this. The answer is a CodecReply.
+    """API process → any tokenizer: detokenize this. The answer is a CodecReply.
 
     ids: packed by `pack_ids`.
     """
@@ -95,13 +95,13 @@ class DecodeMsg(BaseTokenizerMsg, frozen=True):
 
 
 class AbortMsg(BaseTokenizerMsg, frozen=True):
-    """API server → the request's tokenizer: end this request. It cannot overtake the request."""
+    """API process → the request's tokenizer: end this request. It cannot overtake the request."""
 
     uid: int
 
 
 class ShutdownMsg(BaseTokenizerMsg, frozen=True):
-    """API server → tokenizer, scheduler → detokenizer: no more messages will come.
+    """API process → tokenizer, scheduler → detokenizer: no more messages will come.
 
     stops_scheduler: the tokenizer sends an ExitMsg to the scheduler; set for one tokenizer.
     """

@@ -12,30 +12,17 @@ The step and its requests:
     cache.py             pages: who holds which
     table.py             rows of the page table and the token pool
     outputs.py           sampled tokens become outputs: finish reasons, messages
-
-How much a step computes:
-
-    step_budget.py       how many prompt tokens a step computes
-    step_costs.py        how long a step takes
-    step_watch.py        rank 0's clock: what steps cost
-    prefill_watch.py     rank 0's clock: how long prefills take
-
-Structured output:
-
-    pending_grammars.py  requests that wait until their grammar is tried and compiled
-    known_grammars.py    grammars that were tried, and what they take
-    grammar_budget.py    which are forgotten when they take too much
-    grammar_matchers.py  grammar masks before a token, this rank's matches after it
-    mask_threads.py      threads that make masks, and what they take for it
-    grammar_progress.py  how sampled tokens advance matches, on all ranks alike; forced tokens
+    pacing/              how much a step computes: a budget in time
+    grammars/            structured output: grammars of requests, and their matches
 
 Other processes, and what goes to them:
 
-    worker.py            the process of one rank
+    worker.py            what runs in the process of a rank
     io.py                where messages come from and go to; how ranks see the same ones
     step_digest.py       whether all ranks plan the same step
     events.py            what happens to requests and steps; their counts and their log
     statistics.py        numbers for /metrics
+    prefill_watch.py     how long prefills take, by rank 0's clock
 
 Read `scheduler.py` first.
 """

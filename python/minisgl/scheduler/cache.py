@@ -72,7 +72,7 @@ class CacheManager:
         """Give a request a row, its cached prefix, and pages for all its tokens.
 
         Args:
-            reserve: pages that must be left over for the requests already running.
+            reserve: pages that must be left over for other requests, running or half computed.
 
         Returns:
             False, and nothing has changed, if the pages do not suffice.
@@ -138,7 +138,7 @@ class CacheManager:
             num_tokens: they are computed, or will be in the next step.
 
         Returns:
-            the prefix that the request had before, for `take_back`.
+            the prefix that the request had before, for `unpublish`.
         """
         holding = self._held[req.uid]
         before = holding.prefix
@@ -151,7 +151,7 @@ class CacheManager:
         holding.prefix = prefix
         return before
 
-    def take_back(self, req: Req, before: BaseCacheHandle) -> None:
+    def unpublish(self, req: Req, before: BaseCacheHandle) -> None:
         """Undo `publish`. Nobody else has what was published.
 
         Args:

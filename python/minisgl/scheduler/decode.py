@@ -5,8 +5,8 @@ requests run than would fit if all of them reached `max_tokens`. When pages run 
 urgent request is retracted; among equally urgent ones, the youngest. Its pages are released as soon
 as no launched step refers to it. Later it is computed again from its tokens.
 
-Owns the set of running requests. Knows nothing of prompts and of grammars: forced tokens are to it
-several tokens that a request has to compute.
+Owns the set of running requests. Knows nothing of prompts and of grammars. A request has one token
+to compute, or several if its grammar has forced some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RunningPlan:
     """What a step computes of running requests.
 
     Attributes:
-        budget: tokens of the budget that are left.
+        num_left: tokens of the budget that are left.
         decodes: slices of one token that sample, the longest contexts first. A kernel that gives
             each request to a processor should begin a short one last.
         longer: slices of requests that have several tokens to compute.
@@ -32,7 +32,7 @@ class RunningPlan:
         is_short_of_pages: whether a request found no page. It waits for the next step.
     """
 
-    budget: int
+    num_left: int
     decodes: list[ReqSlice] = field(default_factory=list)
     longer: list[ReqSlice] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)
@@ -40,9 +40,9 @@ class RunningPlan:
 
     def add_longer(self, req: Req) -> None:
         """Add one token of a request, and as many more as the budget allows."""
-        end = min(req.num_tokens, req.num_computed + 1 + self.budget)
+        end = min(req.num_tokens, req.num_computed + 1 + self.num_left)
         self.longer.append(ReqSlice(req, req.num_computed, end, samples=end == req.num_tokens))
-        self.budget -= end - req.num_computed - 1
+        self.num_left -= end - req.num_computed - 1
 
     def drop(self, req: Req) -> None:
         """Remove the slice of a request, if it has one."""

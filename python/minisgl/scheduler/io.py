@@ -16,37 +16,37 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.message import (
-    BackendMsg,
-    BatchBackendMsg,
+    BatchSchedulerMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     EngineStats,
     LeaderMsg,
     MatchState,
     MatchStatesMsg,
+    SchedulerMsg,
     ShutdownMsg,
     StepDigestMsg,
     encode,
 )
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.scheduler.step_digest import check_digest
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.queues import PullQueue, PushQueue
 
 
 class Inbox(Protocol):
     """Where messages come from."""
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         """What has come since the last call; with `block`, wait until there is something."""
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         """Leave a message for a later `receive`, on rank 0, from any thread."""
 
 
 class OtherRanks(Protocol):
     """The other ranks of a group."""
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         """Compare what this rank plans with what rank 0 plans; once a step, before its launch.
 
         Rank 0 never waits. The others wait until it has planned; it launches after that, and no
@@ -84,19 +84,19 @@ class ZmqInbox:
     """
 
     def __init__(
-        self, queue: PullQueue[BackendMsg | BatchBackendMsg], writer: PushQueue[BackendMsg]
+        self, queue: PullQueue[SchedulerMsg | BatchSchedulerMsg], writer: PushQueue[SchedulerMsg]
     ) -> None:
         self._queue = queue
         self._writer = writer
         self._lock = threading.Lock()
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
-        msgs: list[BackendMsg] = []
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
+        msgs: list[SchedulerMsg] = []
         for msg in self._queue.drain(block=block):
-            msgs += msg.msgs if isinstance(msg, BatchBackendMsg) else [msg]
+            msgs += msg.msgs if isinstance(msg, BatchSchedulerMsg) else [msg]
         return msgs
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         with self._lock:
             self._writer.put(msg)
 
@@ -108,14 +108,14 @@ class LeaderInbox:
         self._source = source
         self._followers = followers
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:
         msgs = self._source.receive(block=block)
-        batch = BatchBackendMsg(list(msgs))
+        batch = BatchSchedulerMsg(list(msgs))
         for queue in self._followers:
             queue.put(batch)
         return msgs
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         for queue in self._followers:
             queue.put(digest)
 
@@ -125,25 +125,25 @@ class LeaderInbox:
             queue.put(msg)
         return states
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         self._source.post(msg)
 
 
 class FollowerInbox:
     """The leader's messages, one batch a step. It is also the `OtherRanks` of this rank.
 
-    `receive`, `agree` and `share` wait for the leader, which goes first.
+    `receive`, `compare` and `share` wait for the leader, which goes first.
     """
 
     def __init__(self, queue: PullQueue[LeaderMsg]) -> None:
         self._queue = queue
 
-    def receive(self, *, block: bool) -> Sequence[BackendMsg]:  # noqa: ARG002 - the leader decides
+    def receive(self, *, block: bool) -> Sequence[SchedulerMsg]:  # noqa: ARG002 - the leader decides
         batch = self._queue.get()
-        assert isinstance(batch, BatchBackendMsg)
+        assert isinstance(batch, BatchSchedulerMsg)
         return batch.msgs
 
-    def agree(self, digest: StepDigestMsg) -> None:
+    def compare(self, digest: StepDigestMsg) -> None:
         leaders = self._queue.get()
         assert isinstance(leaders, StepDigestMsg)
         check_digest(digest, leaders)
@@ -154,7 +154,7 @@ class FollowerInbox:
         assert leaders.states.keys() == states.keys()
         return leaders.states
 
-    def post(self, msg: BackendMsg) -> None:
+    def post(self, msg: SchedulerMsg) -> None:
         raise AssertionError(f"{msg} is for the leader to post")
 
 

@@ -37,9 +37,9 @@ from minisgl.scheduler.events import (
     RequestQueued,
     RequestRetracted,
 )
-from minisgl.scheduler.grammar_matchers import GrammarMatchers
+from minisgl.scheduler.grammars.matchers import GrammarMatchers
+from minisgl.scheduler.grammars.pending import PendingGrammars
 from minisgl.scheduler.outputs import OutputProcessor
-from minisgl.scheduler.pending_grammars import PendingGrammars
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.request_checks import check_request
 
@@ -105,9 +105,9 @@ class LiveRequests:
         else:
             self._pending_grammars.add(req)
 
-    def take_grammar(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> None:
+    def handle_grammar(self, msg: GrammarVerdictMsg | GrammarCompiledMsg) -> None:
         """Go on with a grammar that requests wait for, and with them if it is known now."""
-        reqs = self._pending_grammars.take(msg)
+        reqs = self._pending_grammars.handle(msg)
         self._open(reqs)
         if isinstance(msg, GrammarVerdictMsg) and not msg.is_lasting and reqs:
             grammar = reqs[0].params.grammar
@@ -211,7 +211,7 @@ class LiveRequests:
         """Release a request's row and pages; queue it again if it was retracted.
 
         `CacheManager.release` returns the pages, and the row by `TableManager.release`. It is
-        called here, and in `PrefillManager.undo_plan` for requests that were never launched.
+        called here, and in `PrefillManager.rollback` for requests that were never launched.
         """
         if req.row is not None:
             self._cache.release(req)

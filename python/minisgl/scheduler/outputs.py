@@ -20,7 +20,7 @@ from minisgl.engine import EngineLimits, ForwardOutput
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import DetokenizeMsg, MatchState, ReplyError
 from minisgl.scheduler.events import Events, FirstToken
-from minisgl.scheduler.grammar_progress import GrammarProgress
+from minisgl.scheduler.grammars.progress import GrammarProgress
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.table import TableManager
 

@@ -9,12 +9,12 @@ half computed. Which of them a step computes is decided by the schedule:
                  prompts that have the fewest tokens left to compute
 
 So a short prompt does not wait behind a long one, and the long one has at least half of each step
-as long as it is the oldest: it waits at most twice as long as it would with fcfs
+as long as it is first by arrival: it waits at most twice as long as it would with fcfs
 (docs/decisions/0016).
 
 Admission takes the pages of a whole prompt. A half computed prompt therefore needs nothing that
-another one holds, and can always go on. If the oldest request does not fit, nobody else is admitted
-in that step: others would take all pages that come back.
+another one holds, and can always go on. If the request whose turn it is does not fit, nobody else
+is admitted in that step: others would take all pages that come back.
 
 The prompt of a last chunk is published when it is planned. A request that is planned after it in
 the same step finds the prefix in the cache: in each layer, the keys and values of all slices are
@@ -32,7 +32,7 @@ from minisgl.core import Req, ReqSlice
 from minisgl.kvcache import BaseCacheHandle
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.events import Events, RequestAdmitted
-from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_age, by_length
+from minisgl.scheduler.request_queue import Order, Prefill, RequestQueue, by_arrival, by_length
 from minisgl.scheduler.table import TableManager
 
 # Prompts that pass older ones are admitted only while fewer than these are half computed: each
@@ -45,7 +45,7 @@ class _Admission:
     """A request was admitted.
 
     Attributes:
-        num_cached: of the request, before.
+        num_cached: what `Req.num_cached` was before.
     """
 
     prefill: Prefill
@@ -57,7 +57,7 @@ class _Publication:
     """The prompt of a last chunk was published.
 
     Attributes:
-        prefix: that the request had before.
+        prefix: what the request had before, as `CacheManager.publish` returned it.
     """
 
     prefill: Prefill
@@ -76,21 +76,21 @@ class _Chunks:
         changes: what was done for them, in order.
     """
 
-    num_running: int
-    may_admit: bool
+    num_running: int = 0
+    may_admit: bool = False
     by_uid: dict[int, ReqSlice] = field(default_factory=dict)
     prefills: dict[int, Prefill] = field(default_factory=dict)
     changes: list[_Admission | _Publication] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class OldestPrompt:
-    """The prompt that is first in order of arrival, of those that are not computed.
+class FirstPrompt:
+    """The first prompt `by_arrival`, of those that are not computed.
 
     Attributes:
         position: where its next chunk starts; 0 until it is admitted.
-        num_tokens: that are computed of it, so far and from now on.
-        num_passed: tokens of other prompts that were computed since it came.
+        num_tokens: of it, those that were computed since it was queued, and those that are left.
+        num_passed: tokens of other prompts that were computed since it was queued.
     """
 
     position: int
@@ -110,13 +110,13 @@ class PrefillManager:
         self._cache = cache
         self._table = table
         self._events = events
-        self._orders: list[Order] = [by_age] if schedule == "fcfs" else [by_age, by_length]
+        self._orders: list[Order] = [by_arrival] if schedule == "fcfs" else [by_arrival, by_length]
         self._queue = RequestQueue(self._orders)
         self._half_computed: dict[int, Prefill] = {}
         # Retracted half computed, until they are released and put back.
         self._retracted: dict[int, Prefill] = {}
-        self._planned = _Chunks(num_running=0, may_admit=False)
-        self._num_computed = 0
+        self._planned = _Chunks()
+        self._num_prefilled = 0  # tokens of all prompts, so far
         self._last_place = 0
         self._first_place = 0
 
@@ -129,19 +129,20 @@ class PrefillManager:
         return [prefill.req for prefill in self._half_computed.values()]
 
     @property
-    def oldest(self) -> OldestPrompt | None:
+    def first(self) -> FirstPrompt | None:
+        """Whose turn it is by arrival."""
         candidates = [*self._half_computed.values()]
-        waiting = self._queue.first(by_age)
+        waiting = self._queue.first(by_arrival)
         if waiting:
             candidates.append(waiting)
-        prefill = min(candidates, key=by_age, default=None)
+        prefill = min(candidates, key=by_arrival, default=None)
         if prefill is None:
             return None
-        num_own = prefill.num_computed_since
-        return OldestPrompt(
+        num_done = prefill.num_done
+        return FirstPrompt(
             position=prefill.req.num_computed,
-            num_tokens=num_own + prefill.num_left,
-            num_passed=self._num_computed - prefill.num_computed_before - num_own,
+            num_tokens=num_done + prefill.num_left,
+            num_passed=self._num_prefilled - prefill.num_prefilled_before - num_done,
         )
 
     def add(self, req: Req) -> None:
@@ -162,7 +163,7 @@ class PrefillManager:
 
     def _add(self, req: Req, place: int) -> None:
         num_left = self._cache.num_uncached(req)
-        self._queue.add(Prefill(req, place, num_left, self._num_computed))
+        self._queue.add(Prefill(req, place, num_left, self._num_prefilled))
 
     def remove(self, req: Req) -> None:
         """Forget a request that has ended. It may be none of these."""
@@ -182,7 +183,7 @@ class PrefillManager:
         Returns:
             None if there is none, or if it is more urgent than that.
         """
-        prefill = max(self._half_computed.values(), key=by_age, default=None)
+        prefill = max(self._half_computed.values(), key=by_arrival, default=None)
         if prefill is None or prefill.req.priority < priority:
             return None
         del self._half_computed[prefill.req.uid]
@@ -208,10 +209,10 @@ class PrefillManager:
         self._planned = chunks
         return list(chunks.by_uid.values())
 
-    def settle(self) -> None:
-        """Note that the last plan was launched: it will not be undone."""
+    def commit(self) -> None:
+        """Keep the last plan, which was launched."""
         chunks = self._planned
-        self._planned = _Chunks(num_running=0, may_admit=False)
+        self._planned = _Chunks()
         if self._events.request_admitted:
             for change in chunks.changes:
                 if isinstance(change, _Admission):
@@ -222,8 +223,8 @@ class PrefillManager:
         event = RequestAdmitted(req.uid, req.num_tokens, num_cached=first_chunk.start)
         self._events.request_admitted.emit(event)
 
-    def undo_plan(self) -> list[Req]:
-        """Undo the last `plan`, whose step failed before it was launched.
+    def rollback(self) -> list[Req]:
+        """Undo the last plan, whose step was not launched.
 
         Who was admitted for it waits again, at its old place. Who was half computed before is so
         still. What was published is taken back, because nobody computes it now.
@@ -232,19 +233,19 @@ class PrefillManager:
             the requests whose prompts were planned, the least urgent first, the newest of equals.
         """
         chunks = self._planned
-        self._planned = _Chunks(num_running=0, may_admit=False)
+        self._planned = _Chunks()
         for uid, prefill in chunks.prefills.items():
             num_planned = len(chunks.by_uid[uid])
             prefill.num_left += num_planned
-            prefill.num_computed_since -= num_planned
-            self._num_computed -= num_planned
+            prefill.num_done -= num_planned
+            self._num_prefilled -= num_planned
             self._half_computed[uid] = prefill
 
         waiting: list[Prefill] = []
         for change in reversed(chunks.changes):
             prefill = change.prefill
             if isinstance(change, _Publication):
-                self._cache.take_back(prefill.req, change.prefix)
+                self._cache.unpublish(prefill.req, change.prefix)
             else:
                 self._cache.release(prefill.req)
                 prefill.req.num_cached = change.num_cached
@@ -253,18 +254,18 @@ class PrefillManager:
         for prefill in waiting:
             num_left = self._cache.num_uncached(prefill.req)
             self._queue.add(replace(prefill, num_left=num_left))
-        newest_first = sorted(chunks.prefills.values(), key=by_age, reverse=True)
-        return [prefill.req for prefill in newest_first]
+        least_urgent_first = sorted(chunks.prefills.values(), key=by_arrival, reverse=True)
+        return [prefill.req for prefill in least_urgent_first]
 
     def _shares(self, budget: int) -> list[tuple[Order, int]]:
         """How many tokens of a step go by which order. What the first leaves over, the next has."""
         if len(self._orders) == 1:
-            return [(by_age, budget)]
+            return [(by_arrival, budget)]
         half = budget // 2
-        return [(by_age, budget - half), (by_length, half)]
+        return [(by_arrival, budget - half), (by_length, half)]
 
     def _next(self, order: Order, chunks: _Chunks) -> Prefill | None:
-        """The admitted prefill whose turn it is; one that waits is admitted if it is before all."""
+        """The admitted prefill whose turn it is; one that waits is admitted if it is first."""
         half_computed = min(self._half_computed.values(), key=order, default=None)
         waiting = self._queue.first(order) if self._may_admit(order, chunks) else None
         if waiting is None or (half_computed and order(half_computed) < order(waiting)):
@@ -275,7 +276,7 @@ class PrefillManager:
         return half_computed
 
     def _may_admit(self, order: Order, chunks: _Chunks) -> bool:
-        has_room = order is by_age or len(self._half_computed) < MAX_HALF_COMPUTED
+        has_room = order is by_arrival or len(self._half_computed) < MAX_HALF_COMPUTED
         return chunks.may_admit and has_room and self._table.has_free
 
     def _try_admit(self, prefill: Prefill, chunks: _Chunks) -> bool:
@@ -296,8 +297,8 @@ class PrefillManager:
         req = prefill.req
         num_added = min(prefill.num_left, budget)
         prefill.num_left -= num_added
-        prefill.num_computed_since += num_added
-        self._num_computed += num_added
+        prefill.num_done += num_added
+        self._num_prefilled += num_added
         is_last = prefill.num_left == 0
         end = req.num_tokens - prefill.num_left
         chunks.by_uid[req.uid] = ReqSlice(req, req.num_computed, end, samples=is_last)

@@ -1,4 +1,4 @@
-"""Rank 0's clock once more: how long a request takes from its admission to its first output.
+"""Rank 0's clock: how long a request takes from its admission to its first output.
 
 It goes to the API process with that output, for /metrics and traces. No rank decides anything by
 it.
@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 from minisgl.scheduler.events import Events, RequestAdmitted, RequestFinished, StepPlanned
-from minisgl.scheduler.step_watch import Clock
+from minisgl.scheduler.pacing.watch import Clock
 
 
 class PrefillWatch:

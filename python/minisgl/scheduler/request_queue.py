@@ -1,6 +1,7 @@
 """Requests that wait, in one or several orders; all operations are O(log n) or less, also aborts.
 
-An order is a function from a prefill to a key; the smallest key goes first.
+An order is a function from a prefill to a key; the smallest key goes first. Priority comes first in
+all orders.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from minisgl.core import Req
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """What is left to compute of the known tokens of one request.
+    """The prefill of one request: its place, and what is left to compute of its known tokens.
 
     Attributes:
         place: in the order of arrival; negative if it goes before all that arrive.
         num_left: tokens to compute. Until the request is admitted, those that were not in the
             prefix cache when it was queued.
-        num_computed_before: tokens of all prompts that had been computed when it was queued.
-        num_computed_since: its own tokens that have been computed since then.
+        num_prefilled_before: tokens of all prompts that had been computed when it was queued.
+        num_done: its own tokens that have been computed since then.
     """
 
     req: Req
     place: int
     num_left: int
-    num_computed_before: int = 0
-    num_computed_since: int = 0
+    num_prefilled_before: int = 0
+    num_done: int = 0
 
 
 Order: TypeAlias = Callable[[Prefill], tuple[int, ...]]
 
 
-def by_age(prefill: Prefill) -> tuple[int, ...]:
-    """By priority; among equals first come, first served."""
+def by_arrival(prefill: Prefill) -> tuple[int, ...]:
+    """By priority first; among equals first come, first served."""
     return (prefill.req.priority, prefill.place)
 
 
 def by_length(prefill: Prefill) -> tuple[int, ...]:
-    """By priority; among equals the one with the fewest tokens left to compute, then by age."""
+    """By priority first; then by the tokens that are left to compute, then by arrival."""
     return (prefill.req.priority, prefill.num_left, prefill.place)
 
 

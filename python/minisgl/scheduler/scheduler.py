@@ -7,9 +7,9 @@ Owns the order of these phases. Other modules make the decisions: `live_requests
 a request, `prefill.py` and `decode.py` choose what is computed, `cache.py` gives pages,
 `outputs.py` turns sampled tokens into outputs. The executor has the tensors.
 
-If the device's memory is full when a step is prepared or launched, its plan is undone (`_undo`).
-One request of it ends, and the others are planned again. Next to read: `live_requests.py`,
-`decode.py`, `prefill.py`, `outputs.py`, `cache.py`.
+If the device's memory is full when a step is prepared or launched, its plan is rolled back. One
+request of it ends, and the others are planned again. Next to read: `live_requests.py`, `decode.py`,
+`prefill.py`, `outputs.py`, `cache.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from minisgl.engine import ForwardOutput, LaunchedStep, PreparedStep
 from minisgl.errors import OutOfMemory, StepOutOfMemory
 from minisgl.kvcache import create_prefix_cache
 from minisgl.message import (
-    AbortBackendMsg,
-    BackendMsg,
+    AbortRequestMsg,
     ExitMsg,
     FlushCacheMsg,
     ForgetGrammarMsg,
     GrammarCompiledMsg,
     GrammarVerdictMsg,
     NewDetokenizerMsg,
+    SchedulerMsg,
     StepCostsMsg,
     UserMsg,
 )
@@ -40,19 +40,19 @@ from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager, RunningPlan
 from minisgl.scheduler.events import Events, StepFinished, StepLaunched, StepPlanned, log_events
 from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.grammar_matchers import GrammarMatchers, PendingMasks
-from minisgl.scheduler.grammar_progress import GrammarProgress
+from minisgl.scheduler.grammars.matchers import GrammarMatchers, PendingMasks
+from minisgl.scheduler.grammars.pending import GrammarTools, create_pending_grammars
+from minisgl.scheduler.grammars.progress import GrammarProgress
 from minisgl.scheduler.io import Inbox, OtherRanks, Outbox
 from minisgl.scheduler.live_requests import LiveRequests
 from minisgl.scheduler.outputs import Output, OutputProcessor
-from minisgl.scheduler.pending_grammars import GrammarTools, create_pending_grammars
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
+from minisgl.scheduler.pacing.pacer import CPU_PACE, GPU_PACE, StepPacer
+from minisgl.scheduler.pacing.watch import Clock, StepWatch
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.prefill_watch import PrefillWatch
 from minisgl.scheduler.statistics import Statistics
-from minisgl.scheduler.step_budget import CPU_PACE, GPU_PACE, StepPacer
-from minisgl.scheduler.step_costs import StepCosts, StepWork
 from minisgl.scheduler.step_digest import StepDigests
-from minisgl.scheduler.step_watch import Clock, StepWatch
 from minisgl.scheduler.table import TableManager
 from minisgl.utils.garbage import collect_when_idle
 
@@ -116,11 +116,19 @@ class Scheduler:
         is_on_gpu = config.device == "cuda"
         self.is_running = True
         self.events = Events()
+        self._executor = executor
+        self._inbox = inbox
+        self._outbox = outbox
+        self._other_ranks = other_ranks
+
+        # Memory, and the requests that have some of it or wait for it.
         self.table = TableManager(limits.num_rows, limits.num_row_pages, limits.num_row_tokens)
         prefix_cache = create_prefix_cache(config.cache, limits.page_size)
         self.cache = CacheManager(limits.num_pages, prefix_cache, self.table)
         self.prefill = PrefillManager(self.cache, self.table, self.events, config.schedule)
         self.decode = DecodeManager(self.cache)
+
+        # Structured output.
         self.grammars = GrammarMatchers(
             executor.grammar_masks, inbox.post if leads else None, for_gpu=is_on_gpu
         )
@@ -128,6 +136,8 @@ class Scheduler:
             config, limits, self.grammars.known, inbox.post, leads=leads, tools=grammar_tools
         )
         progress = GrammarProgress(self.grammars, limits.eos_ids, other_ranks, for_gpu=is_on_gpu)
+
+        # Outputs, and the life of a request.
         prefill_watch = PrefillWatch(self.events, clock) if leads else None
         self.outputs = OutputProcessor(progress, self.table, limits, self.events, prefill_watch)
         self.requests = LiveRequests(
@@ -141,9 +151,8 @@ class Scheduler:
             events=self.events,
             seed=config.seed,
         )
-        self._executor = executor
-        self._inbox = inbox
-        self._outbox = outbox
+
+        # How much a step computes, and how long it takes.
         self._max_tokens = config.max_prefill_length
         self.pacer = StepPacer(
             self._max_tokens,
@@ -152,16 +161,19 @@ class Scheduler:
             prompt_room=executor.prompt_room,
             prompt_waves=executor.prompt_waves,
         )
-        self.statistics = Statistics(
-            self.cache, self.prefill, self.decode, self.pending_grammars, self.pacer, self.events
-        )
         is_watched = leads and config.target_itl_ms != 0
         self._watch = StepWatch(inbox.post, clock, executor.prompt_waves) if is_watched else None
-        self._other_ranks = other_ranks
-        self._digests = StepDigests()
+
+        # The step.
         self._overlap = config.overlap
         self._in_flight: InFlightStep | None = None
         self._num_steps = 0
+        self._digests = StepDigests()
+
+        # What others see of it.
+        self.statistics = Statistics(
+            self.cache, self.prefill, self.decode, self.pending_grammars, self.pacer, self.events
+        )
         log_events(self.events)
 
     @property
@@ -182,24 +194,13 @@ class Scheduler:
         Masks of n need the tokens of n-1. A step with masks is therefore sampled just before n+1 is
         launched: they are made while the device computes logits, n-1 is finished and n+1 prepared.
         """
-        msgs = self._receive()
-        for msg in msgs:
-            self._take(msg)
-        plan = self._plan() if self.is_running else None  # at the end no step is left in flight
-        previous = self._in_flight
-        candidates: list[Req] = []  # of which one has to end
-        try:
-            prepared = self._executor.prepare(plan) if plan else None
-            if previous:
-                self._sample(previous)
-            step = self._launch(plan, prepared) if plan and prepared else None
-        except StepOutOfMemory as error:
-            assert plan
-            candidates = self._undo(plan, error)
-            step = None
-            if previous:
-                self._sample(previous)
+        for msg in self._receive():
+            self._handle(msg)
 
+        plan = self._plan() if self.is_running else None  # at the end no step is left in flight
+
+        previous = self._in_flight
+        step, unlaunched = self._launch_or_rollback(plan, previous)
         if step and self.grammars.restricts_any(step.sampling_slices):
             self._start_masks(step, previous)
         elif step:
@@ -207,17 +208,17 @@ class Scheduler:
 
         if previous:
             self._finish(previous)
-        if candidates and all(req.finish is None for req in candidates):  # else there is room
-            self.requests.fail(candidates[0], OutOfMemory())
+        self._end_one_of(unlaunched)
         if step and not self._overlap:
             self._sample(step)
             self._finish(step)
             step = None
         self._in_flight = step
+
         self.grammars.stay_in_budget()
         self._send()
 
-    def _receive(self) -> Sequence[BackendMsg]:
+    def _receive(self) -> Sequence[SchedulerMsg]:
         """The messages that have come. Wait for one if nothing can happen before."""
         is_idle = self.is_idle
         msgs = self._inbox.receive(block=is_idle)
@@ -225,15 +226,15 @@ class Scheduler:
             self._watch.resume()
         return msgs
 
-    def _take(self, msg: BackendMsg) -> None:
+    def _handle(self, msg: SchedulerMsg) -> None:
         """Do what a message says."""
         match msg:
             case UserMsg():
                 self.requests.accept(msg)
-            case AbortBackendMsg(uid):
+            case AbortRequestMsg(uid):
                 self.requests.abort(uid)
             case GrammarVerdictMsg() | GrammarCompiledMsg():
-                self.requests.take_grammar(msg)
+                self.requests.handle_grammar(msg)
             case ForgetGrammarMsg():
                 self.requests.forget_grammar(msg)
             case FlushCacheMsg(uid):
@@ -251,7 +252,7 @@ class Scheduler:
         """Plan slices of running requests, and of prompts within the budget; None if none.
 
         Not a choice alone. It retracts and admits requests, publishes prefixes, and drains the
-        tables' writes: a plan that is made is launched, or undone (`_undo`). All ranks agree on it,
+        tables' writes: a plan that is made is launched, or rolled back. All ranks have equal ones,
         or the group ends.
         """
         running = self.decode.plan(self._max_tokens)
@@ -260,25 +261,25 @@ class Scheduler:
         slices = running.slices
         # Admit nobody while a running request lacks pages: a newcomer would take what retraction
         # frees, and be retracted in turn.
-        budget = self.pacer.budget(slices, self.prefill.oldest)
+        budget = self.pacer.budget(slices, self.prefill.first)
         chunks = self.prefill.plan(
-            min(budget.num_tokens, running.budget),
+            min(budget.num_tokens, running.num_left),
             num_running=len(self.decode),
             may_admit=not running.is_short_of_pages,
         )
         slices += chunks
         if not slices:
-            self._agree(None, running)
+            self._compare(None, running)
             return None
         num_shared_tokens = self.cache.num_shared_tokens(chunks)
         plan = BatchPlan(slices, self.table.drain_writes(), num_shared_tokens)
-        self._agree(plan, running)
+        self._compare(plan, running)
         if self.events.step_planned:
             event = StepPlanned(self._num_steps, len(slices), plan.num_tokens)
             self.events.step_planned.emit(event)
         return plan
 
-    def _agree(self, plan: BatchPlan | None, running: RunningPlan) -> None:
+    def _compare(self, plan: BatchPlan | None, running: RunningPlan) -> None:
         """Compare a plan with the other ranks'.
 
         Args:
@@ -286,28 +287,54 @@ class Scheduler:
         """
         if self._other_ranks:
             history = self.decode.history
-            self._other_ranks.agree(self._digests.next(self._num_steps, plan, running, history))
+            self._other_ranks.compare(self._digests.next(self._num_steps, plan, running, history))
+
+    def _launch_or_rollback(
+        self, plan: BatchPlan | None, previous: InFlightStep | None
+    ) -> tuple[InFlightStep | None, list[Req]]:
+        """Launch a plan once the previous step is sampled. Roll it back if memory does not suffice.
+
+        The previous step is sampled in any case.
+
+        Returns:
+            the launched step, if there is one; and the requests of a plan that was rolled back, of
+            which one has to end (`_rollback`).
+        """
+        step = None
+        unlaunched: list[Req] = []
+        try:
+            prepared = self._executor.prepare(plan) if plan else None
+            if previous:
+                self._sample(previous)
+            if plan and prepared:
+                step = self._launch(plan, prepared)
+        except StepOutOfMemory as error:
+            assert plan
+            unlaunched = self._rollback(plan, error)
+            if previous:
+                self._sample(previous)
+        return step, unlaunched
 
     def _launch(self, plan: BatchPlan, prepared: PreparedStep) -> InFlightStep:
         work = self._watch.begin(plan) if self._watch else None
         launched = self._executor.launch(prepared)
         step = InFlightStep(self._num_steps, plan, plan.sampling_slices, launched, work)
         self._num_steps += 1
-        self.table.settle()
-        self.prefill.settle()
+        self.table.commit()
+        self.prefill.commit()
         if self.events.step_launched:
             self.events.step_launched.emit(StepLaunched(step.number))
         self.requests.enter_step(plan.slices)
         return step
 
-    def _undo(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
+    def _rollback(self, plan: BatchPlan, error: StepOutOfMemory) -> list[Req]:
         """Undo a plan whose step was not launched.
 
         Running requests keep the pages that they got for it, whose writes are done with the next
         plan.
 
         Returns:
-            the requests of which one has to end, first of all the first.
+            requests of the plan, the least urgent first, of which one has to end.
 
         Raises:
             StepOutOfMemory: there are other ranks, whose memory need not be full.
@@ -317,13 +344,18 @@ class Scheduler:
         logger.warning(
             "the device's memory is full in a step of %s tokens: %s", plan.num_tokens, error
         )
-        self.table.undo_drain()
-        prompts = self.prefill.undo_plan()
+        self.table.rollback()
+        prompts = self.prefill.rollback()
         if self._in_flight:
             self._in_flight.work = None  # its time would have that of the failed step in it
         elif self._watch:
             self._watch.resume()
         return prompts or self.decode.least_urgent_first(plan.slices)
+
+    def _end_one_of(self, unlaunched: Sequence[Req]) -> None:
+        """End the first of the requests that did not fit the memory, unless one has ended since."""
+        if unlaunched and all(req.finish is None for req in unlaunched):
+            self.requests.fail(unlaunched[0], OutOfMemory())
 
     def _start_masks(self, step: InFlightStep, previous: InFlightStep | None) -> None:
         """Start making a step's masks, which need the tokens of the previous step.

@@ -10,9 +10,9 @@ from minisgl.message import EngineStats
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.events import EventCounts, Events
-from minisgl.scheduler.pending_grammars import PendingGrammars
+from minisgl.scheduler.grammars.pending import PendingGrammars
+from minisgl.scheduler.pacing.pacer import StepPacer
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.step_budget import StepPacer
 
 
 class Statistics:

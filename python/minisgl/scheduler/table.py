@@ -31,7 +31,7 @@ class TableManager:
         self._pages: dict[int, list[_Write]] = {}
         self._tokens: dict[int, list[_Write]] = {}
         self._copies: list[RowCopy] = []
-        # What was drained last, without copies, until it is settled.
+        # What was drained last, without copies, until it is committed.
         self._drained_pages: dict[int, list[_Write]] = {}
         self._drained_tokens: dict[int, list[_Write]] = {}
 
@@ -73,13 +73,13 @@ class TableManager:
         self._copies = []
         return writes
 
-    def settle(self) -> None:
-        """Note that what was drained last is written by a launched step."""
+    def commit(self) -> None:
+        """Forget what was drained last: a launched step writes it."""
         self._drained_pages = {}
         self._drained_tokens = {}
 
-    def undo_drain(self) -> None:
-        """Have all that was drained last written again, after a step that failed.
+    def rollback(self) -> None:
+        """Put back what was drained last, because its step was not launched.
 
         To be called before anything else is written. Copies are not kept: rows with one were
         admitted for that step, and are released.
@@ -88,7 +88,8 @@ class TableManager:
         assert not self._tokens
         self._pages = self._drained_pages
         self._tokens = self._drained_tokens
-        self.settle()
+        self._drained_pages = {}
+        self._drained_tokens = {}
 
     def check_integrity(self, rows_in_use: list[int]) -> None:
         assert sorted(rows_in_use + self._free) == list(range(self._num_rows))

@@ -1,4 +1,7 @@
-"""The process of one tensor-parallel rank: its queues, its engine, its loop."""
+"""What runs in a rank's process once torch is imported: its queues, its engine, its loop.
+
+`rank_process.py` is how the process begins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.config import SchedulerConfig
 from minisgl.distributed import DistributedInfo
 from minisgl.engine import Engine
-from minisgl.message import BackendMsg, BatchBackendMsg, LeaderMsg, decoder, encode
+from minisgl.message import BatchSchedulerMsg, LeaderMsg, SchedulerMsg, decoder, encode
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import Ready, StartupReport
+from minisgl.processes.queues import PullQueue, PushQueue
+from minisgl.scheduler.grammars.pending import GrammarTools
 from minisgl.scheduler.io import (
     DiscardOutbox,
     FollowerInbox,
@@ -19,13 +26,9 @@ from minisgl.scheduler.io import (
     ZmqInbox,
     ZmqOutbox,
 )
-from minisgl.scheduler.pending_grammars import GrammarTools
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import detect_hardware
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import Ready, StartupReport
 from minisgl.utils.garbage import start_serving
-from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +82,10 @@ def _queues(
             addresses.rank(rank), decoder(LeaderMsg), beat
         )
         return FollowerInbox(from_leader), DiscardOutbox()
-    queue: PullQueue[BackendMsg | BatchBackendMsg] = PullQueue(
-        addresses.backend, decoder(BackendMsg | BatchBackendMsg), beat
+    queue: PullQueue[SchedulerMsg | BatchSchedulerMsg] = PullQueue(
+        addresses.scheduler, decoder(SchedulerMsg | BatchSchedulerMsg), beat
     )
-    inbox = ZmqInbox(queue, PushQueue(addresses.backend, encode))
+    inbox = ZmqInbox(queue, PushQueue(addresses.scheduler, encode))
     followers: list[PushQueue[LeaderMsg]] = [
         PushQueue(addresses.rank(follower), encode) for follower in range(1, config.tp)
     ]

@@ -26,13 +26,18 @@ Requests, without HTTP:
     metrics.py           the numbers at /metrics
     shell.py             the chat in the terminal
 
-What clients speak:
+From HTTP to a prompt, and from replies to an answer:
 
-    openai/     OpenAI's endpoints: requests, objects and builders of answers
-    anthropic/  Anthropic's endpoints, made of the same parts
-    native/     /generate, /tokenize and /detokenize
+    requests/   what requests of all APIs are made of: fields, prompts, tools, formats
     parsing/    what the text of a model means: content, reasoning, tool calls
+    answers/    what answers of all APIs are made of: builders, usage, errors
+    openai/     OpenAI's endpoints: the requests and the answers of each
+    anthropic/  Anthropic's endpoints
+    native/     /generate, /tokenize and /detokenize
     http/       the application: routes, middleware, errors, connections
+
+Each folder imports from those above it, in this order, and `native/` has the conversations of
+`openai/`. A test holds that they have no cycle.
 
 Only light modules are imported here, because this package is imported before the workers start.
 Read `launch.py`, then `http/application.py`.

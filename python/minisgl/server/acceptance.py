@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from minisgl.errors import EngineFailed, QueueFull, Unavailable
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.places import Places
-from minisgl.utils.shared_numbers import SharedNumbers
 
 
 class Acceptance:

@@ -17,21 +17,21 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
 from minisgl.message import FrontendMsg, ServeMsg, decoder
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import StartupReport
+from minisgl.processes.queues import AsyncPullQueue
+from minisgl.processes.shared_numbers import SharedNumbers
+from minisgl.server.answers.objects import now
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.application import create_app, warm_up
 from minisgl.server.http.connections import ConnectionLimits
 from minisgl.server.http.listener import create_server
 from minisgl.server.key_limits import KeyLimits
-from minisgl.server.openai.common import now
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.reasoning import has_reasoning_switch
 from minisgl.server.peers import Peers
 from minisgl.server.served_model import ServedModel
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import StartupReport
-from minisgl.utils.queues import AsyncPullQueue
-from minisgl.utils.shared_numbers import SharedNumbers
 
 if TYPE_CHECKING:
     from minisgl.server.http.tracing import Tracer
@@ -125,13 +125,8 @@ async def make_api_process(
     app = create_app(
         frontend,
         model,
-        config.max_body_mb << 20,
-        config.api_key,
-        config.cors_origins,
-        shares_prefixes=config.share_prefixes_between_keys,
+        config,
         salt_secret=start.secret,
-        strict_fields=config.strict_fields,
-        body_timeout_s=config.body_timeout_s,
         key_limits=key_limits,
         peers=peers,
         tracer=tracer,

@@ -21,11 +21,11 @@ from minisgl.message import (
     ServeMsg,
     SuspendMsg,
 )
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.child import BEAT_INTERVAL_S, Ready, StartupReport
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig
 from minisgl.server.peers import Peers
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.child import BEAT_INTERVAL_S, Ready, StartupReport
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
 

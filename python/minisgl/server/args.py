@@ -8,10 +8,10 @@ import re
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
-from minisgl.config import SchedulerConfig, check_bounds, flag, option
+from minisgl.config import SchedulerConfig, TokenizerOptions, check_bounds, flag, option
 from minisgl.errors import ConfigError
 from minisgl.utils import env
 from minisgl.version import __version__
@@ -141,6 +141,12 @@ class ServerConfig(SchedulerConfig):
                 raise ConfigError(
                     f"--cors-origins must be * or like https://example.org:8080, got {origin!r}"
                 )
+
+    @property
+    def tokenizer_options(self) -> TokenizerOptions:
+        """Where no format of calls is named, the prompts choose one that can be parsed."""
+        options = super().tokenizer_options
+        return replace(options, falls_back_to_hermes=self.tool_call_parser is None)
 
 
 def _check_otlp_endpoint(endpoint: str) -> None:

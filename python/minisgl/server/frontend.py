@@ -32,6 +32,9 @@ from minisgl.message import (
     TokenizerMsg,
     UserReply,
 )
+from minisgl.processes.addresses import DETOKENIZER, Addresses, uids_of_api
+from minisgl.processes.queues import AsyncPullQueue
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.sampling_params import MAX_SEED
 from minisgl.server.acceptance import Acceptance
 from minisgl.server.generation import Generation
@@ -39,10 +42,7 @@ from minisgl.server.metrics import Metrics, Stopwatch
 from minisgl.server.open_requests import OpenRequest, OpenRequests
 from minisgl.server.questions import Questions
 from minisgl.server.tokenizer_queues import TokenizerQueues
-from minisgl.utils.addresses import DETOKENIZER, Addresses, uids_of_api
 from minisgl.utils.garbage import collect_when_idle
-from minisgl.utils.queues import AsyncPullQueue
-from minisgl.utils.shared_numbers import SharedNumbers
 
 _DELIVERIES_A_TURN = 64  # of the event loop: a few milliseconds when each writes to its stream
 _IDLE_CHECK_S = 0.05
@@ -204,8 +204,7 @@ class Frontend:
                 self._deliver(reply)
 
     def _take_stats(self, stats: EngineStats) -> None:
-        if self._acceptance.outage is None:  # else it comes from a scheduler that is dead
-            self.metrics.update(stats)
+        self.metrics.engine.update(stats)
         for uid, num_tokens in stats.flushes:
             self.questions.answer(uid, num_tokens)
 
@@ -247,7 +246,7 @@ class Frontend:
         """
         self._tokenizers.drop()
         self.questions.fail(self._acceptance.suspend(reason, outage_s))
-        self.metrics.end_epoch()
+        self.metrics.engine.end_epoch()
         self._requests.end_lost(self._requests.uids, EngineFailed(f"the engine failed: {reason}"))
 
     def resume(self, addresses: Addresses) -> None:

@@ -25,7 +25,7 @@ from typing import Annotated
 import msgspec
 
 from minisgl.errors import ConfigError, KeyLimitExceeded
-from minisgl.utils.shared_numbers import SharedNumbers
+from minisgl.processes.shared_numbers import SharedNumbers
 
 _AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]

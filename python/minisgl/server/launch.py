@@ -31,6 +31,8 @@ from typing import NoReturn
 
 from minisgl.checkpoint import ModelConfig, fetch_model, model_name
 from minisgl.errors import ConfigError, MiniSGLError
+from minisgl.processes.private_folder import private_folder
+from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig, parse_args
 from minisgl.server.capacity import (
     BACKLOG,
@@ -42,9 +44,7 @@ from minisgl.server.key_limits import read_key_limits
 from minisgl.server.workers import Workers
 from minisgl.utils import set_up_logging
 from minisgl.utils.heap import use_one_heap
-from minisgl.utils.private_folder import private_folder
 from minisgl.utils.standard_streams import open_closed_streams
-from minisgl.utils.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _run(config: ServerConfig) -> int:
     folder = fetch_model(config.model, config.model_source)
     model_config = ModelConfig.from_folder(folder)
     name = config.served_model_name or model_name(config.model)
-    config = _fit(replace(config.agree(folder), served_model_name=name))
+    config = _fit(replace(config.fix_for_ranks(folder), served_model_name=name))
     max_seq_len = config.max_seq_len or model_config.max_position
     with (
         interruptible(),

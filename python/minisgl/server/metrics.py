@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -27,6 +28,7 @@ _INTER_TOKEN_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 _TIME_SUFFIX = "_created"  # of samples that say since when is counted
 _SAMPLE_SUFFIXES = ("", "_total", "_bucket", "_count", "_sum", _TIME_SUFFIX)
 _DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_Kind = TypeVar("_Kind", Counter, Gauge)
 
 
 class TokenCounter(Collector):
@@ -68,16 +70,112 @@ class TokenHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, buckets, self._sum)
 
 
+class _EngineGauge(NamedTuple):
+    name: str
+    documentation: str
+    value: Callable[[EngineStats], float]
+
+
+class _EngineCounter(NamedTuple):
+    """A count of the scheduler's, which begins at zero in each epoch."""
+
+    name: str
+    documentation: str
+    count: Callable[[EngineStats], int]
+
+
+_ENGINE_GAUGES = (
+    _EngineGauge(
+        "requests_running",
+        "Prompts that hold pages of the KV cache",
+        lambda stats: stats.num_running,
+    ),
+    _EngineGauge(
+        "requests_waiting",
+        "Prompts that wait for pages",
+        lambda stats: stats.num_waiting,
+    ),
+    _EngineGauge(
+        "kv_pages_used_ratio",
+        "Share of KV pages that are held: neither free nor evictable",
+        lambda stats: stats.num_pages_used / stats.num_pages,
+    ),
+    _EngineGauge(
+        "step_budget_tokens",
+        "Prompt tokens that a step may compute beside running requests",
+        lambda stats: stats.budget_tokens,
+    ),
+    _EngineGauge(
+        "step_budget_seconds",
+        "How long a step may hold up running requests; it grows when prompts wait too long",
+        lambda stats: stats.budget_ms / 1e3,
+    ),
+)
+_ENGINE_COUNTERS = (
+    _EngineCounter(
+        "retractions_total",
+        "Times that a prompt lost its pages to others",
+        lambda stats: stats.num_retractions,
+    ),
+    _EngineCounter(
+        "steps_total",
+        "Steps that the scheduler launched",
+        lambda stats: stats.num_steps,
+    ),
+    _EngineCounter(
+        "computed_tokens_total",
+        "Tokens of prompts and retracted requests that were computed",
+        lambda stats: stats.num_computed_tokens,
+    ),
+    _EngineCounter(
+        "cached_tokens_total",
+        "Tokens that admitted requests found in the prefix cache",
+        lambda stats: stats.num_cached_tokens,
+    ),
+)
+
+
+class EngineMetrics:
+    """The numbers of the scheduler, which are equal in all API processes."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._gauges = [(each, self._make(Gauge, each)) for each in _ENGINE_GAUGES]
+        self._counters = [(each, self._make(Counter, each)) for each in _ENGINE_COUNTERS]
+        self._counted: dict[str, int] = {}  # in this epoch, by name
+
+    def _make(self, kind: type[_Kind], entry: _EngineGauge | _EngineCounter) -> _Kind:
+        return kind(entry.name, entry.documentation, namespace="minisgl", registry=self._registry)
+
+    def update(self, stats: EngineStats) -> None:
+        """Set the state of the scheduler after its latest step."""
+        for shown, gauge in self._gauges:
+            gauge.set(shown.value(stats))
+        for entry, counter in self._counters:
+            count = entry.count(stats)
+            # It is less where it comes late, from a scheduler that is dead.
+            counter.inc(max(0, count - self._counted.get(entry.name, 0)))
+            self._counted[entry.name] = count
+
+    def end_epoch(self) -> None:
+        """The scheduler is dead: nothing runs in it, and its successor counts from zero."""
+        for _, gauge in self._gauges:
+            gauge.set(0)
+        self._counted = {}
+
+    def expose(self) -> bytes:
+        """In the text format."""
+        return generate_latest(self._registry)
+
+
 class Metrics:
     """The numbers of one API process, and those of the engine."""
 
     def __init__(self) -> None:
+        self.engine = EngineMetrics()
         self._registry = CollectorRegistry()  # this process's own
-        self._engine_registry = CollectorRegistry()  # equal in all API processes
         counter = partial(Counter, namespace="minisgl", registry=self._registry)
         histogram = partial(Histogram, namespace="minisgl", registry=self._registry)
-        gauge = partial(Gauge, namespace="minisgl", registry=self._engine_registry)
-        engine_counter = partial(Counter, namespace="minisgl", registry=self._engine_registry)
         self._requests = counter(
             "http_requests_total", "HTTP requests by route and status", ["route", "status"]
         )
@@ -122,39 +220,6 @@ class Metrics:
             "From a prompt's arrival to the end of its answer",
             buckets=_DURATION_BUCKETS_S,
         )
-        self._running = gauge("requests_running", "Prompts that hold pages of the KV cache")
-        self._waiting = gauge("requests_waiting", "Prompts that wait for pages")
-        self._used = gauge(
-            "kv_pages_used_ratio", "Share of KV pages that are held: neither free nor evictable"
-        )
-        self._budget_tokens = gauge(
-            "step_budget_tokens", "Prompt tokens that a step may compute beside running requests"
-        )
-        self._budget_seconds = gauge(
-            "step_budget_seconds",
-            "How long a step may hold up running requests; it grows when prompts wait too long",
-        )
-        self._gauges = (
-            self._running,
-            self._waiting,
-            self._used,
-            self._budget_tokens,
-            self._budget_seconds,
-        )
-        self._counters = {
-            "num_retractions": engine_counter(
-                "retractions_total", "Times that a prompt lost its pages to others"
-            ),
-            "num_steps": engine_counter("steps_total", "Steps that the scheduler launched"),
-            "num_computed_tokens": engine_counter(
-                "computed_tokens_total",
-                "Tokens of prompts and retracted requests that were computed",
-            ),
-            "num_cached_tokens": engine_counter(
-                "cached_tokens_total", "Tokens that admitted requests found in the prefix cache"
-            ),
-        }
-        self._counted = dict.fromkeys(self._counters, 0)
 
     def count_request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -169,24 +234,6 @@ class Metrics:
 
     def count_failure(self, worker: str) -> None:
         self._failures.labels(worker).inc()
-
-    def end_epoch(self) -> None:
-        """The scheduler is dead: nothing runs in it, and its successor counts from zero."""
-        for gauge in self._gauges:
-            gauge.set(0)
-        self._counted = dict.fromkeys(self._counters, 0)
-
-    def update(self, stats: EngineStats) -> None:
-        """Set the state of the scheduler after its latest step."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._used.set(stats.num_pages_used / stats.num_pages)
-        self._budget_tokens.set(stats.budget_tokens)
-        self._budget_seconds.set(stats.budget_ms / 1e3)
-        for name, counter in self._counters.items():
-            count = getattr(stats, name)
-            counter.inc(max(0, count - self._counted[name]))  # less: of a dead scheduler, and late
-            self._counted[name] = count
 
     def samples(self) -> list[MetricSample]:
         """This process's own numbers, for another API process to add up."""
@@ -204,7 +251,7 @@ class Metrics:
         """
         total = CollectorRegistry()
         total.register(_Sum(self._registry, others))
-        return generate_latest(total) + generate_latest(self._engine_registry)
+        return generate_latest(total) + self.engine.expose()
 
 
 class _Sum(Collector):

@@ -20,8 +20,8 @@ from minisgl.message import (
     decoder,
     encode,
 )
-from minisgl.utils.addresses import Addresses
-from minisgl.utils.queues import AsyncPullQueue, PushQueue
+from minisgl.processes.addresses import Addresses
+from minisgl.processes.queues import AsyncPullQueue, PushQueue
 
 _ANSWER_S = 5.0
 

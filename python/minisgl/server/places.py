@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl.utils.shared_numbers import SharedNumbers
+from minisgl.processes.shared_numbers import SharedNumbers
 
 
 class Places:

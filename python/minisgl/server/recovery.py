@@ -24,10 +24,10 @@ from collections import deque
 
 from minisgl.errors import EngineFailed, MiniSGLError
 from minisgl.message import ReplaceMsg, ResumeMsg, SuspendMsg
+from minisgl.processes.failures import Failure
 from minisgl.server.frontend import Frontend
 from minisgl.server.peers import Peers
 from minisgl.server.workers import Workers
-from minisgl.utils.child_failures import Failure
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from minisgl.checkpoint import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.errors import ConfigError
 from minisgl.message import EndMsg, KeyLimitsMsg, PeerMsg, RefuseMsg, ServeMsg
+from minisgl.processes.child import StartupReport
 from minisgl.server.api_process import ApiProcess, make_api_process, served_model
 from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
@@ -30,7 +31,6 @@ from minisgl.server.recovery import Recovery
 from minisgl.server.served_model import ServedModel
 from minisgl.server.shell import run_shell
 from minisgl.server.workers import Workers
-from minisgl.utils.child import StartupReport
 from minisgl.utils.garbage import start_serving
 from minisgl.utils.heap import return_free_memory_regularly
 

@@ -6,8 +6,8 @@ A uid says which tokenizer has the request or question, so all messages about it
 from __future__ import annotations
 
 from minisgl.message import AbortMsg, NewDetokenizerMsg, ShutdownMsg, TokenizerMsg, encode
-from minisgl.utils.addresses import DETOKENIZER, Addresses, tokenizer_of
-from minisgl.utils.queues import PushQueue
+from minisgl.processes.addresses import DETOKENIZER, Addresses, tokenizer_of
+from minisgl.processes.queues import PushQueue
 
 
 class TokenizerQueues:

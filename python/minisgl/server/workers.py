@@ -16,11 +16,11 @@ import socket
 import time
 from pathlib import Path
 
+from minisgl.processes.addresses import DETOKENIZER, Addresses
+from minisgl.processes.child import StartupReport
+from minisgl.processes.failures import Failure
+from minisgl.processes.supervisor import Supervisor
 from minisgl.server.args import ServerConfig
-from minisgl.utils.addresses import DETOKENIZER, Addresses
-from minisgl.utils.child import StartupReport
-from minisgl.utils.child_failures import Failure
-from minisgl.utils.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +155,7 @@ class Workers:
             self._max_seq_len,
             self._tokenizer_addresses[name],
             self.addresses,
-            self._config.allow_control_tokens,
-            self._config.tool_call_parser is None,
+            self._config.tokenizer_options,
         )
 
     def wait_ready(self) -> list[StartupReport]:

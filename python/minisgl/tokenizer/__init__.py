@@ -10,7 +10,7 @@
     vocabulary.py      `Vocabulary`: the bytes of each token
     worker.py          `tokenize_worker`: the loop of a process that does either or both
 
-The scheduler handles ids only, the API server text only.
+The scheduler handles ids only, API processes text only.
 """
 
 from minisgl.tokenizer.detokenize import Detokenizer

@@ -46,13 +46,12 @@ class ChatTemplate:
 
     Args:
         tokenizer: of transformers.
-        needs_known_calls: whether calls of tools have to be written in a form that can be parsed,
-            also where the template has another.
+        falls_back_to_hermes: as in `TokenizerOptions`.
     """
 
-    def __init__(self, tokenizer: Any, *, needs_known_calls: bool) -> None:
+    def __init__(self, tokenizer: Any, *, falls_back_to_hermes: bool) -> None:
         self._tokenizer = tokenizer
-        self._needs_known_calls = needs_known_calls
+        self._falls_back_to_hermes = falls_back_to_hermes
 
     def render(self, conversation: Conversation) -> str:
         """Apply the chat template. By default the text ends where the answer begins.
@@ -106,7 +105,7 @@ class ChatTemplate:
         template = self.text
         if template is None:
             return False
-        if self._needs_known_calls and call_format_of(template) is None:
+        if self._falls_back_to_hermes and call_format_of(template) is None:
             return True
         question = {"role": "user", "content": "-"}
         conversations = [[question], [{"role": "system", "content": "-"}, question]]

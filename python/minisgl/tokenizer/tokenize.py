@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from minisgl.checkpoint.files import check_tokenizer_files, is_panic
+from minisgl.config import TokenizerOptions
 from minisgl.core import IntArray
 from minisgl.errors import CheckpointError, InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
@@ -25,24 +26,18 @@ from minisgl.tokenizer.detokenize import Detokenizer
 from minisgl.tokenizer.length_check import LengthCheck
 from minisgl.tokenizer.vocabulary import Vocabulary
 
+_DEFAULTS = TokenizerOptions()
+
 
 class Tokenizer:
     """The tokenizer and chat template of a model folder.
-
-    Args:
-        allow_control_tokens: whether control tokens in the texts of a conversation are more than
-            text. In a text alone they always are.
-        needs_known_calls: whether calls of tools have to be written in a form that can be parsed,
-            also where the chat template has another.
 
     Raises:
         CheckpointError: the folder has no usable tokenizer.
     """
 
-    def __init__(
-        self, folder: Path, *, allow_control_tokens: bool = False, needs_known_calls: bool = False
-    ) -> None:
-        # Imported here: it takes seconds, and the API server need not wait for it.
+    def __init__(self, folder: Path, options: TokenizerOptions = _DEFAULTS) -> None:
+        # Imported here: it takes seconds, and the API process need not wait for it.
         from transformers import AutoTokenizer
 
         check_tokenizer_files(folder)
@@ -54,9 +49,11 @@ class Tokenizer:
             lines = str(error).strip().splitlines()
             reason = lines[0] if lines else type(error).__name__
             raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
-        self.template = ChatTemplate(self._tokenizer, needs_known_calls=needs_known_calls)
+        self.template = ChatTemplate(
+            self._tokenizer, falls_back_to_hermes=options.falls_back_to_hermes
+        )
         self.length_check = LengthCheck(self._tokenizer)
-        self._allow_control_tokens = allow_control_tokens
+        self._allow_control_tokens = options.allow_control_tokens
 
     def get_ready(self) -> None:
         """Do once, and now, what the first prompts of each kind would wait for.

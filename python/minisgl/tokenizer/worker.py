@@ -1,8 +1,8 @@
 """The process loop of tokenizers and the detokenizer.
 
 Both run this loop; what a process does depends on who writes to its queue. With `--num-tokenizer 0`
-the detokenizer's queue gets the API server's messages too. All messages of a request take one way,
-so that an abort cannot overtake its request.
+the detokenizer's queue gets the messages of API processes too. All messages of a request take one
+way, so that an abort cannot overtake its request.
 
 Prompts and questions wait in a fair queue: a long one, or a request of many, does not keep short
 ones waiting. The outputs of a step do not wait for any of them.
@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from minisgl.config import TokenizerOptions
 from minisgl.errors import RequestError
 from minisgl.message import (
-    AbortBackendMsg,
     AbortMsg,
-    BackendMsg,
+    AbortRequestMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
     ChatMessage,
@@ -32,6 +32,7 @@ from minisgl.message import (
     FrontendMsg,
     NewDetokenizerMsg,
     ReplyError,
+    SchedulerMsg,
     ShutdownMsg,
     TokenIds,
     TokenizeMsg,
@@ -43,14 +44,14 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.processes.addresses import Addresses, api_of
+from minisgl.processes.child import Ready, StartupReport, TokenizerInfo
+from minisgl.processes.queues import PullQueue, PushQueue
 from minisgl.tokenizer.tokenize import Tokenizer
-from minisgl.utils.addresses import Addresses, api_of
-from minisgl.utils.child import Ready, StartupReport, TokenizerInfo
 from minisgl.utils.env import silence_transformers
 from minisgl.utils.fair_queue import FairQueue
 from minisgl.utils.garbage import collect_when_idle, start_serving
 from minisgl.utils.heap import return_free_memory_regularly, use_one_heap
-from minisgl.utils.queues import PullQueue, PushQueue
 
 logger = logging.getLogger(__name__)
 
@@ -66,25 +67,20 @@ class TokenizeWorker:
     Args:
         max_seq_len: no prompt may have more tokens. The scheduler's own limit may be lower.
         frontends: the queues of the API processes.
-        allow_control_tokens, needs_known_calls: as for `Tokenizer`.
     """
 
     def __init__(
         self,
         folder: Path,
         max_seq_len: int,
-        backend: PushQueue[BackendMsg],
+        scheduler: PushQueue[SchedulerMsg],
         frontends: list[PushQueue[FrontendMsg]],
-        *,
-        allow_control_tokens: bool = False,
-        needs_known_calls: bool = False,
+        options: TokenizerOptions,
     ) -> None:
         self._max_seq_len = max_seq_len
-        self._tokenizer = Tokenizer(
-            folder, allow_control_tokens=allow_control_tokens, needs_known_calls=needs_known_calls
-        )
+        self._tokenizer = Tokenizer(folder, options)
         self._detokenizer = self._tokenizer.make_detokenizer()
-        self._backend = backend
+        self._scheduler = scheduler
         self._frontends = frontends
         self._jobs: dict[int, Job] = {}  # those that wait, by uid
         self._turns: FairQueue[int] = FairQueue()  # their uids, and those of dropped ones
@@ -121,7 +117,7 @@ class TokenizeWorker:
         while self._turns:
             self._do_next()
         if shutdown.stops_scheduler:
-            self._backend.put(ExitMsg())
+            self._scheduler.put(ExitMsg())
 
     def _receive(
         self, msg: Job | AbortMsg | FlushCacheMsg | NewDetokenizerMsg | BatchTokenizerMsg
@@ -132,7 +128,7 @@ class TokenizeWorker:
             case BatchTokenizerMsg():
                 self._detokenize(msg)
             case FlushCacheMsg() | NewDetokenizerMsg():
-                self._backend.put(msg)
+                self._scheduler.put(msg)
             case _:
                 self._jobs[msg.uid] = msg
                 self._turns.put(msg.uid, _cost(msg), _flow(msg))
@@ -140,7 +136,7 @@ class TokenizeWorker:
     def _abort(self, uid: int) -> None:
         """Drop a job that waits. What was sent on is aborted where it is now."""
         if self._jobs.pop(uid, None) is None:
-            self._backend.put(AbortBackendMsg(uid))
+            self._scheduler.put(AbortRequestMsg(uid))
 
     def _do_next(self) -> None:
         """Do the job whose turn it is, if there is one."""
@@ -162,7 +158,7 @@ class TokenizeWorker:
             self._send(UserReply(msg.uid, error=ReplyError.of(error)))
         else:
             logger.debug("request %d has %d tokens", msg.uid, len(ids))
-            self._backend.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
+            self._scheduler.put(UserMsg(msg.uid, pack_ids(ids), msg.sampling))
 
     def _send(self, reply: UserReply | CodecReply) -> None:
         """Send a reply to the API process that has its request."""
@@ -175,7 +171,7 @@ class TokenizeWorker:
         for msg in batch.msgs:
             if not self._detokenizer.can_take(msg):
                 if msg.finish is None:
-                    self._backend.put(AbortBackendMsg(msg.uid))
+                    self._scheduler.put(AbortRequestMsg(msg.uid))
                 continue
             reply = self._detokenizer.step(msg)
             if reply is None:
@@ -183,7 +179,7 @@ class TokenizeWorker:
             replies[api_of(reply.uid, num_api)].append(reply)
             scheduler_knows = msg.finish is not None or msg.error is not None
             if reply.is_final and not scheduler_knows:  # a stop text
-                self._backend.put(AbortBackendMsg(msg.uid))
+                self._scheduler.put(AbortRequestMsg(msg.uid))
         for frontend, its_replies in zip(self._frontends, replies, strict=True):
             if its_replies or batch.stats:
                 frontend.put(BatchFrontendMsg(its_replies, batch.stats))
@@ -233,8 +229,7 @@ def tokenize_worker(
     max_seq_len: int,
     inbox: str,
     addresses: Addresses,
-    allow_control_tokens: bool,
-    needs_known_calls: bool,
+    options: TokenizerOptions,
 ) -> None:
     """Body of a process: a tokenizer, the detokenizer, or both.
 
@@ -247,16 +242,9 @@ def tokenize_worker(
     use_one_heap()
     _hide_torch()
     queue: PullQueue[TokenizerMsg] = PullQueue(inbox, decoder(TokenizerMsg), ready.beat)
-    backend = PushQueue[BackendMsg](addresses.backend, encode)
+    scheduler = PushQueue[SchedulerMsg](addresses.scheduler, encode)
     frontends = [PushQueue[FrontendMsg](address, encode) for address in addresses.frontends]
-    worker = TokenizeWorker(
-        folder,
-        max_seq_len,
-        backend,
-        frontends,
-        allow_control_tokens=allow_control_tokens,
-        needs_known_calls=needs_known_calls,
-    )
+    worker = TokenizeWorker(folder, max_seq_len, scheduler, frontends, options)
     if inbox in addresses.tokenizers:  # those of the detokenizer too, where no other has prompts
         worker.get_ready_for_prompts()
     if inbox == addresses.detokenizer:

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -26,7 +27,7 @@ from minisgl.message import (
     pack_ids,
 )
 from minisgl.server.anthropic import MessagesRequest
-from tests.server.harness import App, Script, run_with_app, wait_until
+from tests.server.harness import CONFIG, App, Script, run_with_app, wait_until
 from tests.server.openai.test_chat_tools import CALLS, SPEAKER, THOUGHT
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
                 with pytest.raises(anthropic.AuthenticationError):
                     await stranger.messages.create(**ASKED)
 
-    run_with_app(scenario, api_keys=("x",))
+    run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:

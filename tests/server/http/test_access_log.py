@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from minisgl.message import ReplyError, UserReply
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
+    MAX_BODY,
     TEXT,
     App,
     HttpCall,
@@ -101,7 +104,7 @@ def test_an_error_has_its_code_and_the_route_no_name_of_the_client(lines: LogLin
             ),
             (app.call("GET", "/secret"), ("GET other", "404", " error=http_404")),
             (app.call("DELETE", CHAT), (f"DELETE {CHAT}", "405", " error=http_405")),
-            (app.post(CHAT, raw=b" " * 5000), (f"POST {CHAT}", "413", " error=http_413")),
+            (app.post(CHAT, raw=b" " * (MAX_BODY + 1)), (f"POST {CHAT}", "413", " error=http_413")),
         ):
             await call.done
             assert lines.about(call) == seen
@@ -115,7 +118,7 @@ def test_a_request_without_a_key_leaves_a_line_and_no_key(lines: LogLines) -> No
         call = await answered(app.call("GET", "/v1/models", headers=[(b"authorization", b"sk-b")]))
         assert lines.about(call) == ("GET other", "401", " error=invalid_api_key")
 
-    run_with_app(scenario, api_keys=("sk-a",))
+    run_with_app(scenario, config=replace(CONFIG, api_key=("sk-a",)))
 
 
 def test_a_bug_is_a_line_too(lines: LogLines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,10 @@ from minisgl.server.native.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.completions import CompletionRequest
 from minisgl.server.openai.embeddings import EmbeddingRequest
-from minisgl.server.openai.generation_request import ConversationRequest
-from minisgl.server.openai.prompts import PromptRequest
 from minisgl.server.openai.responses_request import ResponsesRequest
-from minisgl.server.openai.validation import RequestBounds
+from minisgl.server.requests.generation_request import ConversationRequest
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.validation import RequestBounds
 from tests.server.harness import (
     BODIES,
     CHAT,
@@ -147,7 +147,7 @@ def test_a_large_body_is_answered_as_a_small_one(padding: int) -> None:
         await refused.done
         assert_is_error(refused, 400, param="suffix", code="unsupported_parameter")
 
-    run_with_app(scenario, max_body=2**20)
+    run_with_app(scenario)
 
 
 def test_the_process_packs_what_it_gets_and_names_what_is_wrong(worker: BodyWorker) -> None:

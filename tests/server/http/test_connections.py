@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from minisgl.server.http.listener import create_server
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     MAX_BODY,
     RESPONSES,
     TEXT,
@@ -37,6 +39,7 @@ from tests.server.harness import (
 
 SOON_S = 0.2
 LATE_S = 60
+HASTY = replace(CONFIG, body_timeout_s=1)
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -193,10 +196,10 @@ def test_a_body_that_drips_is_a_408(route: str) -> None:
         async with client.dripping(b" " * 4000):
             status, headers, body = await client.response()
             assert (status, headers["connection"]) == (408, "close")
-            assert f"{SOON_S:g} s" in json.loads(body)["error"]["message"]
+            assert f"{HASTY.body_timeout_s} s" in json.loads(body)["error"]["message"]
             assert await client.rest() == b""
 
-    run_served(scenario, body_timeout_s=SOON_S)
+    run_served(scenario, config=HASTY)
 
 
 def test_an_idle_connection_is_closed_after_its_answer() -> None:
@@ -220,7 +223,7 @@ def test_an_answer_may_take_longer_than_any_deadline() -> None:
             served.app.worker.send(reply)
         assert (await client.response())[0] == 200
 
-    run_served(scenario, header_timeout_s=SOON_S, body_timeout_s=SOON_S)
+    run_served(scenario, header_timeout_s=HASTY.body_timeout_s, config=HASTY)
 
 
 def test_requests_follow_each_other_on_a_connection_one_by_one_and_at_once() -> None:
@@ -293,7 +296,7 @@ def test_a_path_behind_a_host_needs_a_key_as_any_other() -> None:
         client.send(b"GET http://a/v1/models HTTP/1.1\r\nhost: a\r\n\r\n")
         assert (await client.response())[0] == 401
 
-    run_served(scenario, api_keys=("sk-one",))
+    run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
 
 
 # ---- many at once
@@ -501,7 +504,7 @@ def test_a_401_before_the_body_closes() -> None:
         assert await client.rest() == b""
         await wait_until(lambda: served.num_open == 0)  # though the client keeps it open
 
-    run_served(scenario, api_keys=("sk-one",))
+    run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
 
 
 def test_a_client_that_sends_its_whole_body_first_still_reads_why_it_is_refused() -> None:
@@ -536,7 +539,7 @@ def test_a_refusal_after_the_body_keeps_the_connection() -> None:
         client.send(HEALTH)
         assert (await client.response())[0] == 200
 
-    run_served(scenario, api_keys=("sk-one",))
+    run_served(scenario, config=replace(CONFIG, api_key=("sk-one",)))
 
 
 @pytest.mark.parametrize("garbage", [b"\r\n\r\nhello\r\n\r\n", b"\x16\x03\x01" * 100])
@@ -757,7 +760,9 @@ def test_a_stream_that_nobody_reads_waits_and_is_whole_when_it_is_read() -> None
         events = re.findall(rb'"text":"([^"]*)"', await client.rest())
         assert events == [large.encode(), "".join(pieces).encode()]
 
-    run_served(scenario, header_timeout_s=SOON_S, body_timeout_s=SOON_S, keep_alive_timeout_s=0)
+    run_served(
+        scenario, header_timeout_s=HASTY.body_timeout_s, config=HASTY, keep_alive_timeout_s=0
+    )
 
 
 def test_a_client_that_reads_nothing_for_long_loses_its_stream(

@@ -266,7 +266,6 @@ def test_a_grammar_that_is_too_long_is_said_of_its_field(
     run_with_app(
         scenario,
         model=replace(MODEL, dialect=Dialect(reasoning_format=REASONING_FORMATS["qwen3"])),
-        max_body=2**20,
     )
 
 

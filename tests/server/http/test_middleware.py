@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     MAX_BODY,
     App,
     HttpCall,
@@ -40,7 +42,7 @@ def test_each_of_the_keys_opens_the_door(key: str, scheme: bytes) -> None:
         await call.done
         assert call.status == 200
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_without_a_known_key_nothing_is_answered(value: bytes | None) -> None:
         assert_is_refused(call)
         assert app.frontend.num_open == 0
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 @pytest.mark.parametrize("values", [("sk-one", "sk-one"), ("sk-one", "no"), ("no", "sk-one")])
@@ -86,7 +88,7 @@ def test_of_two_keys_none_counts(values: tuple[str, str]) -> None:
         await call.done
         assert_is_refused(call)
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_every_route_but_health_wants_a_key(method: str, path: str) -> None:
         await health.done
         assert health.status == 200
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 def test_a_body_is_not_read_before_the_key() -> None:
@@ -122,7 +124,7 @@ def test_a_body_is_not_read_before_the_key() -> None:
         assert_is_refused(call)
         assert call.num_received == 0
 
-    run_with_app(scenario, api_keys=KEYS)
+    run_with_app(scenario, config=replace(CONFIG, api_key=KEYS))
 
 
 def test_without_keys_none_is_asked_for_and_one_that_comes_is_no_harm() -> None:
@@ -172,7 +174,9 @@ def test_a_browser_asks_without_a_key_whether_it_may_send_one(keys: tuple[str, .
             )
             assert call.status == (401 if keys and options == from_page(ORIGIN) else 200)
 
-    run_with_app(scenario, api_keys=keys, cors_origins=("https://b.org", ORIGIN))
+    run_with_app(
+        scenario, config=replace(CONFIG, api_key=keys, cors_origins=("https://b.org", ORIGIN))
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,7 @@ def test_all_origins_or_those_given(
         await call.done
         assert call.headers.get("access-control-allow-origin") == allow_origin
 
-    run_with_app(scenario, cors_origins=allowed)
+    run_with_app(scenario, config=replace(CONFIG, cors_origins=allowed))
 
 
 def test_without_the_option_no_page_is_let_in() -> None:

@@ -21,6 +21,7 @@ from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
 from tests.server.harness import (
     CHAT,
+    CONFIG,
     MODEL,
     RESPONSES,
     TEXT,
@@ -254,7 +255,7 @@ def test_keys_are_declared_where_they_are_wanted_and_422_nowhere(keys: tuple[str
             assert '"401"' not in call.body.decode()
             assert "security" not in call.body.decode()
 
-    run_with_app(scenario, api_keys=keys)
+    run_with_app(scenario, config=replace(CONFIG, api_key=keys))
 
 
 @pytest.mark.filterwarnings("error")

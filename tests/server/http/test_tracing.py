@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from minisgl.server.http.tracing import Tracer, open_tracer
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     RESPONSES,
     TEXT,
     App,
@@ -180,7 +182,7 @@ def test_a_request_without_a_key_has_its_error() -> None:
     async def scenario(app: App) -> None:
         await app.post(CHAT).done
 
-    (root,) = traces_of(scenario, api_keys=("sk-a",)).values()
+    (root,) = traces_of(scenario, config=replace(CONFIG, api_key=("sk-a",))).values()
     assert (root.attributes or {})["error.type"] == "invalid_api_key"
 
 

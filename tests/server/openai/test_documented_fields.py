@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from minisgl.server.openai.responses_request import ResponsesRequest
 from tests.server.harness import (
     BODIES,
     CHAT,
+    CONFIG,
     RESPONSES,
     TEXT,
     App,
@@ -258,7 +260,7 @@ def test_the_tables_have_all_of_openais_fields(route: str) -> None:
             await call.done
             assert_is_error(call, 400, param=name, code="extra_forbidden")
 
-    run_with_app(scenario, strict_fields=True)
+    run_with_app(scenario, config=replace(CONFIG, strict_fields=True))
 
 
 def _release(version: str) -> list[int]:

@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletionMessage, ParsedChatCompletionMessage
 from pydantic import ValidationError
 
 from minisgl.server.openai.chat import ChatRequest
-from minisgl.server.openai.validation import RequestBounds
+from minisgl.server.requests.validation import RequestBounds
 from tests.server.openai.harness import BODIES, read
 
 QUESTION = {"role": "user", "content": "hi"}

@@ -30,7 +30,6 @@ from minisgl.server.generation import Generation
 from minisgl.server.openai.chat import ChatRequest
 from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest
-from minisgl.server.openai.validation import IgnoredField, RequestBounds, RequestContext
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
@@ -42,6 +41,7 @@ from minisgl.server.parsing.deltas import (
 )
 from minisgl.server.parsing.reasoning import REASONING_FORMATS
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
+from minisgl.server.requests.validation import IgnoredField, RequestBounds, RequestContext
 from tests.server.harness import (
     MODEL,
     RESPONSES,

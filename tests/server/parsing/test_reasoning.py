@@ -17,11 +17,11 @@ from tokenizers import AddedToken
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import MAX_GRAMMAR
-from minisgl.server.openai.tools import NO_TOOLS, Function, ToolUse
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import PlainTextParser
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS
+from minisgl.server.requests.tools import Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
 from tests.server.parsing.test_tool_formats import (
     MOST_LOOKS,
@@ -33,6 +33,7 @@ from tests.server.parsing.test_tool_formats import (
 QWEN = REASONING_FORMATS["qwen3"]
 DEEPSEEK = REASONING_FORMATS["deepseek_r1"]
 USE = ToolUse([Function(name="get")], "required")
+NO_TOOLS = ToolUse()
 CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
 GRAMMARS = {
     "json": Grammar(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from minisgl.core import Grammar
-from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing.deltas import (
     OutputParser,
     ParsedOutput,
@@ -24,6 +23,7 @@ from minisgl.server.parsing.deltas import (
 )
 from minisgl.server.parsing.incremental import IncrementalParser
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
+from minisgl.server.requests.tools import Function, ToolUse
 from tests.checkpoints import tiny_tokenizer
 
 CITY = {

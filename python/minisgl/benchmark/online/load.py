@@ -22,7 +22,7 @@ from minisgl.benchmark.online.client import Client, Target
 from minisgl.benchmark.online.prompts import PromptMaker
 from minisgl.benchmark.online.records import RequestRecord
 from minisgl.benchmark.online.workloads import PlannedRequest, Workload
-from minisgl.utils.child import ignore_interrupts, interrupts_blocked
+from minisgl.processes.child import ignore_interrupts, interrupts_blocked
 
 _LEAD_S = 0.2  # from the word to start until the load's start
 _TICK_S = 0.01

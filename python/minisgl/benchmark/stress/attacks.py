@@ -66,13 +66,6 @@ def _costly(costly: Costly, times: int = 3, at_once: int = 1) -> Attack:
     return Attack(_post(costly.path, at_once), make_bodies)
 
 
-def _same(times: int, **fields: Any) -> Callable[[Server], list[bytes]]:
-    def make_bodies(server: Server) -> list[bytes]:
-        return [server.body(**fields)] * times
-
-    return make_bodies
-
-
 # ---- connections
 
 

@@ -266,7 +266,7 @@ void for_blocks_of(const Pool& pool, const Integers& rows, const Range* range, c
 }  // namespace
 
 // One query of each request against its paged context, or against the last `window` tokens of it if
-// that is not zero.
+// that is not zero. A position of -1 is a request that is missing; nothing is written for it.
 void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorView page_table_RP,
                    int64_t page_size, TensorView token_B, TensorView row_B, TensorView position_B,
                    TensorView o_TNH, double scale, int64_t window) {
@@ -275,10 +275,12 @@ void attend_decode(TensorView q_TNH, TensorView k_SKH, TensorView v_SKH, TensorV
   if (batch == 0) return;
   int64_t group = q_TNH.size(1) / num_kv_heads;
   std::vector<Range> ranges = ranges_of(positions, batch, num_kv_heads, window);
+  if (ranges.empty()) return;
   int64_t num_ranges = ranges.size(), width = q_TNH.size(2);
   int64_t work = (ranges.back().num_blocks_before + kRangeBlocks) * kKeys * group * width;
   Pool pool{k_SKH, v_SKH, page_table_RP, page_size};
-  bool has_several = num_ranges > batch * num_kv_heads;
+  auto is_part = [](const Range& range) { return range.num_ranges > 1; };
+  bool has_several = std::any_of(ranges.begin(), ranges.end(), is_part);
   std::unique_ptr<float[]> sums;  // of each range, if a head has several
   int64_t num_sums = num_floats(group, width);
   if (has_several) sums = std::make_unique_for_overwrite<float[]>(num_ranges * num_sums);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   __syncthreads();
   for (int first = 0; first < num_requests; first += kPlanThreads) {
     int b = first + threadIdx.x;
-    int tiles = b < num_requests ? position[b] / kTile + 1 : 0, sum = tiles;
+    int tiles = b < num_requests ? (position[b] + kTile) / kTile : 0, sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       int other = __shfl_up_sync(0xffffffff, sum, step);
       if (lane >= step) sum += other;
@@ -66,6 +66,8 @@ __global__ void __launch_bounds__(32, 8) attend_ranges(const Inputs in) {
 
 }  // namespace
 
+// A position of -1 is a request that is missing; no other follows it. Nothing is written for it.
+//
 // most_of_cluster: tiles of the longest context that suits clusters. None may be longer than twice the
 // mean and a few tiles more.
 void plan_decode(TensorView position_B, TensorView row_B, int64_t num_ranges, int64_t least_tiles,

@@ -177,8 +177,10 @@ def _merge_splits(
     sums = tl.load(split_sum + place, mask=mask, other=0.0)
     acc = tl.load(inputs, mask=mask[:, None] & (h < WIDTH)[None, :], other=0.0)
     weight = tl.exp(top - tl.max(top, axis=0))
-    result = tl.sum(acc * weight[:, None], axis=0) / tl.sum(weight * sums, axis=0)
-    tl.store(outputs, result.to(o.dtype.element_ty), mask=h < WIDTH)
+    total = tl.sum(weight * sums, axis=0)
+    width = tl.where(total > 0.0, WIDTH, 0)  # a missing query has no keys
+    result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(outputs, result.to(o.dtype.element_ty), mask=h < width)
 
 
 def attend_decode(

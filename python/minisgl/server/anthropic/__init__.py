@@ -5,8 +5,8 @@
     errors.py            errors in Anthropic's form
 
 A request becomes the conversation that a chat of OpenAI's API would become, with the parameters and
-the grammars of one. Everything below the API is shared. Reference:
-https://docs.anthropic.com/en/api/messages
+the grammars of one. It is made of what is in `requests/`, its answer of what is in `answers/`.
+Reference: https://docs.anthropic.com/en/api/messages
 """
 
 from minisgl.server.anthropic.messages import MessageObject, MessagesBuilder, TokenCount

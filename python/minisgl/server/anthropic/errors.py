@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from minisgl.server.openai.common import ErrorBody, ResponseModel
+from minisgl.server.answers.errors import ErrorBody
+from minisgl.server.answers.objects import ResponseModel
 
 PATH = "/v1/messages"  # that of all routes of this API, or its beginning
 _TYPES = {

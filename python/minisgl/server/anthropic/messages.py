@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeAlias
 
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt
+from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
+from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.anthropic.messages_request import MessagesRequest
-from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, typed_event
-from minisgl.server.openai.common import ResponseModel, error_response
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,

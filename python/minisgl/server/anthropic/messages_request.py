@@ -15,9 +15,9 @@ from pydantic import BeforeValidator, Field
 from minisgl.core import Grammar, SamplingParams
 from minisgl.message import ChatMessage, Conversation, Prompt
 from minisgl.sampling_params import MAX_STOPS
-from minisgl.server.openai.generation_request import ConversationRequest
-from minisgl.server.openai.structured_output import schema_grammar
-from minisgl.server.openai.tools import (
+from minisgl.server.requests.generation_request import ConversationRequest
+from minisgl.server.requests.structured_output import schema_grammar
+from minisgl.server.requests.tools import (
     MAX_TOOLS,
     CalledFunction,
     Function,
@@ -26,7 +26,7 @@ from minisgl.server.openai.tools import (
     ToolName,
     ToolUse,
 )
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     AtMost,
     NeutralOnly,

@@ -8,7 +8,7 @@
     middleware.py    what sees a request before the routes: keys, HEAD, limits
     access_log.py    a line in the log and an id for each request
     tracing.py       spans of requests for OpenTelemetry
-    tenants.py       cached prefixes are found by the key that computed them
+    key_salts.py     cached prefixes are found by the key that computed them
     openapi.py       the OpenAPI document
 
 The bodies of requests, each at a bounded cost:
@@ -22,7 +22,7 @@ Below the application:
 
     listener.py     uvicorn's server, with the connections below
     connections.py  deadlines and the limit of connections
-    turns.py        a bounded part of what waits, in each turn of the event loop
+    loop_turns.py   a bounded part of what waits, in each turn of the event loop
     body_writer.py  a short way for the parts of a streamed body
 
 Read `application.py`, then `routes.py`.

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minisgl.server.answers.objects import Usage
 from minisgl.server.generation import Generation
 from minisgl.server.metrics import Metrics, Stopwatch
-from minisgl.server.openai.common import Usage
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ Knows nothing of tokens or processes. Next to read: `routes.py`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import anyio.lowlevel
@@ -18,17 +17,18 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from minisgl.server.args import ServerConfig
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.access_log import REQUEST_ID_HEADER, AccessLog
 from minisgl.server.http.body import BodyReader
 from minisgl.server.http.errors import add_error_handlers, methods_of_path
+from minisgl.server.http.key_salts import key_salts
 from minisgl.server.http.middleware import ApiKey, BodyLimit, HeadAsGet, KeyQuota
 from minisgl.server.http.openapi import REQUIRES_KEY, DocumentedApp, document_router
 from minisgl.server.http.routes import open_router, router
-from minisgl.server.http.tenants import key_salts
 from minisgl.server.key_limits import KeyLimits
-from minisgl.server.openai.validation import RequestBounds
 from minisgl.server.peers import Peers
+from minisgl.server.requests.validation import RequestBounds
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
@@ -47,14 +47,9 @@ class _Application(DocumentedApp):
 def create_app(
     frontend: Frontend,
     model: ServedModel,
-    max_body_bytes: int,
-    api_keys: Sequence[str] = (),
-    cors_origins: Sequence[str] = (),
+    config: ServerConfig,
     *,
-    shares_prefixes: bool = False,
     salt_secret: bytes | None = None,
-    strict_fields: bool = False,
-    body_timeout_s: float = 60,
     key_limits: KeyLimits | None = None,
     peers: Peers | None = None,
     tracer: Tracer | None = None,
@@ -64,42 +59,38 @@ def create_app(
     Whoever makes it closes `state.body_reader` at the end.
 
     Args:
-        api_keys: a request has to bring one of them; if there are none, no key is needed.
-        cors_origins: origins whose pages may call the server from a browser; "*" is all.
-        body_timeout_s: how long a body may take to come.
-        key_limits: what each of the keys may take.
-        shares_prefixes: whether a request may use prefixes that another key's request has computed.
         salt_secret: which the salts of keys are made with, equal in all API processes; one of this
             application's own if there is none.
+        key_limits: what each of the keys may take; as read from the file that the config names.
         peers: the other API processes, if there are any.
-        strict_fields: whether a field that a request does not declare is an error.
         tracer: leaves traces of requests; whoever made it shuts it down.
     """
     app = _Application(title="Mini-SGLang", version=__version__)
-    app.state.strict_fields = strict_fields
+    app.state.strict_fields = config.strict_fields
     app.state.frontend = frontend
     app.state.model = model
     app.state.peers = peers
     app.state.tracer = tracer
     bounds = RequestBounds(
-        model.max_seq_len, frontend.max_open, strict_fields, model.has_reasoning_switch
+        model.max_seq_len, frontend.max_open, config.strict_fields, model.has_reasoning_switch
     )
+    max_body_bytes = config.max_body_mb << 20
     app.state.body_reader = BodyReader(bounds, max_body_bytes)
     salt_of_key: dict[bytes, bytes] = {}
-    if len(set(api_keys)) > 1 and not shares_prefixes:
-        salt_of_key = key_salts(api_keys, salt_secret or secrets.token_bytes(32))
+    if len(set(config.api_key)) > 1 and not config.share_prefixes_between_keys:
+        salt_of_key = key_salts(config.api_key, salt_secret or secrets.token_bytes(32))
     app.state.methods_of_path = methods_of_path(
         [*document_router.routes, *open_router.routes, *router.routes]
     )
     app.add_middleware(HeadAsGet)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=config.body_timeout_s)
     if key_limits:
         app.add_middleware(KeyQuota, limits=key_limits, metrics=frontend.metrics)
-    _add_middleware(app, frontend, api_keys, cors_origins, salt_of_key)
+    _add_middleware(app, frontend, config, salt_of_key)
     add_error_handlers(app)
     app.include_router(document_router)
     app.include_router(open_router)
-    if api_keys:
+    if config.api_key:
         app.include_router(router, **REQUIRES_KEY)
     else:
         app.include_router(router)
@@ -121,17 +112,18 @@ async def warm_up(app: FastAPI) -> None:
 def _add_middleware(
     app: FastAPI,
     frontend: Frontend,
-    api_keys: Sequence[str],
-    cors_origins: Sequence[str],
+    config: ServerConfig,
     salt_of_key: dict[bytes, bytes],
 ) -> None:
     """Middleware that is added last sees a request first."""
-    if api_keys:
-        app.add_middleware(ApiKey, keys=api_keys, metrics=frontend.metrics, salt_of_key=salt_of_key)
-    if cors_origins:  # before the keys, because a browser's preflight request has no key
+    if config.api_key:
+        app.add_middleware(
+            ApiKey, keys=config.api_key, metrics=frontend.metrics, salt_of_key=salt_of_key
+        )
+    if config.cors_origins:  # before the keys, because a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=cors_origins,
+            allow_origins=config.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After", REQUEST_ID_HEADER],

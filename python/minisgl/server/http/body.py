@@ -26,8 +26,8 @@ from minisgl.server.http.body_parser import (
 from minisgl.server.http.body_worker import BodyWorker
 from minisgl.server.http.client_watch import run_while_connected
 from minisgl.server.http.ignored_fields import IgnoredFieldsLog
-from minisgl.server.openai.prompts import PromptRequest
-from minisgl.server.openai.validation import RequestBounds
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.validation import RequestBounds
 
 R = TypeVar("R", bound=PromptRequest)
 _MAX_HELD = 16  # bodies of the largest size

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from minisgl.errors import InvalidRequest
-from minisgl.server.openai.prompts import PackedRequest, PromptRequest
-from minisgl.server.openai.validation import RequestBounds
-from minisgl.server.openai.validation_errors import invalid_request
+from minisgl.server.requests.prompts import PackedRequest, PromptRequest
+from minisgl.server.requests.validation import RequestBounds
+from minisgl.server.requests.validation_errors import invalid_request
 
 R = TypeVar("R", bound=PromptRequest)
 MAX_PARAMETERS = 2**18  # bytes of a request without its prompts, and of a small body

@@ -29,15 +29,15 @@ import msgspec
 
 from minisgl.errors import InvalidRequest, RequestError
 from minisgl.message import ReplyError
-from minisgl.server.http.body_parser import pack_body
-from minisgl.server.openai.prompts import PackedRequest, PromptRequest
-from minisgl.server.openai.validation import IgnoredField, RequestBounds
-from minisgl.utils.child import (
+from minisgl.processes.child import (
     die_with_parent,
     ignore_interrupts,
     interrupts_blocked,
     name_process,
 )
+from minisgl.server.http.body_parser import pack_body
+from minisgl.server.requests.prompts import PackedRequest, PromptRequest
+from minisgl.server.requests.validation import IgnoredField, RequestBounds
 from minisgl.utils.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)

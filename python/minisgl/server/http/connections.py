@@ -36,15 +36,15 @@ from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from minisgl.processes.shared_numbers import SharedNumbers
+from minisgl.server.answers.errors import ErrorBody, ErrorResponse
 from minisgl.server.capacity import NUM_RESERVED
 from minisgl.server.http.access_log import AccessLog, note_error
 from minisgl.server.http.body_writer import offer_body_writer, withdraw_body_writer
+from minisgl.server.http.loop_turns import TurnQueue
 from minisgl.server.http.middleware import OPEN_PATHS
-from minisgl.server.http.turns import TurnQueue
 from minisgl.server.metrics import Metrics
-from minisgl.server.openai.common import ErrorBody, ErrorResponse
 from minisgl.server.places import Places
-from minisgl.utils.shared_numbers import SharedNumbers
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError
+from minisgl.server.answers.errors import ErrorBody, ErrorResponse, error_response
 from minisgl.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from minisgl.server.anthropic.errors import error_object
 from minisgl.server.http.access_log import CLIENT_CLOSED_REQUEST, note_error, route_of
 from minisgl.server.metrics import Metrics
-from minisgl.server.openai.common import ErrorBody, ErrorResponse, error_response
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from minisgl.server.openai.validation import IgnoredField
+from minisgl.server.requests.validation import IgnoredField
 
 logger = logging.getLogger(__name__)
 

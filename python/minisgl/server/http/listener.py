@@ -14,6 +14,7 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
+from minisgl.processes.shared_numbers import SharedNumbers
 from minisgl.server.capacity import BACKLOG
 from minisgl.server.http.connections import (
     Connection,
@@ -21,7 +22,6 @@ from minisgl.server.http.connections import (
     ConnectionTable,
 )
 from minisgl.utils.logger import limit_repeats
-from minisgl.utils.shared_numbers import SharedNumbers
 
 _CLOSE_S = 5
 _ACCEPTS_AT_ONCE = 8  # of 0.1 ms each; a turn parses fewer

@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidApiKey, KeyLimitExceeded, RequestError
+from minisgl.server.answers.errors import error_response
 from minisgl.server.http.access_log import note_error, num_tokens
 from minisgl.server.http.errors import error_content, retry_after
-from minisgl.server.http.tenants import KEY_SALT, key_digest
+from minisgl.server.http.key_salts import KEY_SALT, key_digest
 from minisgl.server.key_limits import KeyLimits
 from minisgl.server.metrics import Metrics
-from minisgl.server.openai.common import error_response
 
 OPEN_PATHS = {"/health"}  # their requests need no key
 _KEY_DIGEST = "key_digest"  # the name in a request's state

@@ -11,9 +11,9 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 
+from minisgl.server.answers.errors import ErrorResponse
 from minisgl.server.anthropic import MessageObject
 from minisgl.server.anthropic.errors import MessageErrorResponse
-from minisgl.server.openai.common import ErrorResponse
 from minisgl.server.openai.responses import ResponseObject
 
 _UNSENT = 422  # FastAPI declares it unless a route does; this server answers a bad request with 400

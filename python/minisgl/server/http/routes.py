@@ -1,11 +1,12 @@
 """The routes: a function a route, from a request to an answer.
 
 A request is refused before the first byte of its answer: a route waits for the first reply before
-it begins a stream. Next to read: `frontend.py`, then `openai/builder.py`.
+it begins a stream. Next to read: `frontend.py`, then `answers/builder.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import Annotated, Any, TypeAlias
 
@@ -18,6 +19,8 @@ from pydantic import BaseModel
 from minisgl.core import SamplingParams
 from minisgl.errors import ResponseNotFound
 from minisgl.message import Prompt
+from minisgl.server.answers.builder import AnswerBuilder
+from minisgl.server.answers.errors import ErrorResponse
 from minisgl.server.anthropic import (
     CountTokensRequest,
     MessagesBuilder,
@@ -29,6 +32,7 @@ from minisgl.server.http.access_log import note_generation, note_usage
 from minisgl.server.http.body import BodyRoute
 from minisgl.server.http.client_watch import ClientWatch, run_while_connected
 from minisgl.server.http.errors import errors_name_fields
+from minisgl.server.http.key_salts import salt_by_key
 from minisgl.server.http.openapi import (
     ERRORS,
     MESSAGE_ERRORS,
@@ -37,7 +41,6 @@ from minisgl.server.http.openapi import (
     STREAMS,
 )
 from minisgl.server.http.streaming import EventStream, whole_answer
-from minisgl.server.http.tenants import salt_by_key
 from minisgl.server.native.generate import GenerateBuilder, Generated, GenerateRequest
 from minisgl.server.native.tokenize import (
     Detokenized,
@@ -45,9 +48,7 @@ from minisgl.server.native.tokenize import (
     Tokenized,
     TokenizeRequest,
 )
-from minisgl.server.openai.builder import AnswerBuilder
 from minisgl.server.openai.chat import ChatBuilder, ChatCompletion, ChatRequest
-from minisgl.server.openai.common import ErrorResponse
 from minisgl.server.openai.completions import Completion, CompletionBuilder, CompletionRequest
 from minisgl.server.openai.embeddings import (
     EMBEDDING_SAMPLING,
@@ -55,11 +56,11 @@ from minisgl.server.openai.embeddings import (
     EmbeddingRequest,
     build_embeddings,
 )
-from minisgl.server.openai.generation_request import GenerationRequest
 from minisgl.server.openai.models import ModelCard, ModelList
 from minisgl.server.openai.responses import ResponsesBuilder
 from minisgl.server.openai.responses_request import ResponsesRequest
 from minisgl.server.peers import Peers
+from minisgl.server.requests.generation_request import ConversationRequest, GenerationRequest
 from minisgl.server.served_model import ServedModel
 from minisgl.version import __version__
 
@@ -119,12 +120,13 @@ async def retrieve_model(name: str, model: ModelDep) -> ModelCard:
 async def chat_completions(
     body: ChatRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = ChatBuilder(model.name, body, prompts, model.dialect)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: ChatBuilder(model.name, body, prompts, model.dialect),
+    )
 
 
 @router.post("/v1/completions", response_model=Completion, responses=STREAMS)
@@ -163,12 +165,13 @@ async def embeddings(
 async def generate(
     body: GenerateRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = GenerateBuilder(model.name, body, prompts)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: GenerateBuilder(model.name, body, prompts),
+    )
 
 
 # The document has the type of a response, but answers are not checked against it.
@@ -176,12 +179,15 @@ async def generate(
 async def responses(
     body: ResponsesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = ResponsesBuilder(model.name, body, prompts, sampling, model.dialect)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, sampling: ResponsesBuilder(
+            model.name, body, prompts, sampling, model.dialect
+        ),
+    )
 
 
 @router.get("/v1/responses/{name}", status_code=404, response_model=ErrorResponse, responses=ERRORS)
@@ -196,12 +202,13 @@ async def stored_response(name: str) -> None:
 async def messages(
     body: MessagesRequest, request: Request, frontend: FrontendDep, model: ModelDep
 ) -> Any:
-    model.check_name(body.model)
-    with errors_name_fields(body.field_of):
-        prompts = _prompts(body, frontend)
-        sampling = _sampling(body, model)
-        builder = MessagesBuilder(model.name, body, prompts, model.dialect)
-        return await _answer(request, frontend, body, prompts, sampling, builder)
+    return await _generate(
+        body,
+        request,
+        frontend,
+        model,
+        lambda prompts, _: MessagesBuilder(model.name, body, prompts, model.dialect),
+    )
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGE_ERRORS)
@@ -251,6 +258,22 @@ async def flush_cache(request: Request, frontend: FrontendDep) -> FlushedCache:
     return FlushedCache(num_tokens=num_tokens)
 
 
+async def _generate(
+    body: GenerationRequest,
+    request: Request,
+    frontend: Frontend,
+    model: ServedModel,
+    make_builder: Callable[[list[Prompt], SamplingParams], AnswerBuilder],
+) -> Any:
+    """Answer a request with a builder that is made of its prompts and parameters."""
+    model.check_name(body.model)
+    with errors_name_fields(body.field_of):
+        prompts = _prompts(body, frontend)
+        sampling = _sampling(body, model)
+        builder = make_builder(prompts, sampling)
+        return await _answer(request, frontend, body, prompts, sampling, builder)
+
+
 def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
     """The prompts, if they may all be open. What builds their answers would be large if not."""
     prompts = body.prompts()
@@ -259,7 +282,12 @@ def _prompts(body: GenerationRequest, frontend: Frontend) -> list[Prompt]:
 
 
 def _sampling(body: GenerationRequest, model: ServedModel) -> SamplingParams:
-    return body.constrain(body.sampling(model.sampling_defaults), model.dialect)
+    sampling = body.sampling(model.sampling_defaults)
+    if isinstance(body, ConversationRequest):
+        return model.dialect.constrain(
+            sampling, body.tool_use, allows_reasoning=body.allows_reasoning
+        )
+    return sampling
 
 
 async def _answer(

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ClientGone, EngineFailed, RequestError
+from minisgl.server.answers.builder import AnswerBuilder
 from minisgl.server.generation import Generation
 from minisgl.server.http.access_log import note_error
 from minisgl.server.http.body_writer import BodyWriter, body_writer_of
 from minisgl.server.http.client_watch import ClientWatch
 from minisgl.server.metrics import Metrics
-from minisgl.server.openai.builder import AnswerBuilder
 
 _MAX_LOGPROBS_IN_LOOP = 50  # each with up to 20 others
 

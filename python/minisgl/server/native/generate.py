@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 from minisgl.message import Prompt, TextLogprobs
-from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, data_event
-from minisgl.server.openai.common import ChoiceFinishReason, ResponseModel, Usage, reply_logprobs
-from minisgl.server.openai.generation_request import (
+from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, data_event
+from minisgl.server.answers.objects import ChoiceFinishReason, ResponseModel, Usage, reply_logprobs
+from minisgl.server.requests.generation_request import (
     GenerationRequest,
     PromptIds,
     parse_prompts,
 )
-from minisgl.server.openai.unsupported import (
+from minisgl.server.requests.unsupported import (
     EmptyListOnly,
     EmptyObjectOnly,
     FalseOnly,
     OneOnly,
     TrueOnly,
 )
-from minisgl.server.openai.validation import Integer, NeutralOnly, ValidText
+from minisgl.server.requests.validation import Integer, NeutralOnly, ValidText
 
 
 class GenerateRequest(GenerationRequest):

@@ -8,18 +8,18 @@ from pydantic import Field, model_validator
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TokenIds, pack_ids
-from minisgl.server.openai.common import ResponseModel
-from minisgl.server.openai.generation_request import PromptIds
+from minisgl.server.answers.objects import ResponseModel
 from minisgl.server.openai.messages import Message
-from minisgl.server.openai.prompts import PromptRequest
-from minisgl.server.openai.unsupported import (
+from minisgl.server.requests.generation_request import PromptIds
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.unsupported import (
     EmptyListOnly,
     EmptyObjectOnly,
     FalseOnly,
     Refused,
     TrueOnly,
 )
-from minisgl.server.openai.validation import FITS_CONTEXT, ValidText
+from minisgl.server.requests.validation import FITS_CONTEXT, ValidText
 
 
 class TokenizeRequest(PromptRequest):

@@ -12,25 +12,9 @@ from pydantic import ConfigDict, Field
 
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation, Prompt, TextLogprobs
-from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.openai.common import ChatLogprob, ChoiceFinishReason, ResponseModel, Usage
-from minisgl.server.openai.generation_request import (
-    ChoicesRequest,
-    ConversationRequest,
-    check_positive,
-)
+from minisgl.server.answers.builder import ChoicesBuilder, ParsedReply
+from minisgl.server.answers.objects import ChatLogprob, ChoiceFinishReason, ResponseModel, Usage
 from minisgl.server.openai.messages import Message, TextPart
-from minisgl.server.openai.tools import MAX_TOOLS, Function, NamedTool, Tool
-from minisgl.server.openai.unsupported import EmptyObjectOnly, FalseOnly, Refused
-from minisgl.server.openai.validation import (
-    FITS_CONTEXT,
-    AtMost,
-    NeutralOnly,
-    NumTopLogprobs,
-    RequestModel,
-    TokenLimit,
-    ValidText,
-)
 from minisgl.server.parsing import Dialect
 from minisgl.server.parsing.deltas import (
     ContentDelta,
@@ -42,6 +26,22 @@ from minisgl.server.parsing.deltas import (
     ToolCallStart,
 )
 from minisgl.server.parsing.tool_calls import is_object
+from minisgl.server.requests.generation_request import (
+    ChoicesRequest,
+    ConversationRequest,
+    check_positive,
+)
+from minisgl.server.requests.tools import MAX_TOOLS, Function, NamedTool, Tool
+from minisgl.server.requests.unsupported import EmptyObjectOnly, FalseOnly, Refused
+from minisgl.server.requests.validation import (
+    FITS_CONTEXT,
+    AtMost,
+    NeutralOnly,
+    NumTopLogprobs,
+    RequestModel,
+    TokenLimit,
+    ValidText,
+)
 
 _OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
 

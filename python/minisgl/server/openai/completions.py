@@ -10,16 +10,16 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from minisgl.message import Prompt, TextLogprobs
-from minisgl.server.openai.builder import ChoicesBuilder, ParsedReply
-from minisgl.server.openai.common import ChoiceFinishReason, ResponseModel, Usage, reply_logprobs
-from minisgl.server.openai.generation_request import (
+from minisgl.server.answers.builder import ChoicesBuilder, ParsedReply
+from minisgl.server.answers.objects import ChoiceFinishReason, ResponseModel, Usage, reply_logprobs
+from minisgl.server.requests.generation_request import (
     ChoicesRequest,
     Prompts,
     check_positive,
     parse_prompts,
 )
-from minisgl.server.openai.unsupported import EmptyListOnly, EmptyObjectOnly, Refused, TrueOnly
-from minisgl.server.openai.validation import Integer, NeutralOnly
+from minisgl.server.requests.unsupported import EmptyListOnly, EmptyObjectOnly, Refused, TrueOnly
+from minisgl.server.requests.validation import Integer, NeutralOnly
 
 DEFAULT_MAX_TOKENS = 16
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")

@@ -14,11 +14,11 @@ import numpy as np
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.message import Prompt, UserReply
-from minisgl.server.openai.common import ResponseModel, Usage
-from minisgl.server.openai.generation_request import Prompts, parse_prompts
-from minisgl.server.openai.prompts import PromptRequest
-from minisgl.server.openai.unsupported import Refused, TrueOnly
-from minisgl.server.openai.validation import Integer, NeutralOnly, ValidText
+from minisgl.server.answers.objects import ResponseModel, Usage
+from minisgl.server.requests.generation_request import Prompts, parse_prompts
+from minisgl.server.requests.prompts import PromptRequest
+from minisgl.server.requests.unsupported import Refused, TrueOnly
+from minisgl.server.requests.validation import Integer, NeutralOnly, ValidText
 
 EMBEDDING_SAMPLING = SamplingParams(max_tokens=0, embeds=True)
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import model_validator
 
 from minisgl.message import ChatMessage
-from minisgl.server.openai.tools import ToolCall
-from minisgl.server.openai.unsupported import EmptyListOnly
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.tools import ToolCall
+from minisgl.server.requests.unsupported import EmptyListOnly
+from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     NeutralOnly,
     RequestModel,

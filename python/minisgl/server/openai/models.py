@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from minisgl.server.openai.common import ResponseModel
+from minisgl.server.answers.objects import ResponseModel
 
 
 class ModelCard(ResponseModel):

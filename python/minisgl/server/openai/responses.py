@@ -17,9 +17,10 @@ from pydantic import Field
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineFailed, RequestError
 from minisgl.message import Prompt, UserReply
+from minisgl.server.answers.builder import AnswerBuilder, ParsedReply, typed_event
+from minisgl.server.answers.errors import error_response
+from minisgl.server.answers.objects import ChatLogprob, ResponseModel, now
 from minisgl.server.generation import Generation
-from minisgl.server.openai.builder import AnswerBuilder, ParsedReply, typed_event
-from minisgl.server.openai.common import ChatLogprob, ResponseModel, error_response, now
 from minisgl.server.openai.responses_items import EndStatus, Object, OutputItems
 from minisgl.server.openai.responses_request import ReasoningPart, ResponsesRequest, TextOptions
 from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice

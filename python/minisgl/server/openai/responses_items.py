@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any, Literal, TypeAlias
 
 from minisgl.message import TextLogprobs
-from minisgl.server.openai.common import ChatLogprob
+from minisgl.server.answers.objects import ChatLogprob
 from minisgl.server.parsing.deltas import (
     ContentDelta,
     Delta,

@@ -16,19 +16,19 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from minisgl.core import Grammar
 from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation, Prompt
-from minisgl.server.openai.generation_request import ConversationRequest
 from minisgl.server.openai.messages import refusal_as_text
 from minisgl.server.openai.responses_tools import ResponsesTool, ToolChoice, name_for_model
-from minisgl.server.openai.structured_output import PlainFormat, TextFormat
-from minisgl.server.openai.tools import MAX_TOOLS, CalledFunction, Function, ToolCall
-from minisgl.server.openai.unsupported import (
+from minisgl.server.requests.generation_request import ConversationRequest
+from minisgl.server.requests.structured_output import PlainFormat, TextFormat
+from minisgl.server.requests.tools import MAX_TOOLS, CalledFunction, Function, ToolCall
+from minisgl.server.requests.unsupported import (
     EmptyListOnly,
     EmptyObjectOnly,
     FalseOnly,
     OneOnly,
     Refused,
 )
-from minisgl.server.openai.validation import (
+from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     AtMost,
     NeutralOnly,

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Tag, ValidationInfo, model_validator
 
-from minisgl.server.openai.tools import MAX_TOOLS, Function, ToolName
-from minisgl.server.openai.validation import AtMost, RequestContext, RequestModel, ValidText
+from minisgl.server.requests.tools import MAX_TOOLS, Function, ToolName
+from minisgl.server.requests.validation import AtMost, RequestContext, RequestModel, ValidText
 
 
 def name_for_model(namespace: str | None, name: str) -> str:

@@ -8,7 +8,7 @@
     incremental.py    what these parsers have in common
     grammar_rules.py  pieces of which the grammars are made
 
-Which tools a request offers is in `openai/tools.py`. Read `deltas.py` first, then
+Which tools a request offers is in `requests/tools.py`. Read `deltas.py` first, then
 `tool_formats.py`.
 """
 

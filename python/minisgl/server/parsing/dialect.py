@@ -7,13 +7,13 @@ from typing import Self
 
 from minisgl.core import Grammar, SamplingParams
 from minisgl.errors import ConfigError, InvalidRequest
+from minisgl.processes.child import TokenizerInfo
 from minisgl.sampling_params import MAX_GRAMMAR
-from minisgl.server.openai.tools import ToolUse
 from minisgl.server.parsing.deltas import OutputParser, PlainTextParser
 from minisgl.server.parsing.grammar_rules import AddedTokens
 from minisgl.server.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.server.parsing.tool_formats import TOOL_FORMATS, ToolFormat
-from minisgl.utils.child import TokenizerInfo
+from minisgl.server.requests.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

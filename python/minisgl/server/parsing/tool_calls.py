@@ -9,9 +9,9 @@ from typing import Any
 
 import regex
 
-from minisgl.server.openai.tools import ToolUse
 from minisgl.server.parsing.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
 from minisgl.server.parsing.incremental import IncrementalParser
+from minisgl.server.requests.tools import ToolUse
 
 _NO_TAIL = regex.compile("(?P<name>)")
 

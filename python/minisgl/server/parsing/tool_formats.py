@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from minisgl.core import Grammar
-from minisgl.server.openai.tools import Function, ToolUse
 from minisgl.server.parsing.grammar_rules import (
     AddedTokens,
     marker_rule,
@@ -25,6 +24,7 @@ from minisgl.server.parsing.grammar_rules import (
     text_then,
 )
 from minisgl.server.parsing.tool_calls import CallSyntax, ToolCallParser
+from minisgl.server.requests.tools import Function, ToolUse
 
 _TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _NAME = r"(?P<name>[\w.-]{1,64})"

@@ -1,0 +1,190 @@
+"""What a child process does: it reports that it is ready, or why it is not, and beats.
+
+A child may stand by: it imports what takes long, and waits for the order that says what it is to
+be. `supervisor.py` is the parent's side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import pkgutil
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from minisgl.errors import ConfigError, MiniSGLError
+from minisgl.utils.garbage import start_process
+from minisgl.utils.logger import rename_in_log, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_NAME = 15
+BEAT_INTERVAL_S = 0.5
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """What an API process needs to know of a tokenizer.
+
+    Attributes:
+        added_tokens: ids of the tokens that are never split, such as `<|im_end|>`, by their texts.
+        describes_tools: whether it describes tools in Hermes' form, since the template cannot.
+        call_format: name of the format in which its prompts have calls of tools, if it is known.
+    """
+
+    chat_template: str | None
+    added_tokens: dict[str, int]
+    describes_tools: bool = False
+    call_format: str | None = None
+
+
+class StartupReport(msgspec.Struct, frozen=True):
+    """A child's message once it is ready, or once it has failed.
+
+    Attributes:
+        failure: why it failed; None if it is ready.
+        is_config_error: whether options or model are the reason, which the user can change.
+        is_explained: whether the package itself found the reason. Any other failure may be the
+            consequence of another child's.
+        max_seq_len, device: of a scheduler.
+        tokenizer: of a tokenizer.
+    """
+
+    failure: str | None = None
+    is_config_error: bool = False
+    is_explained: bool = False
+    max_seq_len: int | None = None
+    device: str | None = None
+    tokenizer: TokenizerInfo | None = None
+
+
+class Ready:
+    """A child's way to its supervisor: call it with a report, then beat."""
+
+    def __init__(self, writer: Connection, beats: ctypes.c_ulong) -> None:
+        self._writer = writer
+        self._beats = beats
+
+    def __call__(self, report: StartupReport) -> None:
+        self._writer.send_bytes(msgspec.json.encode(report))
+
+    def beat(self) -> None:
+        """Say that this process goes on: one more in shared memory, without a lock."""
+        self._beats.value += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a child that stands by is to be: the arguments of `Supervisor.start`."""
+
+    name: str
+    body: str
+    args: tuple[Any, ...]
+
+
+def run_child(
+    name: str,
+    parent_pid: int,
+    writer: Connection,
+    beats: ctypes.c_ulong,
+    log_level: str,
+    log_json: bool,
+    body: str,
+    *args: Any,
+) -> None:
+    """Entry of every child: run its body, and report an error that ends it.
+
+    Ctrl-C reaches all processes of a terminal. Children ignore it; the parent ends them in order.
+    """
+    die_with_parent(parent_pid)
+    name_process(name)
+    ignore_interrupts()
+    set_up_logging(name, log_level, as_json=log_json)
+    logger.debug("the process runs")
+    start_process()
+
+    ready = Ready(writer, beats)
+    try:
+        run = pkgutil.resolve_name(body)
+        logger.debug("%s is imported", body)
+        run(ready, *args)
+    except Exception as error:  # the border of the process; the supervisor acts on the report
+        name = multiprocessing.current_process().name  # a child that stood by has another one
+        if isinstance(error, MiniSGLError):
+            logger.debug("%s", traceback.format_exc())
+            reason = str(error)
+        else:
+            logger.exception("%s fails", name)
+            reason = f"{name}: {type(error).__name__}: {error}"
+        ready(
+            StartupReport(
+                failure=reason,
+                is_config_error=isinstance(error, ConfigError),
+                is_explained=isinstance(error, MiniSGLError),
+            )
+        )
+        writer.close()
+        os._exit(1)
+
+
+def stand_by(ready: Ready, preparation: str, orders: Connection) -> None:
+    """Body of a child: prepare, then wait for an `Order`, and carry it out.
+
+    Args:
+        preparation: "module:function", without arguments.
+    """
+    pkgutil.resolve_name(preparation)()
+    ready(StartupReport())
+    while not orders.poll(BEAT_INTERVAL_S):
+        ready.beat()
+    order: Order = orders.recv()
+    orders.close()
+    multiprocessing.current_process().name = order.name
+    name_process(order.name)
+    rename_in_log(order.name)
+    logger.debug("the process stood by")
+    pkgutil.resolve_name(order.body)(ready, *order.args)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread, and in each process that it starts meanwhile.
+
+    Ctrl-C reaches all processes of a terminal. One that has not come to `ignore_interrupts` would
+    end by it, and write a trace.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def ignore_interrupts() -> None:
+    """Ignore SIGINT, which may be blocked since the start of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Make the kernel kill this process when its parent ends in any way (Linux).
+
+    The kernel takes the thread that has started this process for its parent.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent ended before the call above
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Show `name`, up to 15 bytes of it, in `top` and `ps` in place of the program (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode())

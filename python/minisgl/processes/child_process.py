@@ -1,0 +1,143 @@
+"""A child process, as the process that has started it sees it, and the thread that starts it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import threading
+import time
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
+
+import msgspec
+
+from minisgl.processes.child import StartupReport, interrupts_blocked
+
+logger = logging.getLogger(__name__)
+
+_EXIT_CODE_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class ChildProcess:
+    """A process, the reading end of the pipe for its reports, and its beat.
+
+    `multiprocessing` keeps its name.
+
+    Attributes:
+        orders: the writing end of the pipe for its order, while it stands by.
+        is_starting: it has not reported that it is ready.
+        failure: its report of its failure.
+        num_still_ticks: since its beat was seen to move.
+    """
+
+    process: SpawnProcess
+    reader: Connection
+    beats: ctypes.c_ulong
+    orders: Connection | None = None
+    is_starting: bool = True
+    failure: StartupReport | None = None
+    num_still_ticks: int = 0
+    last_beats: int = 0
+
+    def tick(self) -> None:
+        """Look whether it has beaten since the last tick."""
+        beats = self.beats.value
+        self.num_still_ticks = self.num_still_ticks + 1 if beats == self.last_beats else 0
+        self.last_beats = beats
+
+    def read_report(self) -> StartupReport | None:
+        """Wait for a report. None if the process has closed its end before."""
+        try:
+            return msgspec.json.decode(self.reader.recv_bytes(), type=StartupReport)
+        except EOFError:
+            return None
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    def look_for_reports(self) -> None:
+        """Note that it is ready, or why it has failed."""
+        while self.reader.poll():
+            report = self.read_report()
+            if report is None:
+                return
+            if report.failure:
+                self.failure = report
+            else:
+                self.is_starting = False
+                self.num_still_ticks = 0
+                logger.info("%s is ready", self.name)
+
+    def exit_code(self) -> int:
+        """Its exit code, once it is dead; negative for a signal.
+
+        `join` returns at once, without the code, while another thread of this program collects
+        it: `multiprocessing.active_children` does so for all children.
+        """
+        deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
+        while self.process.exitcode is None and time.monotonic() < deadline:
+            self.process.join(max(0.0, deadline - time.monotonic()))
+        return 0 if self.process.exitcode is None else self.process.exitcode
+
+    def describe_death(self) -> str:
+        """The exit code of a dead child, and its last report's reason."""
+        code = self.exit_code()
+        self.look_for_reports()
+        death = f"{self.name} died with exit code {code}"
+        if -code in set(signal.Signals):
+            death += f" ({signal.Signals(-code).name})"
+        if self.failure:
+            death += f": {self.failure.failure}"
+        return death
+
+    def close(self) -> None:
+        """Wait until it has ended, and close its pipes."""
+        self.process.join()
+        self.reader.close()
+        if self.orders:
+            self.orders.close()
+
+
+class ProcessStarter:
+    """A thread that starts processes: they die with the thread that has started them.
+
+    The caller's may end long before.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[SpawnProcess, Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
+        self._thread.start()
+
+    def start(self, process: SpawnProcess) -> None:
+        """Start a process. An interrupt is raised when it has been started."""
+        started: Future[None] = Future()
+        self._work.put((process, started))
+        try:
+            started.result()
+        except BaseException:
+            futures.wait([started])
+            raise
+
+    def end(self) -> None:
+        """End the thread, and what it has started and is still alive."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while work := self._work.get():
+            process, started = work
+            try:
+                with interrupts_blocked():
+                    process.start()
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(None)

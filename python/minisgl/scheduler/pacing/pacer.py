@@ -1,0 +1,159 @@
+"""How many prompt tokens a step computes beside running requests: a budget in time.
+
+Running requests get a token a step, so a step's time is the gap in their streams. It is bounded by
+`--target-itl-ms`. How many tokens fit comes from `StepCosts`, which rank 0 measures and sends to
+all ranks. Everything else here is counted, so that all ranks find the same number.
+
+Knows no clock. Next to read: `costs.py`, and `watch.py` for who measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minisgl.core import ReqSlice
+from minisgl.prompt_waves import PromptWaves
+from minisgl.scheduler.pacing.costs import StepCosts, StepWork
+from minisgl.scheduler.prefill import FirstPrompt
+
+# The bound doubles each time that the first prompt has let this part of its length pass, ...
+_DOUBLING = 0.7
+# ... so many times at most.
+_MAX_DOUBLINGS = 6.0
+# So many bounded steps count as length of any prompt: a short one may wait for some steps, too.
+_PATIENT_STEPS = 24
+# A size without padding is chosen if the largest one is at least this part of what fits the bound.
+_MOST_OF_A_STEP = 0.7
+_SHORTEST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a kind of device needs of the budgets of steps.
+
+    Attributes:
+        min_tokens: of prompts in any step, so that they advance. On a GPU fewer are no faster. On a
+            CPU each takes time, late in a long prompt a tenth of a decode step. But a single one
+            would count as a decode, and the costs of steps with prompts would not be measured.
+        auto_factor: what the bound is if the user does not say it: a step may take this many times
+            as long as it would without prompts.
+        auto_ms: the least bound if the user does not say it.
+    """
+
+    min_tokens: int
+    auto_factor: float
+    auto_ms: float
+
+
+# A GPU computes a step of few tokens hardly faster than one of a thousand; 20 tokens a second are
+# more than anybody reads.
+GPU_PACE = Pace(min_tokens=64, auto_factor=2.0, auto_ms=57.0)
+CPU_PACE = Pace(min_tokens=4, auto_factor=1.7, auto_ms=20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """What bounds the prompts of one step.
+
+    Attributes:
+        num_tokens: of prompts; at least 1.
+        bound_ms: how long the step may take; 0 if nothing bounds it.
+    """
+
+    num_tokens: int
+    bound_ms: float = 0.0
+
+
+class StepPacer:
+    """Finds the budget of each step. Equal on all ranks.
+
+    Args:
+        max_tokens: of a step in which no running request waits for a token.
+        target_itl_ms: the bound; None finds one, 0 is no bound.
+        pace: of the device.
+        prompt_room, prompt_waves: of the executor.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        target_itl_ms: float | None,
+        pace: Pace,
+        prompt_room: Callable[[int], Sequence[int]],
+        prompt_waves: PromptWaves,
+    ) -> None:
+        self.costs = StepCosts()
+        self._max_tokens = max_tokens
+        self._min_tokens = min(pace.min_tokens, max_tokens)
+        self._target_itl_ms = target_itl_ms
+        self._pace = pace
+        self._prompt_room = prompt_room
+        self._prompt_waves = prompt_waves
+        self.latest = StepBudget(max_tokens)
+
+    def budget(self, running: list[ReqSlice], first: FirstPrompt | None) -> StepBudget:
+        """The budget of a step.
+
+        Args:
+            running: what the step computes of running requests.
+            first: the prompt whose turn it is, if any waits.
+        """
+        if self._target_itl_ms == 0 or first is None or not running:
+            return StepBudget(self._max_tokens)
+        work = StepWork.of(running, self._prompt_waves)
+        without_prompts = self.costs.seconds(work)
+        bound = self._bound(without_prompts)
+        fixed = without_prompts if work.num_tokens else without_prompts + self.costs.mixed
+        num_bounded = self._num_tokens(bound - fixed, first)
+        bound *= _relaxation(first, num_bounded)
+        num_tokens = self._num_tokens(bound - fixed, first)
+        rooms = self._prompt_room(len(running))
+        if rooms and _MOST_OF_A_STEP * num_tokens <= rooms[-1]:
+            num_tokens = self._unpadded_tokens(num_tokens, rooms, fixed, bound, first.position)
+        self.latest = StepBudget(num_tokens, 1e3 * bound)
+        return self.latest
+
+    def _bound(self, without_prompts: float) -> float:
+        """Seconds that a step may take as long as prompts do not wait too long."""
+        if self._target_itl_ms is not None:
+            return self._target_itl_ms / 1e3
+        return max(self._pace.auto_ms / 1e3, self._pace.auto_factor * without_prompts)
+
+    def _num_tokens(self, seconds: float, first: FirstPrompt) -> int:
+        """Tokens within the options that take so long, at the place where the first prompt is."""
+        num_tokens = self.costs.num_tokens_within(seconds, first.position)
+        return int(min(max(num_tokens, self._min_tokens), self._max_tokens))
+
+    def _unpadded_tokens(
+        self, num_tokens: int, rooms: Sequence[int], fixed: float, bound: float, position: int
+    ) -> int:
+        """The tokens of the step without padding that computes most of them a second in the bound.
+
+        A step of another size would be padded to one of these.
+
+        Args:
+            num_tokens: the most.
+            rooms: the sizes without padding.
+            fixed: seconds that a step takes with no tokens of prompts.
+            position: where the first prompt is.
+        """
+        chosen = 0
+        highest_rate = 0.0
+        for room in rooms:
+            seconds = fixed + self.costs.prompt_seconds(room, position, self._prompt_waves)
+            rate = room / max(seconds, _SHORTEST_S)
+            if room <= num_tokens and seconds <= bound and rate > highest_rate:
+                chosen = room
+                highest_rate = rate
+        return chosen or min(num_tokens, rooms[0])
+
+
+def _relaxation(first: FirstPrompt, num_bounded: int) -> float:
+    """By which factor the bound gives way, so that prompts do not wait without end.
+
+    Args:
+        num_bounded: tokens of a step under the bound.
+    """
+    lateness = first.num_passed / (first.num_tokens + _PATIENT_STEPS * num_bounded)
+    return float(2.0 ** min(lateness / _DOUBLING, _MAX_DOUBLINGS))

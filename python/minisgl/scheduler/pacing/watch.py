@@ -1,0 +1,69 @@
+"""Rank 0's clock: how long steps take, and what that says of their costs.
+
+Of the scheduler, only this module and `prefill_watch.py` read a clock. What is found here decides
+nothing by itself: it is posted to rank 0's inbox as a `StepCostsMsg`, reaches all ranks with the
+other messages of a step, and changes the plans of all of them from the same step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+
+from minisgl.core import BatchPlan
+from minisgl.message import StepCostsMsg
+from minisgl.prompt_waves import PromptWaves
+from minisgl.scheduler.pacing.costs import StepCostFit, StepCosts, StepWork
+
+Clock = Callable[[], float]
+
+# One of so many steps without prompts is measured. They are many, and alike.
+_DECODE_STEPS = 8
+# Costs are posted when they change the time of a step by this part.
+_CHANGE = 0.05
+
+
+class StepWatch:
+    """Measures steps, and posts their costs when these have changed.
+
+    The time of a step is what running requests feel: from the end of the step before it to its own
+    end, where its tokens are on the host. With overlap that is the time that the device takes, or
+    the host if it is slower. After the scheduler was idle, it is the time since a message came.
+    """
+
+    def __init__(
+        self, post: Callable[[StepCostsMsg], None], clock: Clock, prompt_waves: PromptWaves
+    ) -> None:
+        self._post = post
+        self._clock = clock
+        self._prompt_waves = prompt_waves
+        self._fit = StepCostFit()
+        self._posted = StepCosts()
+        self._before = 0.0  # when the step before ended, or a message ended idleness
+        self._num_decode_steps = 0
+
+    def resume(self) -> None:
+        """Note that the scheduler was idle until now."""
+        self._before = self._clock()
+
+    def begin(self, plan: BatchPlan) -> StepWork | None:
+        """What a step computes; None if it is not measured."""
+        if plan.num_decodes == len(plan.slices):
+            self._num_decode_steps += 1
+            if self._num_decode_steps % _DECODE_STEPS != 1:
+                return None
+        return StepWork.of(plan.slices, self._prompt_waves)
+
+    def end(self, work: StepWork | None) -> None:
+        """Account for the end of a step. Every step ends here, in the order of their launch."""
+        now = self._clock()
+        seconds = now - self._before
+        self._before = now
+        if work is None:
+            return
+        self._fit.observe(work, seconds)
+        costs = self._fit.costs
+        expected = costs.seconds(work)
+        if abs(expected - self._posted.seconds(work)) > _CHANGE * expected:
+            self._posted = costs
+            self._post(StepCostsMsg(astuple(costs)))

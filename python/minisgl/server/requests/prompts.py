@@ -1,0 +1,111 @@
+"""Requests with prompts, and how a large request is divided in two.
+
+A large request is read in another process. There its prompts become bytes that no one looks into
+before the tokenizer does. What remains, its parameters, is small and is read again where the
+request is answered. Knows no endpoint and no process.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import PrivateAttr
+
+from minisgl.message import Prompt, encode_prompt, encoded_prompt
+from minisgl.server.requests.validation import (
+    IgnoredField,
+    RequestBounds,
+    RequestContext,
+    RequestModel,
+)
+
+
+class PackedRequest(msgspec.Struct, frozen=True):
+    """A request in two parts.
+
+    Attributes:
+        parameters: its other fields, in JSON, and a placeholder for the prompts.
+        prompts: each of its prompts, as `encode_prompt` writes it.
+        ignored_fields: what the request had beside them.
+    """
+
+    parameters: bytes
+    prompts: list[bytes]
+    ignored_fields: list[IgnoredField]
+
+
+class PromptRequest(RequestModel):
+    """A request with prompts.
+
+    Attributes:
+        prompt_field: the field that has the prompt.
+        other_prompt_fields: fields that may have it instead, or a part of it.
+    """
+
+    prompt_field: ClassVar[str] = "prompt"
+    other_prompt_fields: ClassVar[tuple[str, ...]] = ()
+    _packed_prompts: list[Prompt] | None = PrivateAttr(None)
+    _ignored_fields: list[IgnoredField] = PrivateAttr([])
+
+    @classmethod
+    def read(cls, body: Any, bounds: RequestBounds) -> Self:
+        """The request, from a decoded body.
+
+        Raises:
+            ValidationError: the body is no such request.
+        """
+        context = RequestContext(bounds)
+        extra: Literal["forbid", "ignore"] = "forbid" if bounds.strict_fields else "ignore"
+        request = cls.model_validate(body, context=context, extra=extra)
+        request._ignored_fields = sorted(context.ignored_fields)
+        return request
+
+    @property
+    def ignored_fields(self) -> list[IgnoredField]:
+        """Fields that no model declares, at any depth."""
+        return self._ignored_fields
+
+    @abstractmethod
+    def read_prompts(self) -> list[Prompt]:
+        """The prompts, from the fields.
+
+        Raises:
+            InvalidRequest: there is no prompt, or an empty one.
+        """
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, whether they were taken out of the request or not. Raises as above."""
+        if self._packed_prompts is not None:
+            return self._packed_prompts
+        return self.read_prompts()
+
+    def placeholder(self) -> Any:
+        """A valid value of `prompt_field`, for where the prompts are taken out."""
+        return "-"
+
+    def pack(self, body: dict[str, Any]) -> PackedRequest:
+        """
+        Args:
+            body: from which the request was validated.
+
+        Raises:
+            InvalidRequest: there is no prompt, or an empty one.
+        """
+        prompt_fields = {self.prompt_field, *self.other_prompt_fields}
+        declared = self.declared_fields(body)
+        fields = {name: value for name, value in declared.items() if name not in prompt_fields}
+        fields[self.prompt_field] = self.placeholder()
+        parameters = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        prompts = [encode_prompt(prompt) for prompt in self.read_prompts()]
+        return PackedRequest(parameters, prompts, self._ignored_fields)
+
+    @classmethod
+    def unpack(cls, parameters: Any, packed: PackedRequest, bounds: RequestBounds) -> Self:
+        """The request again, from its decoded parameters and the rest of it."""
+        request = cls.read(parameters, bounds)
+        request._packed_prompts = [encoded_prompt(raw) for raw in packed.prompts]
+        request._ignored_fields = packed.ignored_fields
+        return request

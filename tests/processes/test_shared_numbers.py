@@ -1,0 +1,59 @@
+"""Numbers that processes share: no change is lost, and a process that dies locks nobody out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from minisgl.processes.shared_numbers import SharedNumbers
+
+_COUNT = """
+import sys
+from pathlib import Path
+from minisgl.processes.shared_numbers import SharedNumbers
+shared = SharedNumbers(Path(sys.argv[1]))
+values = shared.array("count", 2)
+for _ in range(2000):
+    with shared.locked():
+        values[1] += 1
+"""
+_DIE_IN_THE_LOCK = """
+import os, signal, sys
+from pathlib import Path
+from minisgl.processes.shared_numbers import SharedNumbers
+shared = SharedNumbers(Path(sys.argv[1]))
+with shared.locked():
+    shared.array("count", 2)[1] = 7
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def run(program: str, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", program, str(folder)])
+
+
+def test_no_change_of_several_processes_is_lost(tmp_path: Path) -> None:
+    processes = [run(_COUNT, tmp_path) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert list(SharedNumbers(tmp_path).array("count", 2)) == [0, 6000]
+
+
+def test_a_process_that_is_killed_takes_its_lock_along(tmp_path: Path) -> None:
+    assert run(_DIE_IN_THE_LOCK, tmp_path).wait() == -9
+    shared = SharedNumbers(tmp_path)
+    with shared.locked():
+        assert list(shared.array("count", 2)) == [0, 7]
+
+
+def test_the_disk_has_room_for_numbers_that_nobody_has_written(tmp_path: Path) -> None:
+    """Else a write on a full disk ends the process by SIGBUS."""
+    SharedNumbers(tmp_path).array("count", 2)
+    assert (tmp_path / "numbers.count").stat().st_blocks > 0
+
+
+def test_without_a_folder_the_numbers_are_the_callers_own() -> None:
+    shared = SharedNumbers()
+    with shared.locked():
+        shared.array("count", 1)[0] = 3
+    assert list(shared.array("count", 1)) == [0]

@@ -1,0 +1,327 @@
+"""Requests wait for their grammar, and steps do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.config import SchedulerConfig
+from minisgl.core import Grammar, SamplingParams
+from minisgl.engine import EngineLimits
+from minisgl.errors import InvalidRequest
+from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial, Verdict
+from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
+from minisgl.scheduler.grammars.known import KnownGrammars
+from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
+from tests.checkpoints import EOS_ID, VOCAB_SIZE
+from tests.scheduler.fake_matchers import FakeMatchers
+from tests.scheduler.harness import Host, exactly
+from tests.scheduler.script import Script
+from tests.scheduler.test_scheduler import prompt_of
+
+LONG = 40
+ACCEPTED = GrammarVerdictMsg(0, num_bytes=1)
+REFUSED = GrammarVerdictMsg(0, "the grammar is refused: too long")
+
+
+class FakeTrials:
+    """Remembers what is tried; the test gives the verdicts."""
+
+    def __init__(self) -> None:
+        self.tried: list[Grammar] = []
+        self.cancelled: list[int] = []
+        self.is_closed = False
+
+    def start(self, grammar: Grammar, report: Any) -> Trial:
+        self.tried.append(grammar)
+        return Trial(len(self.tried) - 1, None)  # type: ignore[arg-type]
+
+    def cancel(self, trial: Trial) -> None:
+        self.cancelled.append(trial.number)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeMatcher:
+    def deep_copy(self) -> FakeMatcher:
+        return FakeMatcher()
+
+
+class FakeCompiler:
+    def compile(self, grammar: Grammar) -> FakeMatcher:
+        return FakeMatcher()
+
+
+class LearningMatchers(FakeMatchers):
+    """Scripts, of which only those that were tried are known."""
+
+    def __init__(self, answer_of: Any) -> None:
+        super().__init__(answer_of)
+        self.known = KnownGrammars()
+
+    def knows(self, grammar: Grammar) -> bool:
+        return grammar in self.known
+
+    def open(self, uid: int, grammar: Grammar) -> None:
+        self.known.open(grammar)
+        super().open(uid, grammar)
+
+
+class GrammarHost(Host):
+    """A scheduler whose grammars are on trial until the test says more."""
+
+    def __init__(self, *, leads: bool = True) -> None:
+        super().__init__()
+        self.trials = FakeTrials()
+        self.matchers = LearningMatchers(self._endless_answer)
+        pending = PendingGrammars(
+            self.matchers.known,
+            FakeCompiler(),  # type: ignore[arg-type]
+            self.trials if leads else None,  # type: ignore[arg-type]
+            self.inbox.post,
+            num_matchers=3,
+        )
+        self.use_matchers(self.matchers, pending)
+
+    def post_verdict(self, verdict: GrammarVerdictMsg) -> None:
+        """Step with a verdict; the grammar is compiled when this returns."""
+        self.inbox.post(verdict)
+        self.step()
+        for pending in self.scheduler.pending_grammars._pending.values():
+            for future in pending.compiled:
+                future.result()
+
+
+def guided(num_tokens: int = 8, seed: int = 0) -> SamplingParams:
+    script = Script(num_tokens, seed)
+    return SamplingParams(ignore_eos=True, grammar=script.grammar)
+
+
+def test_others_are_computed_while_a_grammar_is_tried_and_compiled() -> None:
+    host = GrammarHost()
+    neighbour = host.submit(prompt_of(4), exactly(LONG))
+    waiting = host.submit(prompt_of(5), guided())
+    host.step(10)
+    assert len(host.answer(neighbour).tokens) >= 8
+    assert host.stats[-1].num_waiting == 1
+
+    host.post_verdict(ACCEPTED)
+    host.drain()
+    host.check_answers()
+    assert (len(host.answer(waiting).tokens), host.answer(waiting).finish) == (8, "stop")
+
+
+def test_a_scheduler_whose_requests_all_wait_is_idle() -> None:
+    host = GrammarHost()
+    host.submit(prompt_of(5), guided())
+    host.step()
+    assert host.scheduler.is_idle
+    host.post_verdict(ACCEPTED)
+    host.step()
+    assert not host.scheduler.is_idle
+    host.drain()
+
+
+def test_equal_grammars_share_a_trial_and_later_ones_need_none() -> None:
+    host = GrammarHost()
+    for salt in range(3):
+        host.submit(prompt_of(5, salt), guided())
+    host.step()
+    host.post_verdict(ACCEPTED)
+    host.submit(prompt_of(5, 3), guided())
+    host.drain()
+    host.submit(prompt_of(5, 4), guided())
+    host.drain()
+    host.check_answers()
+    assert len(host.trials.tried) == 1
+
+
+def test_a_refusal_reaches_all_who_wait_and_is_remembered() -> None:
+    host = GrammarHost()
+    uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(3)]
+    host.step()
+    host.post_verdict(REFUSED)
+    uids.append(host.submit(prompt_of(5, 3), guided()))
+    host.drain()
+    errors = [host.answer(uid).error for uid in uids]
+    assert [error and (error.message, error.param) for error in errors] == [
+        (REFUSED.error, "grammar")
+    ] * 4
+    assert len(host.trials.tried) == 1
+
+
+def test_a_refusal_for_now_reaches_all_who_wait_and_the_next_is_tried() -> None:
+    host = GrammarHost()
+    uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
+    host.step()
+    host.post_verdict(GrammarVerdictMsg(0, "no time", is_lasting=False))
+    host.drain()
+    errors = [host.answer(uid).error for uid in uids]
+    assert [error and error.message for error in errors] == ["no time"] * 2
+
+    host.submit(prompt_of(5, 2), guided())
+    host.step()
+    assert len(host.trials.tried) == 2
+    host.post_verdict(GrammarVerdictMsg(1, num_bytes=1))
+    host.drain()
+    host.check_answers()
+
+
+def test_a_trial_is_cancelled_when_the_last_who_waits_is_aborted() -> None:
+    host = GrammarHost()
+    uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
+    host.step()
+    host.abort(uids[0])
+    host.step()
+    assert host.trials.cancelled == []
+    host.abort(uids[1])
+    host.step()
+    assert host.trials.cancelled == [0]
+    assert [host.answer(uid).finish for uid in uids] == ["abort", "abort"]
+
+    host.post_verdict(ACCEPTED)  # it came too late
+    host.drain()
+    host.submit(prompt_of(5), guided())
+    host.step()
+    assert len(host.trials.tried) == 2
+    host.post_verdict(GrammarVerdictMsg(1, num_bytes=1))
+    host.drain()
+
+
+def test_an_abort_while_a_grammar_is_compiled_ends_the_request_alone() -> None:
+    host = GrammarHost()
+    uids = [host.submit(prompt_of(5, salt), guided()) for salt in range(2)]
+    host.step()
+    host.abort(uids[0])
+    host.post_verdict(ACCEPTED)
+    host.drain()
+    host.check_answers()
+    assert [host.answer(uid).finish for uid in uids] == ["abort", "stop"]
+
+
+def test_a_rank_that_does_not_lead_tries_nothing_and_waits_for_the_leaders_word() -> None:
+    host = GrammarHost(leads=False)
+    uid = host.submit(prompt_of(5), guided())
+    host.step()
+    host.post_verdict(ACCEPTED)
+    assert host.inbox.msgs == [], "it posts nothing"
+    assert host.answer(uid).tokens == []
+    host.inbox.post(GrammarCompiledMsg(0))
+    host.drain()
+    host.check_answers()
+    assert host.trials.tried == []
+
+
+def test_a_prompt_that_cannot_fit_costs_no_trial() -> None:
+    host = GrammarHost()
+    uid = host.submit(prompt_of(1000), guided())
+    host.drain()
+    assert host.answer(uid).error is not None
+    assert host.trials.tried == []
+
+
+def test_the_end_closes_the_trials() -> None:
+    host = GrammarHost()
+    host.submit(prompt_of(5), guided())
+    host.inbox.post(ExitMsg())
+    host.step()
+    assert host.trials.is_closed
+
+
+def test_known_grammars_are_bounded_by_bytes_and_the_oldest_go() -> None:
+    grammars = [guided(seed=seed).grammar for seed in range(4)]
+    known = KnownGrammars(max_bytes=25_000)
+    for grammar in grammars[:2]:
+        assert grammar is not None
+        known.add(grammar, [FakeMatcher()], 10_000 - 2_000)  # type: ignore[arg-type]
+    first, second, third, _ = grammars
+    assert first
+    assert second
+    assert third
+    known.open(first)
+    known.add(third, [FakeMatcher()], 10_000)  # type: ignore[arg-type]
+    assert first in known
+    assert third in known
+    assert second not in known
+
+
+def test_a_first_grammar_finds_all_ready(checkpoint: Callable[[str], Path]) -> None:
+    """The trial process runs, the tokenizer is read, and a grammar was tried and compiled."""
+    model = GrammarModel(str(checkpoint("qwen2")), VOCAB_SIZE, [EOS_ID])
+    compiler = GrammarCompiler(model)
+    trials = GrammarTrials(model)
+    messages: list[Any] = []
+    pending = PendingGrammars(KnownGrammars(), compiler, trials, messages.append)
+    try:
+        pending.get_ready()
+        assert trials._process is not None
+        assert trials._process.process.poll() is None
+        assert vars(compiler)["_reading"].done()
+        assert trials._num_trials == 1
+        assert not messages, "no request waits for it"
+    finally:
+        pending.close()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model = GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID])
+    trials = GrammarTrials(model)
+    pending = PendingGrammars(KnownGrammars(), GrammarCompiler(model), trials, print)
+    try:
+        pending.get_ready()
+    finally:
+        pending.close()
+    assert "grammars cannot be followed" in caplog.text
+
+
+def test_a_request_hears_why_the_tokenizer_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model = GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID])
+    with pytest.raises(ValueError, match="tokenizer") as reading:
+        GrammarCompiler(model).read_tokenizer()
+    trials = GrammarTrials(model)
+    verdicts: list[Verdict] = []
+    try:
+        for pattern in ("yes", "no"):
+            trial = trials.start(Grammar("regex", pattern), verdicts.append)
+            trial.future.result()
+        assert trials._process is not None
+        assert trials._process.process.poll() is None
+    finally:
+        trials.close()
+    reason = f"the model's tokenizer cannot be read for grammars: {reading.value}"
+    assert verdicts == [Verdict.refused(reason)] * 2
+
+
+def test_a_tokenizer_that_this_rank_alone_cannot_read_refuses_grammars(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID]))
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        compiler.read_tokenizer()
+    with pytest.raises(InvalidRequest, match=r"the grammar is refused: .*directory"):
+        compiler.compile(Grammar("regex", "yes"))
+
+
+@pytest.mark.parametrize("other", [99_999, -1])
+def test_an_end_of_sequence_outside_of_the_vocabulary_ends_no_grammar(
+    other: int, checkpoint: Callable[[str], Path]
+) -> None:
+    limits = EngineLimits(
+        num_pages=1,
+        page_size=16,
+        max_seq_len=64,
+        vocab_size=VOCAB_SIZE,
+        eos_ids=frozenset({EOS_ID, other}),
+        num_rows=1,
+    )
+    config = SchedulerConfig(model=str(checkpoint("qwen2")))
+    compiler = GrammarTools.of(config, limits, leads=False).compiler
+    assert compiler.tokenizer.eos_token == EOS_ID
+    compiler.compile(Grammar("regex", "ab?"))
