@@ -146,10 +146,6 @@ class RadixPrefixCache(BasePrefixCache):
     def num_evictable(self) -> int:
         return self._num_evictable
 
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
     def _walk(self, key: PrefixKey, after: BaseCacheHandle | None) -> tuple[_Node, int]:
         """Find the longest cached prefix of tokens, and split the last edge if it ends within it.
 
