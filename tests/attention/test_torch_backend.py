@@ -266,11 +266,3 @@ def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> No
     world = World([(0, 1)], 1, 1, page_size=1)
     with pytest.raises(ConfigError, match=r"--attn must be of .*torch.*, got 'flash'"):
         world.backend("flash")
-
-
-def test_what_no_backend_can_do_is_refused_with_the_layer_that_needs_it() -> None:
-    with_sinks = AttentionSpec(scale=1.0, has_sinks=True)
-    world = World([(0, 1)], 1, 1, page_size=1, specs=(PLAIN, with_sinks))
-    message = "torch does not support attention sinks, which layer 1 .*; no backend supports it"
-    with pytest.raises(ConfigError, match=message):
-        world.backend("torch")

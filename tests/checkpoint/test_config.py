@@ -459,6 +459,26 @@ def test_a_token_chooses_no_more_experts_than_there_are(tmp_path: Path) -> None:
     assert read(tmp_path, {**MOE, "num_experts": 2}).experts_per_token == 2
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 4), (4, 8), (4, 3)])
+def test_each_kv_head_has_as_many_query_heads(
+    num_heads: int, num_kv_heads: int, tmp_path: Path
+) -> None:
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    message = (
+        rf"config\.json: num_attention_heads must be a multiple of num_key_value_heads "
+        rf"\({num_kv_heads}\), got {num_heads}$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, **heads})
+
+
+@pytest.mark.parametrize("value", [-1.0, -1e-6, float("inf"), float("nan"), "1e-5", True], ids=repr)
+def test_a_norm_epsilon_that_cannot_be_is_named(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: rms_norm_eps must be .*, got"):
+        read(tmp_path, {**NEEDED, "rms_norm_eps": value})
+    assert read(tmp_path, {**NEEDED, "rms_norm_eps": 0}).norm_eps == 0.0
+
+
 @pytest.mark.parametrize("value", [[], None, {}], ids=str)
 def test_a_field_without_an_architecture_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: .*architectures"):

@@ -21,7 +21,16 @@ from minisgl.engine.model_loader import may_pack
 from minisgl.engine.pool_size import num_pages, num_rows
 from minisgl.engine.warm_up import largest_step
 from minisgl.errors import CheckpointError, ConfigError
-from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_checkpoint
+from tests.checkpoints import (
+    ARCHITECTURES,
+    CONTEXT,
+    EOS_ID,
+    IM_END_ID,
+    VOCAB_SIZE,
+    save_checkpoint,
+    tiny_checkpoint,
+    tiny_model,
+)
 from tests.engine.harness import Host, WatchedEngine, config_of, greedy, random_prompts
 from tests.engine.oracle import Oracle
 
@@ -204,6 +213,21 @@ def test_bfloat16_logits_are_near_those_of_the_oracle(
         assert answer.logits_TV is not None
         error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
         assert error < 0.1
+
+
+def test_float16_logits_are_near_those_of_the_oracle_where_scores_are_large(tmp_path: Path) -> None:
+    """Heads whose products of queries and keys float16 cannot hold before they are scaled."""
+    model = tiny_model("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.data *= 60
+        layer.self_attn.k_norm.weight.data *= 60
+    [prompt] = random_prompts([40], VOCAB_SIZE)
+    config = config_of(save_checkpoint(model, tmp_path), dtype="float16")
+    [answer] = Host(WatchedEngine(config), config).ask([prompt], greedy(1))
+    expected_TV = Oracle(model).logits_after(prompt, answer.tokens)
+    assert answer.logits_TV is not None
+    error = (answer.logits_TV - expected_TV).norm() / expected_TV.norm()
+    assert error < 0.1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,8 +58,15 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def refusal(reason: str) -> str:
     return f"the grammar is refused: {reason}"
+
+
+BROKEN_OFF = Verdict(refusal("its trial was broken off"), is_lasting=False)
 
 
 def test_a_grammar_that_takes_long_is_refused_and_the_next_is_tried(trials: Trials) -> None:
@@ -167,7 +175,42 @@ def test_a_grammar_whose_trial_is_broken_off_twice_is_refused(endless_trials: Tr
     assert trials._process is not None
     trials._process.process.kill()
     bomb.future.result(TIMEOUT_S)
-    assert verdicts == [Verdict(refusal("its trial was broken off"))]
+    assert verdicts == [BROKEN_OFF]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_a_grammar_is_not_blamed_for_long_if_somebody_kills_its_fork(
+    number: signal.Signals, endless_trials: Trials
+) -> None:
+    trials = endless_trials
+    assert trials.ask(YES).error is None  # the process runs
+    assert trials._process is not None
+    pid = trials._process.process.pid
+    verdicts: list[Verdict] = []
+    bomb = trials.start(BOMB, verdicts.append)
+    wait_until(lambda: children_of(pid) != [])
+    [fork] = children_of(pid)
+    os.kill(fork, number)
+    bomb.future.result(TIMEOUT_S)
+    assert verdicts == [BROKEN_OFF]
+    assert trials._process.process.pid == pid
+
+
+def test_a_killed_process_that_does_not_end_holds_up_no_grammar(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait(timeout_s: float) -> None:
+        raise subprocess.TimeoutExpired("trial process", timeout_s)
+
+    assert trials.ask(YES).error is None
+    assert trials._process is not None
+    stuck = trials._process.process
+    with monkeypatch.context() as patches:
+        patches.setattr(stuck, "wait", wait)
+        stuck.kill()
+        assert trials.ask(YES).error is None
+    assert f"trial process {stuck.pid}" in caplog.text
+    stuck.wait()
 
 
 def test_the_end_of_all_trials_starts_no_other_process(endless_trials: Trials) -> None:

@@ -102,3 +102,21 @@ def test_scores_of_any_size(dtype: torch.dtype) -> None:
     attend_prompts_reference(*qkv, table_RP, 200, *slices, expected_TNH, scale=1.0)
     tolerance = 10 * DTYPES[dtype]
     torch.testing.assert_close(o_TNH.float(), expected_TNH, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_scores_that_float16_cannot_hold(softcap: float | None) -> None:
+    """A product of queries and keys may exceed 65504, the largest number of float16."""
+    random = torch.Generator().manual_seed(0)
+    k_SKH, v_SKH = torch.randn(2, 200, 1, 128, generator=random).half()
+    q_TNH = torch.randn(200, 2, 128, generator=random).half() * 10_000
+    assert (q_TNH @ k_SKH[:, 0].T).isinf().any()
+    slices = [torch.tensor([x]) for x in (0, 0, 0, 200)]
+    table_RP = torch.zeros(1, 1, dtype=torch.int32)
+    o_TNH = torch.empty_like(q_TNH)
+    expected_TNH = torch.empty_like(q_TNH, dtype=torch.float32)
+    scores = {"scale": 1e-4, "softcap": softcap}
+    attend_prompts(q_TNH, k_SKH, v_SKH, table_RP, 200, *slices, o_TNH, **scores)
+    qkv = (x.float() for x in (q_TNH, k_SKH, v_SKH))
+    attend_prompts_reference(*qkv, table_RP, 200, *slices, expected_TNH, **scores)
+    torch.testing.assert_close(o_TNH.float(), expected_TNH, atol=2e-3, rtol=2e-3)

@@ -80,7 +80,6 @@ def snapshot(cache: BasePrefixCache, handles: list[BaseCacheHandle]) -> tuple[ob
     held = sorted(cache.check_integrity().tolist())
     return (
         held,
-        cache.num_pages,
         cache.num_evictable,
         [cache.pages(handle).tolist() for handle in handles],
     )

@@ -98,7 +98,7 @@ def test_an_insert_keeps_the_pages_that_are_there(tree: Tree) -> None:
 
     assert result.num_cached_tokens == 2 * tree.page_size
     assert tree.pages(result.handle).tolist() == [0, 1, 12, 13]
-    assert tree.num_pages == 5
+    assert len(tree.check_integrity()) == 5
 
 
 def test_inserting_the_same_again_takes_nothing(tree: Tree) -> None:
@@ -146,7 +146,7 @@ def test_a_parent_goes_after_its_children(tree: Tree) -> None:
     tree.put("acd", 10)
 
     order: list[int] = []
-    while tree.num_pages:
+    while tree.num_evictable:
         order += sorted(tree.evict(1).tolist(), reverse=True)
     assert order == [1, 12, 11, 0]
 
@@ -167,7 +167,7 @@ def test_locked_leaves_are_passed_over(tree: Tree) -> None:
     tree.lock(handles[2], 2)
 
     assert sorted(tree.evict(2).tolist()) == [1, 3]
-    assert tree.num_pages == 2
+    assert len(tree.check_integrity()) == 2
 
 
 def test_an_evicted_prefix_can_come_back(tree: Tree) -> None:
@@ -218,6 +218,38 @@ def test_a_walk_goes_on_after_a_prefix_without_comparing_it_again(
     assert compared == [2 * tree.page_size]
 
 
+def bytes_held(tree: Tree) -> int:
+    """Memory of all arrays that are kept alive by the tree's edges."""
+    bases: dict[int, int] = {}
+    nodes = [*tree._root.children.values()]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        for array in (node.tokens, node.pages):
+            base = array if array.base is None else array.base
+            bases[id(base)] = base.nbytes
+    return sum(bases.values())
+
+
+def test_what_is_left_of_an_edge_does_not_keep_all_of_it_in_memory(tree: Tree) -> None:
+    first = 0
+    for letter in "abc":  # of each a page is left
+        tree.put(letter + "x" * 999, first)
+        tree.lock(tree.match(tree.key(letter)), owner=first)
+        tree.evict(999)
+        first += 1000
+    for letter in "def":  # of each two pages are left, evicted one by one
+        tree.put(letter + "x" * 999, first)
+        for _ in range(998):
+            tree.evict(1)
+        tree.lock(tree.match(tree.key(letter + "x")), owner=first)
+        first += 1000
+
+    num_pages = len(tree.check_integrity())
+    assert num_pages == 3 + 6
+    assert bytes_held(tree) <= 2 * num_pages * (tree.page_size + 1) * 4
+
+
 def lines_run(work: Callable[[], object]) -> int:
     """How many lines of the radix tree's code some work executes: its cost, without a clock."""
     count = 0
@@ -263,7 +295,7 @@ def test_the_cost_of_an_eviction_does_not_grow_with_the_tree(num_leaves: int) ->
 def test_filling_and_emptying_costs_the_same_per_page_in_a_large_tree() -> None:
     def churn(num_leaves: int) -> None:
         tree = full_tree(num_leaves)
-        while tree.num_pages:
+        while tree.num_evictable:
             tree.evict(1)
 
     small = lines_run(lambda: churn(100))
@@ -278,7 +310,7 @@ def test_matching_again_and_again_leaves_no_litter() -> None:
     cost = lines_run(lambda: [tree.match(path) for _ in range(1000)])
 
     assert cost < 1000 * 150
-    assert len(tree._order) < 100 + 5 * tree.num_pages
+    assert len(tree._order) < 100 + 5 * len(tree.check_integrity())
 
 
 def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
@@ -295,8 +327,8 @@ def test_every_page_can_still_be_evicted_after_the_litter_was_swept() -> None:
         tree.unlock(handle, owner)
     pages = sorted(tree.check_integrity().tolist())
 
-    assert tree.num_evictable == tree.num_pages
-    assert sorted(tree.evict(tree.num_pages).tolist()) == pages
+    assert tree.num_evictable == len(pages)
+    assert sorted(tree.evict(len(pages)).tolist()) == pages
 
 
 def test_locking_again_and_again_costs_the_same_each_time() -> None:

@@ -123,7 +123,6 @@ class RadixMachine(RuleBasedStateMachine):
             return
         assert bool(self.cache._root.children) == bool(self.model.page)
         assert sorted(self.cache.check_integrity().tolist()) == sorted(self.model.page.values())
-        assert self.cache.num_pages == len(self.model.page)
         assert self.cache.num_evictable == len(self.model.unlocked())
 
     @invariant()

@@ -308,6 +308,13 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
+@pytest.mark.parametrize("tools", [5, None, "get", {"name": "get"}, [5], ["get"]], ids=repr)
+def test_what_are_no_tools_is_refused(llm: LLM, tools: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tools must be a list of dicts") as refusal:
+        llm.chat([HELLO], tools=tools)
+    assert refusal.value.param == "tools"
+
+
 def test_half_a_surrogate_pair_in_a_conversation_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         llm.chat([{"role": "user", "content": "\ud83d"}])

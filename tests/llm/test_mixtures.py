@@ -1,4 +1,4 @@
-"""Requests of all kinds at once, aborted and retracted at random.
+"""Requests of all kinds at once, with random parameters, aborted and retracted at random.
 
 Each has one end, and the answer that it has alone.
 """
@@ -10,12 +10,14 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from minisgl.core import Grammar, SamplingParams
-from minisgl.llm import LLM
+from minisgl.core import Grammar, SamplingParams, TokenLogprobs
+from minisgl.llm import LLM, GenerationOutput
 from minisgl.message import AbortRequestMsg, DetokenizeMsg, UserMsg, pack_ids
+from tests.checkpoints import CONTEXT, VOCAB_SIZE
 from tests.llm.test_grammar import PERSON, PROMPT
 from tests.llm.test_llm import ARCH, ids_of, make
 
@@ -118,3 +120,101 @@ def test_each_of_a_crowd_has_one_end_and_its_own_answer(
             embeddings = [output for output in outputs if output.embedding is not None]
             assert len(embeddings) == KINDS[kind].embeds
         assert {kind for kind, _ in answers} == set(range(len(KINDS))) - {REFUSED}
+
+
+GRAMMARS = [
+    Grammar("json_schema", json.dumps(PERSON)),
+    Grammar("regex", "the quick brown fox|the lazy dog jumps over"),
+    Grammar("regex", "(ab)*"),
+]
+STOPS = ["e", "th", "o ", "x", "dog", "qu", "\n", "<s>"]
+NUMBERS_TOLERANCE = 1e-3
+
+
+def random_prompt(chance: random.Random) -> list[int]:
+    """The beginning of one of two texts, so that prompts have prefixes in common; or any tokens."""
+    text = chance.choice([PROMPT * 3, "abab " * 30])
+    ids = ids_of(text)[: chance.choice([1, 3, 10, 40, 100])]
+    return ids + chance.choices(range(VOCAB_SIZE), k=chance.choice([0, 0, 0, 1, 7]))
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    max_tokens = chance.choice([None, None, 0, 1, 2, 5, 12, 40, 40])
+    most = CONTEXT if max_tokens is None else max_tokens
+    fields: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": min(chance.choice([0, 0, 1, 3, 10]), most),
+        "temperature": chance.choice([0.0, 0.0, 0.7, 1.0, 3.0]),
+        "seed": chance.randrange(5),
+        "top_k": chance.choice([None, None, 1, 5, 40]),
+        "top_p": chance.choice([1.0, 1.0, 0.9, 0.3]),
+        "min_p": chance.choice([0.0, 0.0, 0.05]),
+        "ignore_eos": chance.random() < 0.5,
+        "priority": chance.choice([0, 0, 0, -2, 5]),
+        "cache_salt": chance.choice([None, None, "a", "b"]),
+        "logprobs": chance.choice([None, None, 0, 3]),
+        "prompt_logprobs": chance.choice([None, None, None, 0, 2]),
+        "include_stop_str_in_output": chance.random() < 0.3,
+        "skip_special_tokens": chance.random() < 0.7,
+    }
+    some = {
+        "stop": tuple(chance.sample(STOPS, chance.choice([1, 2, 3]))),
+        "stop_token_ids": tuple(chance.sample(range(VOCAB_SIZE), chance.choice([1, 5, 20]))),
+        "presence_penalty": chance.choice([-1.5, 1.0, 2.0]),
+        "frequency_penalty": chance.choice([-0.5, 1.0]),
+        "repetition_penalty": chance.choice([0.5, 1.3, 10.0]),
+        "logit_bias": {chance.randrange(VOCAB_SIZE): chance.choice([-100.0, 5.0, 100.0])},
+        "grammar": chance.choice(GRAMMARS),
+    }
+    fields |= {name: value for name, value in some.items() if chance.random() < 0.3}
+    return SamplingParams(**fields)
+
+
+def numbers_of(entries: list[TokenLogprobs] | list[TokenLogprobs | None] | None) -> list[float]:
+    """All log probabilities, in order."""
+    given = [entry for entry in entries or () if entry is not None]
+    return [number for entry in given for number in (entry.logprob, *(n for _, n in entry.top))]
+
+
+def assert_equal_answers(answer: GenerationOutput, alone: GenerationOutput) -> None:
+    assert answer.token_ids == alone.token_ids
+    assert (answer.text, answer.finish_reason) == (alone.text, alone.finish_reason)
+    for one, other in (
+        (answer.logprobs, alone.logprobs),
+        (answer.prompt_logprobs, alone.prompt_logprobs),
+    ):
+        assert (one is None) == (other is None)
+        assert numbers_of(one) == pytest.approx(numbers_of(other), abs=NUMBERS_TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_any_parameters_and_options_each_has_the_answer_that_it_has_alone(
+    checkpoint: Callable[[str], Path], seed: int
+) -> None:
+    chance = random.Random(seed)
+    folder = checkpoint(ARCH)
+    num_retractions = 0
+    plain = {"cache": "naive", "overlap": False, "page_size": 1, "num_pages": CONTEXT}
+    with make(folder, **plain, max_running_requests=1) as lonely:
+        for page_size in (1, 4, 16):
+            options = {
+                "page_size": page_size,
+                "num_pages": -(-CONTEXT // page_size) + chance.choice([0, 1]),
+                "overlap": chance.random() < 0.6,
+                "cache": chance.choice(["radix", "radix", "naive"]),
+                "schedule": chance.choice(["fcfs", "short-first"]),
+                "max_prefill_length": chance.choice([5, 17, 64, 8192]),
+                "max_running_requests": chance.choice([2, 8, 16]),
+            }
+            with make(folder, **options) as llm:
+                prompts = [random_prompt(chance) for _ in range(20)]
+                params_list = [random_params(chance) for _ in prompts]
+                answers = llm.generate(prompts, params_list, use_tqdm=False)
+                scheduler = llm._ranks.scheduler
+                scheduler.check_integrity()
+                num_retractions += scheduler.statistics.counts.num_retractions
+            for prompt, params, answer in zip(prompts, params_list, answers, strict=True):
+                alone = replace(params, priority=0, cache_salt=None)
+                [expected] = lonely.generate([prompt], alone, use_tqdm=False)
+                assert_equal_answers(answer, expected)
+    assert num_retractions > 0

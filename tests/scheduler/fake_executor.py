@@ -88,7 +88,7 @@ def endless_answer(prompt: list[int], num_tokens: int, vocab_size: int) -> list[
 
 
 @dataclass(frozen=True)
-class _LaunchedSlice:
+class LaunchedSlice:
     """A slice, and where its request stood when it was launched."""
 
     req_slice: ReqSlice
@@ -107,7 +107,7 @@ class FakeStep:
 class FakeOutput(ForwardOutput):
     """Tokens that exist once they are computed: at `wait`, or when the next plan is launched."""
 
-    def __init__(self, executor: FakeExecutor, launched: list[_LaunchedSlice]) -> None:
+    def __init__(self, executor: FakeExecutor, launched: list[LaunchedSlice]) -> None:
         self._executor = executor
         self.launched = launched
         self._tokens: list[int] | None = None
@@ -222,7 +222,7 @@ class FakeExecutor:
         """Overwrite the KV of pages that nobody holds, so that whoever reads them is found out."""
         self.kv_S.reshape(-1, self.limits.page_size)[pages] = GARBAGE
 
-    def compute(self, launched: list[_LaunchedSlice]) -> list[int]:
+    def compute(self, launched: list[LaunchedSlice]) -> list[int]:
         """Like a layer: all slices write their KV, then each reads its own and what is before."""
         prefixes = [self._store(entry) for entry in launched]
         for entry in launched:
@@ -234,7 +234,7 @@ class FakeExecutor:
                 self._write_token(entry, tokens[-1])
         return tokens
 
-    def check_still_held(self, launched: list[_LaunchedSlice]) -> None:
+    def check_still_held(self, launched: list[LaunchedSlice]) -> None:
         """Until a plan is finished its requests keep their rows, and the rows keep their pages."""
         for entry in launched:
             assert entry.req_slice.req.row == entry.row, (
@@ -245,15 +245,15 @@ class FakeExecutor:
                 f"{entry.req_slice.req} was remapped while a launched step refers to it"
             )
 
-    def _remember(self, req_slice: ReqSlice) -> _LaunchedSlice:
+    def _remember(self, req_slice: ReqSlice) -> LaunchedSlice:
         row = req_slice.req.row
         assert row is not None
         num_pages = -(-req_slice.end // self.limits.page_size)
-        return _LaunchedSlice(
+        return LaunchedSlice(
             req_slice, req_slice.req.scores_prompt, row, self.page_table_RP[row, :num_pages].copy()
         )
 
-    def _store(self, entry: _LaunchedSlice) -> int:
+    def _store(self, entry: LaunchedSlice) -> int:
         """Write a slice's KV; the fingerprint of its last position."""
         start = entry.req_slice.start
         end = entry.req_slice.end
@@ -264,20 +264,20 @@ class FakeExecutor:
         self.kv_S[slots[start:]] = new
         return new[-1]
 
-    def _write_token(self, entry: _LaunchedSlice, token: int) -> None:
+    def _write_token(self, entry: LaunchedSlice, token: int) -> None:
         assert entry.req_slice.end < self.limits.num_row_tokens, (
             f"{entry.req_slice.req} has no place for another token"
         )
         self.token_pool_RL[entry.row, entry.req_slice.end] = token
 
-    def _check_kv(self, entry: _LaunchedSlice, end: int) -> None:
+    def _check_kv(self, entry: LaunchedSlice, end: int) -> None:
         kv = self.kv_S[self._slots(entry, end)]
         wrong = np.flatnonzero(kv != self._truth_of(entry.req_slice.req)[:end])
         assert len(wrong) == 0, (
             f"{entry.req_slice.req} reads wrong KV at positions {wrong.tolist()} of {end}"
         )
 
-    def _slots(self, entry: _LaunchedSlice, end: int) -> NDArray[np.int64]:
+    def _slots(self, entry: LaunchedSlice, end: int) -> NDArray[np.int64]:
         position = np.arange(end)
         pages = self.page_table_RP[entry.row, position // self.limits.page_size]
         assert (pages >= 0).all(), f"{entry.req_slice.req} has no page for a position below {end}"

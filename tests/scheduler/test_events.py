@@ -138,8 +138,7 @@ def test_what_is_counted_is_what_was_launched(overlap: bool) -> None:
 
 def test_an_event_that_has_no_listener_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those are made that the counts and the watch of prefills need."""
-    for name in ("StepPlanned", "StepFinished"):
-        monkeypatch.setattr(f"minisgl.scheduler.scheduler.{name}", None)
+    monkeypatch.setattr("minisgl.scheduler.scheduler.StepFinished", None)
     monkeypatch.setattr("minisgl.scheduler.live_requests.RequestQueued", None)
     monkeypatch.setattr("minisgl.scheduler.outputs.FirstToken", None)
     host = Host()
@@ -166,7 +165,7 @@ def test_the_log_shows_a_requests_whole_way(caplog: pytest.LogCaptureFixture) ->
 
 def test_nothing_listens_to_all_unless_debug_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=events_module.__name__):
-        assert not Host().scheduler.events.step_planned
+        assert not Host().scheduler.events.step_finished
 
 
 def test_listeners_hear_their_own_type() -> None:

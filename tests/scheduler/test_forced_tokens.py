@@ -9,7 +9,12 @@ import pytest
 
 from minisgl.core import SamplingParams
 from minisgl.scheduler.grammars.progress import MIN_FORCED_ON_CPU
-from tests.scheduler.fake_executor import endless_answer, reference_answer
+from tests.scheduler.fake_executor import (
+    FakeExecutor,
+    LaunchedSlice,
+    endless_answer,
+    reference_answer,
+)
 from tests.scheduler.harness import EOS, VOCAB_SIZE, Host, exactly, make_limits
 from tests.scheduler.script import Script
 from tests.scheduler.test_events import listen
@@ -61,6 +66,34 @@ def test_a_token_in_flight_is_the_first_of_those_that_are_forced_and_is_taken_ba
 
     assert slices_of(host, 0)[:3] == [(0, 5), (5, 6), (6, 11)]
     assert (len(answer.tokens), answer.finish) == (8, "stop")
+    host.check_answers()
+
+
+class WrongToken(FakeExecutor):
+    """Samples another token than the forced one, as from logits that are no numbers."""
+
+    def compute(self, launched: list[LaunchedSlice]) -> list[int]:
+        tokens = super().compute(launched)
+        sampling = [entry for entry in launched if entry.req_slice.samples]
+        for index, entry in enumerate(sampling):
+            if entry.req_slice.req.params.grammar and entry.req_slice.end == 6:
+                tokens[index] = (tokens[index] + 1) % VOCAB_SIZE
+                self._write_token(entry, tokens[index])
+        return tokens
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_a_step_in_flight_samples_in_place_of_a_forced_token_is_dropped(
+    asynchronous: bool,
+) -> None:
+    """A mask cannot forbid a logit that is no number; what the grammar forces counts."""
+    host = Host(overlap=True, executor_type=WrongToken, asynchronous=asynchronous)
+    other = host.submit([7, 8], exactly(20))
+    answer = host.ask(prompt_without_end(8), guided(8, 5))
+
+    assert slices_of(host, 1)[:3] == [(0, 5), (5, 6), (6, 11)]
+    assert (len(answer.tokens), answer.finish) == (8, "stop")
+    assert len(host.answer(other).tokens) == 20
     host.check_answers()
 
 

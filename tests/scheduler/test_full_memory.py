@@ -10,9 +10,11 @@ from minisgl.config import SCHEDULES
 from minisgl.core import SamplingParams
 from minisgl.errors import StepOutOfMemory
 from minisgl.message import StepDigestMsg
+from minisgl.scheduler.events import RequestAdmitted
 from tests.scheduler.fake_executor import reference_answer
 from tests.scheduler.full_memory import MOMENTS, FullMemory, Moment
 from tests.scheduler.harness import Host, exactly, make_limits
+from tests.scheduler.test_events import listen
 from tests.scheduler.test_random_steps import RandomClient
 
 PROMPT = list(range(2, 14))
@@ -126,6 +128,28 @@ def test_what_a_failed_step_would_have_cached_is_not_counted_as_cached() -> None
     assert_ended_by_full_memory(host, newest)
     assert host.answer(longer).num_cached == 0
     host.check_answers()
+
+
+@moments
+@overlaps
+def test_an_admission_that_is_undone_is_no_event_and_is_not_counted(
+    moment: Moment, overlap: bool
+) -> None:
+    host, executor = make_host(overlap=overlap)
+    host.ask(PROMPT, exactly(3))
+    heard = listen(host)
+    counts = host.scheduler.statistics.counts
+    num_cached_before = counts.num_cached_tokens
+    older = host.submit([*PROMPT, 5, 5], exactly(3))
+    newest = host.submit([9, 9, 9], exactly(3))
+    executor.fails_at = moment
+    host.drain()
+
+    assert_ended_by_full_memory(host, newest)
+    admissions = [event.uid for event in heard if isinstance(event, RequestAdmitted)]
+    assert admissions == [older]
+    num_cached = counts.num_cached_tokens - num_cached_before
+    assert num_cached == host.answer(older).num_cached == 12
 
 
 @moments

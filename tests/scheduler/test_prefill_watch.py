@@ -6,7 +6,7 @@ import pytest
 
 from minisgl.message import DetokenizeMsg, EngineStats
 from minisgl.scheduler.pacing.costs import StepCosts
-from tests.scheduler.timed import TimedHost
+from tests.scheduler.timed import TimedHost, TimedStep
 
 STEP_S = 0.5
 
@@ -39,3 +39,18 @@ def test_waiting_is_no_part_of_it() -> None:
     host.submit(0, 100, 1)
     host.run()
     assert host.prefill_times(1) == [pytest.approx(STEP_S)]
+
+
+def test_what_a_launch_takes_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU computes its steps while they are launched."""
+    host = RecordingHost(overlap=False, max_prefill_length=100)
+    launch = host.executor.launch
+
+    def launch_late(prepared: TimedStep) -> TimedStep:
+        host.clock.now += 3.0
+        return launch(prepared)
+
+    monkeypatch.setattr(host.executor, "launch", launch_late)
+    host.submit(0, 200, 1)
+    host.run()
+    assert host.prefill_times(0) == [pytest.approx(2 * (3.0 + STEP_S))]

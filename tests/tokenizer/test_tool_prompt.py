@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from minisgl.config import TokenizerOptions
+from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation
 from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer.tool_prompt import call_format_of
@@ -209,6 +210,41 @@ def test_content_in_parts_and_no_content_are_text_too(tmp_path: Path) -> None:
     text = render(tokenizer, {"role": "system", "content": parts}, turn)
     assert "[system]ab\n\n# Tools" in text
     assert "[assistant]<tool_call>" in text
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "get"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]},
+        {"role": "assistant", "tool_calls": [{"type": "function"}]},
+        {"role": "assistant", "tool_calls": [{"function": "get"}]},
+        {"role": "assistant", "tool_calls": [call("get", {"x": {1}})]},
+        {"role": "assistant", "tool_calls": ["get"]},
+        {"role": "assistant", "tool_calls": "get"},
+        {"role": "assistant", "tool_calls": {"name": "get", "arguments": {}}},
+        {"role": "assistant", "content": 5, "tool_calls": [call("get", {})]},
+        {"role": "user", "content": ["hi"]},
+        {"role": "user", "content": [{"type": "text", "text": None}]},
+        {"role": "user", "content": 5},
+        {"role": "tool", "content": 5},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["no tools", "tools"])
+def test_a_turn_that_cannot_be_text_is_refused(turn: Any, tools: Any, tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    with pytest.raises(InvalidRequest) as refusal:
+        render(tokenizer, USER, turn, HISTORY[2], tools=tools)
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("tool", [{"name": {1}}, "get", None, 5], ids=repr)
+def test_a_tool_that_is_no_json_object_is_refused(tool: Any, tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TURNS)
+    with pytest.raises(InvalidRequest, match="a tool must be a JSON object, got") as refusal:
+        render(tokenizer, USER, tools=(tool,))
+    assert refusal.value.param == "tools"
 
 
 def test_a_client_cannot_write_the_markers_of_the_description(tmp_path: Path) -> None:

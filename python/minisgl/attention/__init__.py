@@ -39,7 +39,7 @@ ATTENTION_BACKENDS.register("torch")(TorchAttentionBackend)
 ATTENTION_BACKENDS.register("fi")(FlashInferBackend)
 ATTENTION_BACKENDS.register("fa")(FlashAttentionBackend)
 ATTENTION_BACKENDS.register("trtllm")(TensorRTLLMBackend)
-_OPTIONAL = {"window": "a sliding window", "softcap": "a soft cap", "has_sinks": "attention sinks"}
+_OPTIONAL = {"window": "a sliding window", "softcap": "a soft cap"}
 
 
 def create_attention_backend(
@@ -91,7 +91,7 @@ def _check(name: str, specs: Sequence[AttentionSpec]) -> None:
 def _backends_with(field: str) -> str:
     names = ATTENTION_BACKENDS.names
     others = [name for name in names if field in ATTENTION_BACKENDS[name].supported]
-    return f"use {' or '.join(others)}" if others else "no backend supports it"
+    return f"use {' or '.join(others)}"
 
 
 __all__ = [

@@ -69,20 +69,18 @@ class RotaryConfig:
 class AttentionSpec:
     """The attention of one layer.
 
-    No architecture here has a soft cap or sinks yet, so no field of config.json sets these two.
+    No architecture here has a soft cap yet, so no field of config.json sets it.
 
     Attributes:
         scale: what scores are multiplied by.
         window: how many positions a query sees, its own and those just before it; None for all.
         softcap: scores x become softcap * tanh(x / softcap); None leaves them.
-        has_sinks: whether each head has a learned score beside those of the keys.
         rope: the rotation of queries and keys; None leaves them as projected.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
-    has_sinks: bool = False
     rope: RotaryConfig | None = None
 
 

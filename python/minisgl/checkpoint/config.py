@@ -113,11 +113,11 @@ class ModelConfig:
             width=width,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_optional_size(hf, "num_key_value_heads") or num_heads,
+            num_kv_heads=_num_kv_heads(hf, num_heads),
             head_dim=head_dim(hf),
             mlp_width=_size(hf, "intermediate_size"),
             activation=str(hf.get("hidden_act", "silu")),
-            norm_eps=_number(hf, "rms_norm_eps"),
+            norm_eps=_norm_eps(hf),
             max_position=_context_length(hf, attention),
             attention=attention,
             tied_embeddings=_flag(hf, "tie_word_embeddings"),
@@ -165,12 +165,22 @@ def _experts_per_token(hf: dict[str, Any], num_experts: int) -> int:
     return _check_size("num_experts_per_tok", hf["num_experts_per_tok"], num_experts)
 
 
-def _number(hf: dict[str, Any], name: str) -> float:
-    number = hf[name]
-    is_number = type(number) in (int, float)
-    if not is_number or not math.isfinite(number):
-        raise ValueError(f"{name} must be a number, got {number!r}")
-    return float(number)
+def _num_kv_heads(hf: dict[str, Any], num_heads: int) -> int:
+    num_kv_heads = _optional_size(hf, "num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads ({num_kv_heads}), "
+            f"got {num_heads}"
+        )
+    return num_kv_heads
+
+
+def _norm_eps(hf: dict[str, Any]) -> float:
+    eps = hf["rms_norm_eps"]
+    is_number = type(eps) in (int, float)
+    if not is_number or not 0 <= eps < math.inf:
+        raise ValueError(f"rms_norm_eps must be a finite number of at least 0, got {eps!r}")
+    return float(eps)
 
 
 def _flag(hf: dict[str, Any], name: str) -> bool:

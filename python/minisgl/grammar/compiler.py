@@ -116,11 +116,16 @@ class GrammarCompiler:
         It needs a deep stack, since llguidance follows references by recursion.
 
         Raises:
-            InvalidRequest: the grammar has a mistake, no match, or something that is not supported.
+            InvalidRequest: the grammar has a mistake, no match, or something that is not supported;
+                or the tokenizer cannot be read.
         """
         limits = _LIMITS[grammar.kind]
         try:
             tokenizer, special_ids = self._reading.result()
+        except (ValueError, OSError, ImportError) as error:
+            reason = f"the model's tokenizer cannot be read for grammars: {error}"
+            raise refusal(reason) from None
+        try:
             source = _source(grammar, special_ids)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         except ValueError as error:

@@ -31,6 +31,8 @@ from minisgl.processes.child import die_with_parent, ignore_interrupts, name_pro
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIN_BYTES = 2**18  # a page count sees no less
+# How a process ends that gets no more memory, for its heap or its stack.
+_OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGSEGV)
 _SMALL = {  # of each kind
     "json_schema": Grammar("json_schema", '{"type": "object"}'),
     "regex": Grammar("regex", ""),
@@ -45,10 +47,8 @@ def main(parent_pid: int, link: Connection, cancels: Connection) -> None:
     ignore_interrupts()
     setup = msgspec.json.decode(link.recv_bytes(), type=TrialSetup)
     compiler = GrammarCompiler(setup.model)
-    try:
+    with suppress(ValueError, OSError, ImportError):  # each grammar is refused for that reason
         compiler.read_tokenizer()
-    except (ValueError, OSError, ImportError):  # the scheduler reads it too, and says why
-        return
     with suppress(EOFError, OSError):
         while True:
             request = msgspec.json.decode(link.recv_bytes(), type=TrialRequest)
@@ -102,15 +102,18 @@ def _wait(reader: Connection, cancels: Connection, number: int, timeout_s: float
 
 
 def _verdict_on(status: int, limits: TrialLimits) -> Verdict:
-    """Why a fork has ended without a report, by its exit status."""
+    """Why a fork has ended without a report, by its exit status.
+
+    Its limits end it by signals of their own. Any other one has somebody else sent.
+    """
     if not os.WIFSIGNALED(status):
         return Verdict.refused("its trial failed")
     ended_by = os.WTERMSIG(status)
     if ended_by == signal.SIGPROF:
         return Verdict.refused(f"it takes more than {limits.cpu_s:g} s to compile")
-    if ended_by == signal.SIGKILL:
-        return Verdict.refused("its trial was broken off")
-    return Verdict.refused(f"it takes more than {limits.num_bytes >> 20} MiB to compile")
+    if ended_by in _OUT_OF_MEMORY:
+        return Verdict.refused(f"it takes more than {limits.num_bytes >> 20} MiB to compile")
+    return Verdict.broken_off()
 
 
 def _run_fork(
@@ -138,10 +141,10 @@ def _compile_under_limits(
 ) -> Verdict:
     executor = deep_stack_executor("trial")
     first = executor.submit(compiler.compile, _SMALL[grammar.kind])
-    first.result()  # takes the memory that the first one of a kind takes
-    num_bytes_before = _memory_bytes()
-    _set_limits(limits)
     try:
+        first.result()  # takes the memory that the first one of a kind takes
+        num_bytes_before = _memory_bytes()
+        _set_limits(limits)
         matcher = executor.submit(compiler.compile, grammar).result()
     except InvalidRequest as error:
         return Verdict(str(error))

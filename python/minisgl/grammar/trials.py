@@ -7,6 +7,7 @@ kept. A thread here asks it about one grammar after the other and waits for its 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from minisgl.core import Grammar
 from minisgl.grammar.compiler import GrammarModel, refusal
 from minisgl.processes.child import interrupts_blocked
 from minisgl.utils.env import env_with_sys_path
+
+logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 5.0
 _START_S = 90.0  # until the process has read its tokenizer, where others use the processors
@@ -47,6 +50,11 @@ class Verdict(msgspec.Struct, frozen=True):
     @classmethod
     def refused(cls, reason: str, *, is_lasting: bool = True) -> Verdict:
         return cls(str(refusal(reason)), is_lasting=is_lasting)
+
+    @classmethod
+    def broken_off(cls) -> Verdict:
+        """Refuse a grammar for now: somebody else has ended its trial, as an operator or Linux."""
+        return cls.refused("its trial was broken off", is_lasting=False)
 
 
 class TrialLimits(msgspec.Struct, frozen=True):
@@ -105,9 +113,9 @@ class _Process:
 class GrammarTrials:
     """Tries grammars one after the other.
 
-    A trial that is broken off with its process is repeated, once, in another process: its verdict
-    is remembered, and the grammar need not be what has ended the process. A process that
-    somebody has stopped is killed at a deadline above all limits.
+    A trial that is broken off with its process is repeated, once, in another process: the grammar
+    need not be what has ended it. If that is broken off too, the grammar is refused for now. A
+    process that somebody has stopped is killed at a deadline above all limits.
     """
 
     def __init__(self, model: GrammarModel, limits: TrialLimits = _DEFAULT_LIMITS) -> None:
@@ -143,13 +151,12 @@ class GrammarTrials:
             self._is_closed = True
             process = self._process
         if process is not None:
-            process.process.kill()
-            process.process.wait(_EXIT_TIMEOUT_S)
+            _kill(process.process)
 
     def _try(self, request: TrialRequest, report: Callable[[Verdict], None]) -> None:
         """Runs on the thread."""
         verdict = self._ask(request) or self._ask(request)
-        report(verdict or Verdict.refused("its trial was broken off"))
+        report(verdict or Verdict.broken_off())
 
     def _ask(self, request: TrialRequest) -> Verdict | None:
         """The verdict of the process; None if somebody has killed or stopped it."""
@@ -185,8 +192,7 @@ class GrammarTrials:
         process = self._process
         self._process = None
         if process is not None:
-            process.process.kill()
-            process.process.wait(_EXIT_TIMEOUT_S)
+            _kill(process.process)
             process.link.close()
             process.cancels.close()
 
@@ -210,6 +216,19 @@ def _start(setup: TrialSetup) -> _Process:
     its_cancels.close()
     link.send_bytes(msgspec.json.encode(setup))
     return _Process(process, link, cancels)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and reap it if it ends soon: the kernel may hold it up, as while it swaps."""
+    process.kill()
+    try:
+        process.wait(_EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        logger.warning(
+            "trial process %d is killed, and has not ended within %g s",
+            process.pid,
+            _EXIT_TIMEOUT_S,
+        )
 
 
 def _connections() -> tuple[Connection, Connection]:

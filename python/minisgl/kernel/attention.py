@@ -160,8 +160,10 @@ def attend_prompts_reference(
     """`attend_prompts` in plain torch.
 
     The pages of each slice are gathered, and each block of queries is multiplied with the keys that
-    it may see.
+    it may see. Scores of float16 are computed in float32, as those of decodes are.
     """
+    # A product of float16 may exceed 65504, its largest number, before it is scaled.
+    score_dtype = torch.float32 if q_TNH.dtype == torch.float16 else q_TNH.dtype
     heads = (k_SKH.shape[1], q_TNH.shape[1] // k_SKH.shape[1])
     k_KPQH, v_KPQH = (x.transpose(0, 1).unflatten(1, (-1, page_size)) for x in (k_SKH, v_SKH))
     slices = (token_B, row_B, start_B, length_B)
@@ -169,7 +171,8 @@ def attend_prompts_reference(
         first_page = _first_seen(start, window) // page_size
         num_pages = -(-(start + length) // page_size)
         page_P = page_table_RP[row, first_page:num_pages].long()
-        k_KLH, v_KLH = (x.index_select(1, page_P).flatten(1, 2) for x in (k_KPQH, v_KPQH))
+        kv_KPQH = (x.index_select(1, page_P) for x in (k_KPQH, v_KPQH))
+        k_KLH, v_KLH = (x.flatten(1, 2).to(score_dtype) for x in kv_KPQH)
         tokens = slice(token, token + length)
         q_KGTH, o_KGTH = (x[tokens].unflatten(1, heads).permute(1, 2, 0, 3) for x in (q_TNH, o_TNH))
         num_hidden = first_page * page_size
@@ -177,7 +180,7 @@ def attend_prompts_reference(
             end = min(begin + _QUERY_BLOCK, length)
             first_seen = _first_seen(start + begin, window) - num_hidden
             seen = slice(first_seen, start + end - num_hidden)
-            q_KXH = q_KGTH[:, :, begin:end].flatten(1, 2)
+            q_KXH = q_KGTH[:, :, begin:end].flatten(1, 2).to(score_dtype)
             score_KXL = torch.bmm(q_KXH, k_KLH[:, seen].transpose(1, 2))
             _weights(score_KXL, end - begin, scale, window, softcap)
             o_KXH = torch.bmm(score_KXL, v_KLH[:, seen])

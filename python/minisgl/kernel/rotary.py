@@ -60,8 +60,9 @@ def rotate_and_store(
 
     Args:
         qkv_TMH: queries, then keys, then values.
-        slot_T: int64, unique, in [0, S): where the pools k_SKH and v_SKH take each token. On a GPU
-            the kernel launched just before writes neither slots nor positions.
+        slot_T: int64, in [0, S): where the pools k_SKH and v_SKH take each token. Of tokens with
+            equal slots any one is stored; only padding has such, in the padding page. On a GPU the
+            kernel launched just before writes neither slots nor positions.
     """
     kernels = kernels_for(qkv_TMH)
     if kernels is None:

@@ -15,7 +15,8 @@ def store_kv(
     """Write row t of k and v to row slot_T[t] of each pool, in place.
 
     Args:
-        slot_T: int64, unique, in [0, S). Not range-checked on CUDA (it would sync).
+        slot_T: int64, in [0, S). Not range-checked on CUDA (it would sync). Of tokens with equal
+            slots any one is stored; only padding has such, in the padding page.
 
     Raises:
         KernelInputError: shapes or dtypes disagree.

@@ -141,11 +141,6 @@ class BasePrefixCache(ABC):
     def num_evictable(self) -> int:
         """Unlocked pages."""
 
-    @property
-    @abstractmethod
-    def num_pages(self) -> int:
-        """All pages in the cache."""
-
     @abstractmethod
     def check_integrity(self) -> IntArray:
         """Assert the cache's invariants; returns all pages that it holds."""

@@ -61,9 +61,5 @@ class NaivePrefixCache(BasePrefixCache):
     def num_evictable(self) -> int:
         return 0
 
-    @property
-    def num_pages(self) -> int:
-        return 0
-
     def check_integrity(self) -> IntArray:
         return _NO_PAGES

@@ -146,10 +146,6 @@ class RadixPrefixCache(BasePrefixCache):
     def num_evictable(self) -> int:
         return self._num_evictable
 
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
     def _walk(self, key: PrefixKey, after: BaseCacheHandle | None) -> tuple[_Node, int]:
         """Find the longest cached prefix of tokens, and split the last edge if it ends within it.
 
@@ -196,13 +192,15 @@ class RadixPrefixCache(BasePrefixCache):
         """Cut an edge after num_tokens; returns the upper node. Handles to the lower stay valid."""
         assert node.parent is not None
         num_pages = num_tokens // self.page_size
-        upper = _Node(node.key, node.tokens[:num_tokens], node.pages[:num_pages], node.parent)
+        upper_tokens = _part(node.tokens[:num_tokens])
+        upper_pages = _part(node.pages[:num_pages])
+        upper = _Node(node.key, upper_tokens, upper_pages, node.parent)
         upper.owners = node.owners.copy()
         upper.last_used = node.last_used
         node.parent.children[node.key] = upper
 
-        node.tokens = node.tokens[num_tokens:]
-        node.pages = node.pages[num_pages:]
+        node.tokens = _part(node.tokens[num_tokens:])
+        node.pages = _part(node.pages[num_pages:])
         node.key = node.tokens[: self.page_size].tobytes()
         node.parent = upper
         upper.children[node.key] = node
@@ -224,8 +222,8 @@ class RadixPrefixCache(BasePrefixCache):
         self._num_pages -= len(removed)
         self._num_evictable -= len(removed)
         if num_kept:
-            leaf.tokens = leaf.tokens[: num_kept * self.page_size]
-            leaf.pages = leaf.pages[:num_kept]
+            leaf.tokens = _part(leaf.tokens[: num_kept * self.page_size])
+            leaf.pages = _part(leaf.pages[:num_kept])
             self._order.offer(leaf)
         else:
             self._unlink(leaf)
@@ -266,6 +264,15 @@ class RadixPrefixCache(BasePrefixCache):
             assert len(key) == self.page_size * child.tokens.itemsize
             assert child.owners <= node.owners
             assert child.last_used <= node.last_used
+
+
+def _part(view: IntArray) -> IntArray:
+    """What an edge keeps of its array: a copy, where a view would keep twice as much in memory.
+
+    So an edge that shrinks page by page is copied once for each time that it has halved.
+    """
+    whole = view.base
+    return view.copy() if whole is not None and whole.nbytes >= 2 * view.nbytes else view
 
 
 def _node_of(handle: BaseCacheHandle) -> _Node:

@@ -54,6 +54,18 @@ def as_conversations(
     return conversations
 
 
+def as_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of a conversation.
+
+    Raises:
+        InvalidRequest: they are no list of dicts.
+    """
+    is_list = isinstance(tools, list | tuple)
+    if not is_list or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest(f"tools must be a list of dicts, got {tools!r}", param="tools")
+    return list(tools)
+
+
 def list_params(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> Sequence[SamplingParams]:

@@ -23,7 +23,7 @@ from minisgl.checkpoint import fetch_model
 from minisgl.core import IntArray, SamplingParams
 from minisgl.errors import EngineFailed, InvalidRequest
 from minisgl.llm.answers import GenerationOutput, PartialAnswer, StreamOutput, TextReader
-from minisgl.llm.arguments import Prompt, as_conversations, as_list, list_params
+from minisgl.llm.arguments import Prompt, as_conversations, as_list, as_tools, list_params
 from minisgl.llm.claim import Claim
 from minisgl.llm.local_rank import LocalRank
 from minisgl.llm.rank_group import RankGroup
@@ -171,7 +171,7 @@ class LLM:
         """
         prompts = []
         for conversation in as_conversations(messages):
-            chat = Conversation(list(conversation), tools=list(tools))
+            chat = Conversation(list(conversation), tools=as_tools(tools))
             prompts.append(self._tokenizer.encode(chat).tolist())
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

@@ -38,7 +38,9 @@ class RequestQueued:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """A request got a row and pages. It happens again after each retraction.
+    """A request got a row and pages, for a step that was launched.
+
+    It happens again after each retraction.
 
     Attributes:
         num_tokens: those of its prompt and of its answer so far.

@@ -211,7 +211,17 @@ class PrefillManager:
 
     def commit(self) -> None:
         """Keep the last plan, which was launched."""
+        chunks = self._planned
         self._planned = _Chunks()
+        if self._events.request_admitted:
+            for change in chunks.changes:
+                if isinstance(change, _Admission):
+                    self._emit_admitted(chunks.by_uid[change.prefill.req.uid])
+
+    def _emit_admitted(self, first_chunk: ReqSlice) -> None:
+        req = first_chunk.req
+        event = RequestAdmitted(req.uid, req.num_tokens, num_cached=first_chunk.start)
+        self._events.request_admitted.emit(event)
 
     def rollback(self) -> list[Req]:
         """Undo the last plan, whose step was not launched.
@@ -280,9 +290,6 @@ class PrefillManager:
         self._queue.discard(req)
         chunks.changes.append(_Admission(prefill, num_cached))
         prefill.num_left = req.num_tokens - req.num_computed
-        if self._events.request_admitted:
-            event = RequestAdmitted(req.uid, req.num_tokens, num_cached=req.num_computed)
-            self._events.request_admitted.emit(event)
         return True
 
     def _extend(self, prefill: Prefill, budget: int, chunks: _Chunks) -> int:

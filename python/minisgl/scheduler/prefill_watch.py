@@ -6,21 +6,30 @@ it.
 
 from __future__ import annotations
 
-from minisgl.scheduler.events import Events, RequestAdmitted, RequestFinished
+from minisgl.scheduler.events import Events, RequestAdmitted, RequestFinished, StepPlanned
 from minisgl.scheduler.pacing.watch import Clock
 
 
 class PrefillWatch:
-    """Keeps when each request was first admitted, until it ends."""
+    """Keeps when each request was first admitted, until it ends.
+
+    That is when the step was planned which admitted it. The event comes after the launch, in which
+    a CPU computes the step.
+    """
 
     def __init__(self, events: Events, clock: Clock) -> None:
         self._clock = clock
+        self._planned_at = 0.0
         self._admitted_at: dict[int, float] = {}
+        events.step_planned.append(self._note_plan)
         events.request_admitted.append(self._begin)
         events.request_finished.append(self._forget)
 
+    def _note_plan(self, _event: StepPlanned) -> None:
+        self._planned_at = self._clock()
+
     def _begin(self, event: RequestAdmitted) -> None:
-        self._admitted_at.setdefault(event.uid, self._clock())
+        self._admitted_at.setdefault(event.uid, self._planned_at)
 
     def _forget(self, event: RequestFinished) -> None:
         self._admitted_at.pop(event.uid, None)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
 from msgspec import structs
 
+from minisgl.errors import InvalidRequest
 from minisgl.message import ChatMessage, Conversation
 
 _TOOLS = """# Tools
@@ -55,10 +57,13 @@ def describe_tools(conversation: Conversation, *, has_system: bool) -> Conversat
     Args:
         has_system: whether the template takes a system's turn. Otherwise the tools are described
             in the user's first.
+
+    Raises:
+        InvalidRequest: a tool is no JSON object, or a turn with calls or results is malformed.
     """
     messages = _as_text(conversation.messages)
     if conversation.tools:
-        instructions = _TOOLS.format(tools="\n".join(map(_dump, conversation.tools)))
+        instructions = _TOOLS.format(tools="\n".join(map(_describe, conversation.tools)))
         put = _put_into_system_turn if has_system else _put_into_first_question
         messages = put(instructions, messages)
     return structs.replace(conversation, messages=messages, tools=[])
@@ -109,26 +114,52 @@ def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
     calls = message.get("tool_calls")
     if not calls:
         return message
+    if not isinstance(calls, list):
+        raise _refusal("tool_calls must be a list", calls)
     text = _text(message)
     texts = [text] if text else []
     turn = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**turn, "content": "\n".join([*texts, *map(_call, calls)])}
 
 
-def _call(call: dict[str, Any]) -> str:
-    function = call.get("function", call)
+def _call(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+        raise _refusal("a tool call must be an object with name and arguments", call)
     arguments = function["arguments"]
-    if not isinstance(arguments, str):  # a text is as the model wrote it
-        arguments = _dump(arguments)
-    return _CALL.format(name=_dump(function["name"]), arguments=arguments)
+    try:
+        if not isinstance(arguments, str):  # a text is as the model wrote it
+            arguments = _dump(arguments)
+        return _CALL.format(name=_dump(function["name"]), arguments=arguments)
+    except (TypeError, ValueError):
+        raise _refusal("name and arguments of a tool call must be JSON", call) from None
 
 
 def _text(message: ChatMessage) -> str:
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text", "") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            reason = "content beside tools must be a text, or a list of objects with one"
+            raise _refusal(reason, content)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _describe(tool: Any) -> str:
+    if isinstance(tool, dict):
+        with suppress(TypeError, ValueError):
+            return _dump(tool)
+    raise InvalidRequest(f"a tool must be a JSON object, got {tool!r}", param="tools")
 
 
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _refusal(reason: str, value: Any) -> InvalidRequest:
+    return InvalidRequest(f"{reason}, got {value!r}", param="messages")

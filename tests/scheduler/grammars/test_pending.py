@@ -11,7 +11,8 @@ import pytest
 from minisgl.config import SchedulerConfig
 from minisgl.core import Grammar, SamplingParams
 from minisgl.engine import EngineLimits
-from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial
+from minisgl.errors import InvalidRequest
+from minisgl.grammar import GrammarCompiler, GrammarModel, GrammarTrials, Trial, Verdict
 from minisgl.message import ExitMsg, GrammarCompiledMsg, GrammarVerdictMsg
 from minisgl.scheduler.grammars.known import KnownGrammars
 from minisgl.scheduler.grammars.pending import GrammarTools, PendingGrammars
@@ -280,15 +281,44 @@ def test_a_tokenizer_that_cannot_be_read_is_no_reason_not_to_serve(
     assert "grammars cannot be followed" in caplog.text
 
 
-def test_an_end_of_sequence_beyond_the_vocabulary_ends_no_grammar(
-    checkpoint: Callable[[str], Path],
+def test_a_request_hears_why_the_tokenizer_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model = GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID])
+    with pytest.raises(ValueError, match="tokenizer") as reading:
+        GrammarCompiler(model).read_tokenizer()
+    trials = GrammarTrials(model)
+    verdicts: list[Verdict] = []
+    try:
+        for pattern in ("yes", "no"):
+            trial = trials.start(Grammar("regex", pattern), verdicts.append)
+            trial.future.result()
+        assert trials._process is not None
+        assert trials._process.process.poll() is None
+    finally:
+        trials.close()
+    reason = f"the model's tokenizer cannot be read for grammars: {reading.value}"
+    assert verdicts == [Verdict.refused(reason)] * 2
+
+
+def test_a_tokenizer_that_this_rank_alone_cannot_read_refuses_grammars(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(GrammarModel(str(tmp_path), VOCAB_SIZE, [EOS_ID]))
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        compiler.read_tokenizer()
+    with pytest.raises(InvalidRequest, match=r"the grammar is refused: .*directory"):
+        compiler.compile(Grammar("regex", "yes"))
+
+
+@pytest.mark.parametrize("other", [99_999, -1])
+def test_an_end_of_sequence_outside_of_the_vocabulary_ends_no_grammar(
+    other: int, checkpoint: Callable[[str], Path]
 ) -> None:
     limits = EngineLimits(
         num_pages=1,
         page_size=16,
         max_seq_len=64,
         vocab_size=VOCAB_SIZE,
-        eos_ids=frozenset({EOS_ID, 99_999}),
+        eos_ids=frozenset({EOS_ID, other}),
         num_rows=1,
     )
     config = SchedulerConfig(model=str(checkpoint("qwen2")))

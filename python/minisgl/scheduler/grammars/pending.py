@@ -59,7 +59,7 @@ class GrammarTools:
         Args:
             leads: whether this is rank 0.
         """
-        eos_ids = sorted(token for token in model.eos_ids if token < model.vocab_size)
+        eos_ids = sorted(token for token in model.eos_ids if 0 <= token < model.vocab_size)
         compiled_for = GrammarModel(config.model or "", model.vocab_size, eos_ids)
         trials = GrammarTrials(compiled_for) if leads else None
         return cls(GrammarCompiler(compiled_for), trials)
