@@ -132,7 +132,8 @@ class CacheManager:
     def publish(self, req: Req, num_tokens: int) -> BaseCacheHandle:
         """Put the first tokens of a request into the prefix cache, where other requests find them.
 
-        Nothing changes if the cache has other pages for them.
+        Nothing changes if the cache has other pages for any of them that are the request's own: it
+        keeps its own until it ends, and what follows them is published then.
 
         Args:
             num_tokens: they are computed, or will be in the next step.

@@ -19,7 +19,8 @@ is admitted in that step: others would take all pages that come back.
 The prompt of a last chunk is published when it is planned. A request that is planned after it in
 the same step finds the prefix in the cache: in each layer, the keys and values of all slices are
 written before any slice attends. So what several prompts have in common is computed once, and none
-waits for another.
+waits for another. What follows is computed again where one prompt was half computed when another
+with a part of it was published.
 
 Owns the queue. Knows nothing of decoding and of time; pages come from the cache manager.
 """
