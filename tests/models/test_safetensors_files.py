@@ -260,6 +260,67 @@ def test_files_that_the_index_does_not_name_are_not_read(folder: Path) -> None:
     load(folder)
 
 
+def changed(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, with other numbers."""
+    return {name: weight + 1 for name, weight in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "model_old.safetensors", "z.safetensors"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_file_beside_the_one_that_holds_all_is_not_read(name: str, folder: Path) -> None:
+    save_file(changed(any_file(folder)), folder / name)
+    source = open_checkpoint(folder, torch.float32, CPU)
+    for tensor, weight in weights_of("llama").items():
+        assert torch.equal(source.read(tensor, tuple(weight.shape)), weight)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_two_files_is_that_of_the_file_which_the_index_names(
+    number: int, folder: Path
+) -> None:
+    others = changed(folder / "model-00003-of-00005.safetensors")
+    file = folder / f"model-0000{number}-of-00005.safetensors"
+    save_file({**load_file(file), **others}, file)
+    source = open_checkpoint(folder, torch.float32, CPU)
+    for tensor, weight in weights_of("mistral").items():
+        assert torch.equal(source.read(tensor, tuple(weight.shape)), weight)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_two_files_between_which_no_index_decides_is_named_with_both(
+    has_index: bool, folder: Path
+) -> None:
+    first = folder / "model-00001-of-00005.safetensors"
+    last = folder / "model-00005-of-00005.safetensors"
+    for file in (first, last):
+        save_file({**load_file(file), "extra": torch.zeros(3)}, file)
+    if not has_index:
+        (folder / INDEX).unlink()
+    message = f"'extra' is in two files, {first} and {last.name}"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_files_without_an_index_are_read_together(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_another_file_than_the_index_names_is_not_taken(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    named = "model-00001-of-00005.safetensors"
+    assert index["weight_map"]["model.norm.weight"] != named
+    index["weight_map"]["model.norm.weight"] = named
+    (folder / INDEX).write_text(json.dumps(index))
+    message = rf"{named} has no tensor 'model\.norm\.weight', though .*index\.json says so"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
 def test_a_tensor_missing_from_the_file_that_the_index_names_is_named(folder: Path) -> None:
     index: dict[str, Any] = json.loads((folder / INDEX).read_text())
