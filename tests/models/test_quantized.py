@@ -40,6 +40,9 @@ class Recorder:
         self._source = source
         self.tensors: dict[tuple[str, range | None, range | None], Tensor] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
     def read(
         self,
         name: str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
 from minisgl.models.safetensors_files import SafetensorsCheckpoint
 from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
-from tests.distributed.groups import Alone
+from tests.distributed.groups import Alone, in_group
 from tests.layers.sources import RandomSource
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
 
 
-def make(folder: Path, comm: Alone | None = None) -> BaseLLMModel:
+def make(folder: Path, comm: DistributedCommunicator | None = None) -> BaseLLMModel:
     config = ModelConfig.from_folder(folder)
     return get_model_class(config.architecture)(config, comm or Alone(), 64, torch.float32)
 
@@ -330,6 +332,76 @@ def test_a_tensor_missing_from_the_file_that_the_index_names_is_named(folder: Pa
     del weights[name]
     save_file(weights, file)
     with pytest.raises(CheckpointError, match=f"has no tensor '{name}'"):
+        load(folder)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def tied(folder: Path, **weights: Tensor | None) -> None:
+    """Let the config of a model in one file say that its head is tied, and change the two."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    stored = {**load_file(any_file(folder)), **weights}
+    save_file({name: w for name, w in stored.items() if w is not None}, any_file(folder))
+
+
+def loaded(folder: Path, comm: DistributedCommunicator) -> tuple[Tensor, Tensor]:
+    """The embedding, and the head as the logits show it."""
+    model = make(folder, comm)
+    load_weight(model, folder, torch.float32, CPU)
+    return model.model.embed_tokens.weight_VD, model.logits(torch.eye(64)).T
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_head_that_differs_from_the_embedding_is_not_tied(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tied(folder)
+    embedding, head = loaded(folder, Alone())
+    assert torch.equal(embedding, weights_of("llama")[EMBEDDING])
+    assert torch.equal(head, weights_of("llama")[HEAD])
+    assert "tie_word_embeddings is true, but lm_head.weight is not the embedding" in caplog.text
+
+
+@pytest.mark.parametrize("changed_row", [0, 300], ids=["on_rank_0", "on_rank_1"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_ranks_tie_their_heads_together_or_not_at_all(
+    changed_row: int, folder: Path, tmp_path: Path
+) -> None:
+    head = weights_of("llama")[EMBEDDING].clone()
+    head[changed_row] += 1
+    tied(folder, **{HEAD: head})
+    work = partial(is_tied, folder)
+    assert in_group(2, tmp_path / "rendezvous", work) == [False, False]
+
+
+def is_tied(folder: Path, comm: DistributedCommunicator) -> bool:
+    model = make(folder, comm)
+    load_weight(model, folder, torch.float32, CPU)
+    embedding = model.model.embed_tokens.weight_VD
+    return model.lm_head._weight._weight_OI is embedding
+
+
+@pytest.mark.parametrize("stored", ["both", "embedding", "head"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_one_weight_of_both_ends_is_held_once_under_whatever_name_it_is_stored(
+    stored: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = weights_of("llama")[EMBEDDING]
+    embedding = None if stored == "head" else weight.clone()
+    head = None if stored == "embedding" else weight.clone()
+    tied(folder, **{EMBEDDING: embedding, HEAD: head})
+    assert is_tied(folder, Alone())
+    assert torch.equal(loaded(folder, Alone())[0], weight)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_model_without_embedding_and_head_is_refused(folder: Path) -> None:
+    tied(folder, **{EMBEDDING: None, HEAD: None})
+    with pytest.raises(CheckpointError, match=f"has no tensor '{EMBEDDING}'"):
         load(folder)
 
 
