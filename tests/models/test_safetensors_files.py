@@ -15,13 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint.gguf import write_hf_folder
 from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
 from minisgl.models.safetensors_files import SafetensorsCheckpoint
-from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
+from tests.checkpoint.gguf_files import saved_weights, write_gguf
+from tests.checkpoints import ARCHITECTURES, IN_GGUF, save_checkpoint, tiny_checkpoint, tiny_model
 from tests.distributed.groups import Alone, in_group
 from tests.layers.sources import RandomSource
+from tests.quantized import SCHEMES, quantize_checkpoint
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -403,6 +406,60 @@ def test_a_model_without_embedding_and_head_is_refused(folder: Path) -> None:
     tied(folder, **{EMBEDDING: None, HEAD: None})
     with pytest.raises(CheckpointError, match=f"has no tensor '{EMBEDDING}'"):
         load(folder)
+
+
+def unread(folder: Path, comm: Alone | None = None) -> list[str]:
+    quantization = ModelConfig.from_folder(folder).quantization
+    return load_weight(make(folder, comm), folder, torch.float32, CPU, quantization)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "comm", [Alone(), Alone(0, 2), Alone(0, 2, ep=True)], ids=["alone", "tp", "ep"]
+)
+def test_of_a_whole_checkpoint_nothing_is_unread(
+    arch: str, comm: Alone, checkpoint: Callable[[str], Path]
+) -> None:
+    assert unread(checkpoint(arch), comm) == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_of_a_quantized_checkpoint_nothing_is_unread(
+    scheme: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, _ = quantize_checkpoint(checkpoint("llama"), SCHEMES[scheme], tmp_path)
+    assert unread(folder) == []
+
+
+@pytest.mark.parametrize("arch", IN_GGUF)
+def test_of_a_gguf_file_nothing_is_unread_but_what_is_unknown(
+    arch: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weights = saved_weights(checkpoint(arch))
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(arch), weights)
+    write_hf_folder(path, tmp_path / "whole")
+    assert unread(tmp_path / "whole") == []
+
+    weights["model.layers.0.attn_sinks.weight"] = weights["model.norm.weight"]
+    path = write_gguf(tmp_path / "more.gguf", tiny_model(arch), weights)
+    write_hf_folder(path, tmp_path / "more")
+    assert unread(tmp_path / "more") == ["blk.0.attn_sinks.weight"]
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_tensors_for_which_the_config_has_no_place_are_unread(folder: Path) -> None:
+    layer = "model.layers.0.self_attn"
+    bias = f"{layer}.q_proj.bias"
+    needless = {
+        f"{layer}.{part}": torch.ones(1) for part in ("rotary_emb.inv_freq", "k_scale", "v_scale")
+    }
+    save_file({**load_file(any_file(folder)), **needless, bias: torch.ones(64)}, any_file(folder))
+    assert unread(folder) == [bias]
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    ignored = [name for name in weights_of("llama") if name.startswith("model.layers.1.")]
+    assert unread(folder) == sorted([bias, *ignored])
 
 
 def test_pickled_weights_are_not_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -105,6 +105,10 @@ class QuantizedCheckpoint:
             self._dtype,
         )
 
+    def unread_names(self) -> list[str]:
+        """As `CheckpointFiles.unread_names`."""
+        return self._files.unread_names()
+
     def _format_of(self, layer: str) -> StoredFormat | None:
         """How a layer is stored; None if it is plain, not there, or not called quantized."""
         if not self._is_stored(f"{layer}.weight") or self._files.is_plain(f"{layer}.weight"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import torch
@@ -71,6 +71,9 @@ class SafetensorsCheckpoint(CheckpointFiles):
                 f"{indexed[name]} has no tensor {name!r}, though {_INDEX} says so"
             )
         super()._check(name, shape)
+
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
