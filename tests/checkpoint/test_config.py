@@ -299,6 +299,48 @@ def test_yarn_and_linear_scaling_lengthen_the_original_context(
     assert read(tmp_path, {**NEEDED, **fields}).max_position == length
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"factor": 0}, r"the factor of the rope type 'llama3' must be in \(0, 1048576\], got 0"),
+        ({"factor": -8.0}, r"the factor .* must be in \(0, 1048576\], got -8.0"),
+        ({"factor": "8"}, "the factor .* must be in .*, got '8'"),
+        ({"factor": float("nan")}, "the factor .* must be in .*, got nan"),
+        ({"high_freq_factor": True}, "the high_freq_factor .* must be in .*, got True"),
+        ({"low_freq_factor": -1.0}, r"the low_freq_factor .* must be in \[0, 1048576\], got -1"),
+        (
+            {"low_freq_factor": 4.0},
+            r"the low_freq_factor .* below its high_freq_factor 4.0, got 4.0",
+        ),
+        ({"low_freq_factor": 9}, r"the low_freq_factor .* below its high_freq_factor 4.0, got 9"),
+        ({"rope_type": []}, r"rope_type must be a text, got \[\]"),
+        ({"rope_type": 0}, "rope_type must be a text, got 0"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"rope_theta": ""}, "rope_theta must be a positive number, got ''"),
+        ({"rope_theta": -1e4}, "rope_theta must be a positive number, got -10000.0"),
+    ],
+    ids=str,
+)
+def test_parameters_that_leave_no_rotation_are_refused_by_name(
+    scaling: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    rope = {**LLAMA3, **scaling}
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read(tmp_path, {**NEEDED, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize("name", ["attention_factor", "mscale", "mscale_all_dim", "beta_fast"])
+def test_a_negative_parameter_of_yarn_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    message = rf"config\.json: the {name} of the rope type 'yarn' must be in .*, got -1"
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, "rope_parameters": {**YARN, name: -1}})
+
+
+def test_a_theta_of_0_beside_the_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rope_theta must be a positive number, got 0"):
+        read(tmp_path, {**NEEDED, "rope_theta": 0})
+
+
 def test_layers_with_a_stretched_rope_lengthen_the_context_of_all(tmp_path: Path) -> None:
     names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
     scaling = {"rope_type": "yarn", "factor": 8.0}
