@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -499,6 +500,28 @@ def test_a_token_chooses_no_more_experts_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="num_experts_per_tok must be at most 4, got 9"):
         read(tmp_path, {**MOE, "num_experts": 4, "num_experts_per_tok": 9})
     assert read(tmp_path, {**MOE, "num_experts": 2}).experts_per_token == 2
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["x", "", [], 0, "auto"], ids=repr)
+def test_a_dtype_that_is_not_known_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    message = (
+        rf"config\.json: {name} must be one of float32, float16, .*, got {re.escape(repr(value))}"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, name: value})
+
+
+def test_the_newer_name_of_the_dtype_counts(tmp_path: Path) -> None:
+    both = {"dtype": "bfloat16", "torch_dtype": "float16"}
+    assert read(tmp_path, {**NEEDED, **both}).stored_dtype == "bfloat16"
+    assert read(tmp_path, {**NEEDED, **both, "dtype": None}).stored_dtype == "float16"
+
+
+@pytest.mark.parametrize("value", [[], {}, 0], ids=repr)
+def test_a_model_type_that_is_no_text_is_named(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type must be a text, got"):
+        read(tmp_path, {**NEEDED, "model_type": value})
 
 
 @pytest.mark.parametrize("value", [[], None, {}], ids=str)

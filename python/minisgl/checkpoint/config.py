@@ -33,6 +33,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+# What a file may say of its plain weights. transformers takes these names of torch.
+_DTYPES = (
+    *("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"),
+    *("float", "half", "double", "int8", "uint8"),
+)
 _MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 28  # of any other number: the largest are context lengths and vocabularies
 
@@ -101,6 +106,7 @@ class ModelConfig:
     @classmethod
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         architecture = _architecture(hf)
+        _check_model_type(hf)
         hf = {**_DEFAULTS.get(architecture, {}), **hf}
         width = _size(hf, "hidden_size")
         num_layers = _size(hf, "num_hidden_layers")
@@ -185,8 +191,20 @@ def _explain(error: Exception) -> str:
 
 
 def _stored_dtype(hf: dict[str, Any]) -> str | None:
-    name = hf.get("dtype") or hf.get("torch_dtype")
-    return name if isinstance(name, str) else None
+    stored = None
+    for name in ("torch_dtype", "dtype"):
+        if hf.get(name) is not None:
+            stored = hf[name]
+            if stored not in _DTYPES:
+                raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {stored!r}")
+    return stored
+
+
+def _check_model_type(hf: dict[str, Any]) -> None:
+    """Only transformers' tokenizers read it, and fail on what is no text."""
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"model_type must be a text, got {model_type!r}")
 
 
 def _context_length(hf: dict[str, Any], attention: tuple[AttentionSpec, ...]) -> int:
