@@ -12,7 +12,7 @@ import pytest
 from transformers import Olmo3Config
 
 from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
-from minisgl.errors import CheckpointError, ConfigError
+from minisgl.errors import CheckpointError
 from minisgl.models import get_model_class
 from minisgl.models.register import MODELS
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
@@ -566,6 +566,24 @@ def test_a_whole_rotary_embedding_is_not_refused(factor: float | None, tmp_path:
         assert read(tmp_path, {**NEEDED, **fields}).attention[0].rope == plain
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": ["silu"]}, r"hidden_act must be a text, got \['silu'\]"),
+        ({"hidden_act": None}, "hidden_act must be a text, got None"),
+        ({"layer_types": 5}, "layer_types must be a list of texts, got 5"),
+        ({"layer_types": [[1]]}, r"layer_types must be a list of texts, got \[\[1\]\]"),
+        ({"architectures": [[1]]}, r"architectures must be a list of texts, got \[\[1\]\]"),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_no_text_is_named(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read(tmp_path, {**NEEDED, **fields})
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere/config\.json does not exist"):
         ModelConfig.from_folder(tmp_path / "nowhere")
@@ -597,6 +615,7 @@ def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_named_with_those_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown architecture 'BertModel'; there is .*LlamaForCausalLM.*Qwen3"
+        CheckpointError,
+        match=r"config\.json: architectures: unknown architecture 'BertModel'; there is .*Llama",
     ):
         get_model_class("BertModel")

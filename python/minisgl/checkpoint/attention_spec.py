@@ -141,6 +141,8 @@ def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
     if types is None:
         slides = _SLIDING_RULES.get(architecture, _no_layer)
         return [_SLIDING if slides(hf, layer) else _FULL for layer in range(num_layers)]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"layer_types must be a list of texts, got {types!r}")
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
         raise ValueError(f"layer_types {unknown} are not supported: {_FULL}, {_SLIDING}")

@@ -122,7 +122,7 @@ class ModelConfig:
             num_kv_heads=_optional_size(hf, "num_key_value_heads") or num_heads,
             head_dim=head_dim(hf),
             mlp_width=_size(hf, "intermediate_size"),
-            activation=str(hf.get("hidden_act", "silu")),
+            activation=_activation(hf),
             norm_eps=_number(hf, "rms_norm_eps"),
             max_position=_context_length(hf, attention),
             attention=attention,
@@ -145,7 +145,16 @@ def _architecture(hf: dict[str, Any]) -> str:
     names = hf["architectures"]
     if not isinstance(names, list) or not names:
         raise ValueError(f"architectures must name one, got {names!r}")
-    return str(names[0])
+    if not isinstance(names[0], str):
+        raise ValueError(f"architectures must be a list of texts, got {names!r}")
+    return names[0]
+
+
+def _activation(hf: dict[str, Any]) -> str:
+    name = hf.get("hidden_act", "silu")
+    if not isinstance(name, str):
+        raise ValueError(f"hidden_act must be a text, got {name!r}")
+    return name
 
 
 def _size(hf: dict[str, Any], name: str) -> int:

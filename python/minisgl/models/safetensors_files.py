@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -86,7 +86,7 @@ class SafetensorsCheckpoint(CheckpointFiles):
         return name in self and self._trace_of_quantization(name) is None
 
     def read_stored(
-        self, name: str, shape: tuple[int, ...], dtypes: Container[str], *parts: range
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], *parts: range
     ) -> Tensor:
         """A tensor as it is stored, on the engine's device.
 
@@ -99,7 +99,10 @@ class SafetensorsCheckpoint(CheckpointFiles):
         """
         self._check(name, shape)
         if self._dtype_of(name) not in dtypes:
-            raise CheckpointError(f"{self}: {name!r} is stored as {self._dtype_of(name)}")
+            raise CheckpointError(
+                f"{self._path_of[name]}: {name!r} is stored as {self._dtype_of(name)}, expected "
+                f"{' or '.join(dtypes)}"
+            )
         stored = self._read(name, tuple(slice_of(part) for part in parts))
         return stored.to(self._device)
 
@@ -114,8 +117,9 @@ class SafetensorsCheckpoint(CheckpointFiles):
         trace = self._trace_of_quantization(name)
         if trace is not None:
             raise CheckpointError(
-                f"{self._path_of.get(name, self)}: {name!r} is quantized ({trace}; plain are "
-                f"{', '.join(PLAIN_DTYPES)}), but config.json does not say how"
+                f"{self._path_of.get(name, self)}: {name!r} is no plain weight ({trace}; plain are "
+                f"{', '.join(PLAIN_DTYPES)}), and quantization_config in config.json does not say "
+                "how it is stored"
             )
         return super().read(name, shape, rows=rows, cols=cols)
 
