@@ -34,6 +34,13 @@ MOE = {
     "moe_intermediate_size": 32,
 }
 
+# What is empty and of the field's type.
+MEANINGFUL = [
+    ("mlp_only_layers", []),
+    ("use_sliding_window", False),
+    ("quantization_config", {}),
+]
+
 
 def read(
     folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None
@@ -582,6 +589,36 @@ def test_a_field_that_is_no_text_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
         read(tmp_path, {**NEEDED, **fields})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_key_value_heads",
+        "num_experts",
+        "num_local_experts",
+        "head_dim",
+        "mlp_only_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "quantization_config",
+    ],
+)
+@pytest.mark.parametrize("value", ["", [], {}, False], ids=repr)
+def test_what_is_empty_but_of_another_type_is_not_taken_for_absent(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    if (name, value) in MEANINGFUL:
+        pytest.skip("it is of the right type")
+    fields = {**MOE, "num_experts": 4, "sliding_window": 64, name: value}
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be"):
+        read(tmp_path, fields)
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "num_experts", "head_dim"])
+@pytest.mark.parametrize("value", [None, 0])
+def test_null_and_0_stand_for_what_is_not_there(name: str, value: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, name: value}) == read(tmp_path, NEEDED)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -109,8 +109,10 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
 
 
 def head_dim(hf: dict[str, Any]) -> int:
-    """The width of a head."""
-    width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    """The width of a head; null and 0 stand for the share of a head in the model's width."""
+    width = hf.get("head_dim")
+    if width is None or (type(width) is int and width == 0):
+        width = hf["hidden_size"] // hf["num_attention_heads"]
     if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be an integer in [1, {_MAX_HEAD_DIM}], got {width!r}")
     return width
@@ -123,13 +125,17 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
     """
     window = hf.get("sliding_window")
     uses_window = hf.get("use_sliding_window")
+    if not isinstance(uses_window, bool | None):
+        raise ValueError(f"use_sliding_window must be true or false, got {uses_window!r}")
+    if window is not None and type(window) is not int:
+        raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
     if window is None or uses_window is False:
         return None
     if architecture not in _SLIDING_RULES:
         raise ValueError(f"sliding_window is not supported for {architecture}")
     if not uses_window:
         return None
-    if type(window) is not int or window < 1:
+    if window < 1:
         raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
     return window
 

@@ -111,7 +111,8 @@ class ModelConfig:
         width = _size(hf, "hidden_size")
         num_layers = _size(hf, "num_hidden_layers")
         num_heads = _size(hf, "num_attention_heads")
-        num_experts = _optional_size(hf, "num_experts") or _optional_size(hf, "num_local_experts")
+        num_local_experts = _optional_size(hf, "num_local_experts")
+        num_experts = _optional_size(hf, "num_experts") or num_local_experts
         attention = attention_specs(hf, architecture)
         return cls(
             architecture=architecture,
@@ -171,7 +172,10 @@ def _check_size(name: str, size: Any, most: int) -> int:
 
 
 def _optional_size(hf: dict[str, Any], name: str) -> int:
-    return _size(hf, name) if hf.get(name) else 0
+    """A size, or 0 for null and for what is not there."""
+    value = hf.get(name)
+    is_0 = type(value) is int and value == 0
+    return 0 if value is None or is_0 else _size(hf, name)
 
 
 def _experts_per_token(hf: dict[str, Any], num_experts: int) -> int:
@@ -230,7 +234,9 @@ def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:
     if num_experts == 0:
         return frozenset(layers)
     step = _check_size("decoder_sparse_step", hf.get("decoder_sparse_step", 1), _MAX_LAYERS)
-    named = hf.get("mlp_only_layers") or []
+    named = hf.get("mlp_only_layers")
+    if named is None:
+        named = []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
         raise ValueError(f"mlp_only_layers must be a list of layers, got {named!r}")
     return frozenset(layer for layer in layers if (layer + 1) % step) | frozenset(named)
