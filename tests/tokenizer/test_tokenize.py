@@ -108,7 +108,7 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[9]['content'] }}", "messages|undefined|no element"),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{% for %}", "refuses"),
+        ("-\n{% for %}", "the model's chat template is damaged: line 2: Expected"),
     ],
 )
 def test_whatever_a_template_raises_is_a_refusal(
@@ -438,3 +438,21 @@ def test_a_template_that_refuses_chats_is_no_reason_not_to_be_ready(
     tokenizer = with_template(tmp_path, template)
     tokenizer.get_ready()
     assert tokenizer.encode("the dog").size
+    assert tokenizer.template.damage is None
+
+
+def test_of_a_template_that_writes_too_much_nothing_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template(tmp_path, "{{ 'x y ' * 1000000 }}")
+    tokenize = tokenizer._tokenizer
+    num_characters = 0
+
+    def count(text: str, **options: Any) -> Any:
+        nonlocal num_characters
+        num_characters += len(text)
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Counting(tokenize, count))
+    tokenizer.get_ready(max_tokens=1000)
+    assert num_characters < 100

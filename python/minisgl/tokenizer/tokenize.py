@@ -23,7 +23,7 @@ from minisgl.checkpoint.files import (
     read_json,
 )
 from minisgl.core import IntArray
-from minisgl.errors import CheckpointError, InvalidRequest
+from minisgl.errors import CheckpointError, InvalidRequest, RequestError
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.chat_template import ChatTemplate
 from minisgl.tokenizer.control_tokens import ControlTokens, Marks
@@ -62,17 +62,20 @@ class Tokenizer:
         self.length_check = LengthCheck(self._tokenizer)
         self._allow_control_tokens = allow_control_tokens
 
-    def get_ready(self) -> None:
+    def get_ready(self, max_tokens: int | None = None) -> None:
         """Do once, and now, what the first prompts of each kind would wait for.
 
         It is the template's compilation, tables of the vocabulary, and a copy of the tokenizer. The
         copy takes up to a second.
+
+        Args:
+            max_tokens: as for `encode`, of what the template makes of a short chat.
         """
         self.length_check.get_ready()
         self.text_of(self.encode("-"))
         if self.template.text is not None:
-            with suppress(InvalidRequest):  # some templates refuse such a conversation
-                self.encode(Conversation([{"role": "user", "content": "-"}]))
+            with suppress(RequestError):  # some templates refuse such a conversation
+                self.encode(Conversation([{"role": "user", "content": "-"}]), max_tokens=max_tokens)
             if not self._allow_control_tokens:
                 self._control_tokens.get_ready()
 
