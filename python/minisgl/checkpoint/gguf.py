@@ -290,6 +290,7 @@ def write_hf_folder(path: Path, folder: Path) -> None:
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is unknown.
+        OSError: the folder cannot be written.
     """
     file = GGUFFile(path)
     pre_tokenizer = file.pre_tokenizer()
@@ -305,7 +306,7 @@ def write_hf_folder(path: Path, folder: Path) -> None:
     if file.field("tokenizer.ggml.model") == "llama":
         adds_prefix = file.field("tokenizer.ggml.add_space_prefix") is not False
         spell_spaces(tokenizer.backend_tokenizer, adds_prefix=adds_prefix)
-    tokenizer.save_pretrained(folder)
+    _save(tokenizer, folder)
     _set_tokenizer_class(folder / "tokenizer_config.json")
     (folder / "config.json").write_text(json.dumps(file.config(), indent=2))
 
@@ -320,6 +321,15 @@ def _convert_tokenizer(path: Path, folder: Path) -> Any:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception:  # how the library says that a file cannot be written
+            raise OSError(str(error)) from error
+        raise
 
 
 def _set_tokenizer_class(path: Path) -> None:
