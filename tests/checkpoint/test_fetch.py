@@ -97,6 +97,15 @@ def test_a_cache_folder_that_cannot_be_made_is_named(
         fetch_model(str(gguf_path))
 
 
+@pytest.mark.parametrize("value", ["~nobody-of-this-name/x", "x" * 5000, "x/" * 2000])
+def test_a_cache_folder_that_can_be_no_path_is_refused(
+    value: str, gguf_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINISGL_CACHE", value)
+    with pytest.raises(ConfigError, match="MINISGL_CACHE"):
+        fetch_model(str(gguf_path))
+
+
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     """As if the disk were full soon."""

@@ -79,10 +79,10 @@ def _create_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     Raises:
         ConfigError: the cache folder takes no files, or no more of them.
     """
-    if folder.exists():
-        return folder
-    logger.info("preparing %s", folder)
     try:
+        if folder.exists():
+            return folder
+        logger.info("preparing %s", folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(mkdtemp(dir=folder.parent, prefix=".making-"))
     except OSError as error:
