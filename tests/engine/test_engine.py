@@ -247,7 +247,7 @@ def test_weights_without_a_place_in_the_model_are_one_line_of_the_log(
     with caplog.at_level(logging.WARNING, "minisgl"):
         Engine(config_of(folder), SingleCommunicator().info)
     warned = [
-        "the checkpoint has 9 tensors that this model does not read; see config.json: "
+        "the model leaves out 9 of the checkpoint's tensors; see config.json: "
         "model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
         "model.layers.1.mlp.gate_proj.weight, model.layers.1.mlp.up_proj.weight, "
         "model.layers.1.post_attention_layernorm.weight, ..."

@@ -175,7 +175,7 @@ def _warn_of_unread(names: list[str]) -> None:
     """Say that a checkpoint has weights which config.json gives no place in the model."""
     shown = names[:_NUM_SHOWN]
     logger.warning(
-        "the checkpoint has %d tensors that this model does not read; see config.json: %s%s",
+        "the model leaves out %d of the checkpoint's tensors; see config.json: %s%s",
         len(names),
         ", ".join(shown),
         ", ..." if len(names) > len(shown) else "",
