@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from transformers import Olmo3Config
 
 from minisgl.checkpoint import AttentionSpec, ModelConfig, RotaryConfig
-from minisgl.errors import CheckpointError, ConfigError
+from minisgl.errors import CheckpointError
 from minisgl.models import get_model_class
 from minisgl.models.register import MODELS
 from tests.checkpoints import ARCHITECTURES, CONTEXT, EOS_ID, IM_END_ID, VOCAB_SIZE, tiny_model
@@ -32,6 +33,13 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+
+# What is empty and of the field's type.
+MEANINGFUL = [
+    ("mlp_only_layers", []),
+    ("use_sliding_window", False),
+    ("quantization_config", {}),
+]
 
 
 def read(
@@ -299,6 +307,48 @@ def test_yarn_and_linear_scaling_lengthen_the_original_context(
     assert read(tmp_path, {**NEEDED, **fields}).max_position == length
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"factor": 0}, r"the factor of the rope type 'llama3' must be in \(0, 1048576\], got 0"),
+        ({"factor": -8.0}, r"the factor .* must be in \(0, 1048576\], got -8.0"),
+        ({"factor": "8"}, "the factor .* must be in .*, got '8'"),
+        ({"factor": float("nan")}, "the factor .* must be in .*, got nan"),
+        ({"high_freq_factor": True}, "the high_freq_factor .* must be in .*, got True"),
+        ({"low_freq_factor": -1.0}, r"the low_freq_factor .* must be in \[0, 1048576\], got -1"),
+        (
+            {"low_freq_factor": 4.0},
+            r"the low_freq_factor .* below its high_freq_factor 4.0, got 4.0",
+        ),
+        ({"low_freq_factor": 9}, r"the low_freq_factor .* below its high_freq_factor 4.0, got 9"),
+        ({"rope_type": []}, r"rope_type must be a text, got \[\]"),
+        ({"rope_type": 0}, "rope_type must be a text, got 0"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"rope_theta": ""}, "rope_theta must be a positive number, got ''"),
+        ({"rope_theta": -1e4}, "rope_theta must be a positive number, got -10000.0"),
+    ],
+    ids=str,
+)
+def test_parameters_that_leave_no_rotation_are_refused_by_name(
+    scaling: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    rope = {**LLAMA3, **scaling}
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read(tmp_path, {**NEEDED, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize("name", ["attention_factor", "mscale", "mscale_all_dim", "beta_fast"])
+def test_a_negative_parameter_of_yarn_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    message = rf"config\.json: the {name} of the rope type 'yarn' must be in .*, got -1"
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, "rope_parameters": {**YARN, name: -1}})
+
+
+def test_a_theta_of_0_beside_the_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rope_theta must be a positive number, got 0"):
+        read(tmp_path, {**NEEDED, "rope_theta": 0})
+
+
 def test_layers_with_a_stretched_rope_lengthen_the_context_of_all(tmp_path: Path) -> None:
     names = {"architectures": ["Olmo3ForCausalLM"], "layer_types": [SLIDING, FULL]}
     scaling = {"rope_type": "yarn", "factor": 8.0}
@@ -479,6 +529,28 @@ def test_a_norm_epsilon_that_cannot_be_is_named(value: Any, tmp_path: Path) -> N
     assert read(tmp_path, {**NEEDED, "rms_norm_eps": 0}).norm_eps == 0.0
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["x", "", [], 0, "auto"], ids=repr)
+def test_a_dtype_that_is_not_known_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    message = (
+        rf"config\.json: {name} must be one of float32, float16, .*, got {re.escape(repr(value))}"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, {**NEEDED, name: value})
+
+
+def test_the_newer_name_of_the_dtype_counts(tmp_path: Path) -> None:
+    both = {"dtype": "bfloat16", "torch_dtype": "float16"}
+    assert read(tmp_path, {**NEEDED, **both}).stored_dtype == "bfloat16"
+    assert read(tmp_path, {**NEEDED, **both, "dtype": None}).stored_dtype == "float16"
+
+
+@pytest.mark.parametrize("value", [[], {}, 0], ids=repr)
+def test_a_model_type_that_is_no_text_is_named(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type must be a text, got"):
+        read(tmp_path, {**NEEDED, "model_type": value})
+
+
 @pytest.mark.parametrize("value", [[], None, {}], ids=str)
 def test_a_field_without_an_architecture_is_named(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: .*architectures"):
@@ -521,6 +593,54 @@ def test_a_whole_rotary_embedding_is_not_refused(factor: float | None, tmp_path:
         assert read(tmp_path, {**NEEDED, **fields}).attention[0].rope == plain
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": ["silu"]}, r"hidden_act must be a text, got \['silu'\]"),
+        ({"hidden_act": None}, "hidden_act must be a text, got None"),
+        ({"layer_types": 5}, "layer_types must be a list of texts, got 5"),
+        ({"layer_types": [[1]]}, r"layer_types must be a list of texts, got \[\[1\]\]"),
+        ({"architectures": [[1]]}, r"architectures must be a list of texts, got \[\[1\]\]"),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_no_text_is_named(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read(tmp_path, {**NEEDED, **fields})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_key_value_heads",
+        "num_experts",
+        "num_local_experts",
+        "head_dim",
+        "mlp_only_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "quantization_config",
+    ],
+)
+@pytest.mark.parametrize("value", ["", [], {}, False], ids=repr)
+def test_what_is_empty_but_of_another_type_is_not_taken_for_absent(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    if (name, value) in MEANINGFUL:
+        pytest.skip("it is of the right type")
+    fields = {**MOE, "num_experts": 4, "sliding_window": 64, name: value}
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be"):
+        read(tmp_path, fields)
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "num_experts", "head_dim"])
+@pytest.mark.parametrize("value", [None, 0])
+def test_null_and_0_stand_for_what_is_not_there(name: str, value: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, {**NEEDED, name: value}) == read(tmp_path, NEEDED)
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere/config\.json does not exist"):
         ModelConfig.from_folder(tmp_path / "nowhere")
@@ -552,6 +672,7 @@ def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_named_with_those_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown architecture 'BertModel'; there is .*LlamaForCausalLM.*Qwen3"
+        CheckpointError,
+        match=r"config\.json: architectures: unknown architecture 'BertModel'; there is .*Llama",
     ):
         get_model_class("BertModel")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,36 @@ def test_a_cache_folder_that_cannot_be_made_is_named(
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ConfigError, match=r"file/cache/gguf cannot be written: .*MINISGL_CACHE"):
         fetch_model(str(gguf_path))
+
+
+@pytest.mark.parametrize("value", ["~nobody-of-this-name/x", "x" * 5000, "x/" * 2000])
+def test_a_cache_folder_that_can_be_no_path_is_refused(
+    value: str, gguf_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINISGL_CACHE", value)
+    with pytest.raises(ConfigError, match="MINISGL_CACHE"):
+        fetch_model(str(gguf_path))
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As if the disk were full soon."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 4096])
+def test_a_cache_folder_that_becomes_full_is_named(
+    num_bytes: int, gguf_path: Path, cache: Path
+) -> None:
+    message = rf"^{cache}/gguf/tiny-\w+ cannot be written: File too large.*; see MINISGL_CACHE$"
+    with files_of_at_most(num_bytes), pytest.raises(ConfigError, match=message):
+        fetch_model(str(gguf_path))
+    assert leftovers(cache) == []
 
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -176,7 +176,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "rotated": ({**int4(), "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     "another fp8": (fp8_config(fmt="e5m2"), "fmt must be 'e4m3', got 'e5m2'"),
     "fp4 experts": (fp8_config(expert_dtype="fp4"), "expert_dtype must be 'fp8', got 'fp4'"),
-    "a block of one size": (fp8_config(weight_block_size=[128]), "two positive integers"),
+    "a block of one size": (
+        fp8_config(weight_block_size=[128]),
+        "weight_block_size: .* two positive integers",
+    ),
     "a block of nothing": (fp8_config(weight_block_size=[0, 128]), "two positive integers"),
     "unknown format": (
         compressed_config("nvfp4-pack-quantized", group("float", 4, "tensor_group")),
@@ -200,7 +203,31 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "the preset 'W4A16' is not supported",
     ),
     "no groups": ({"quant_method": "compressed-tensors"}, "'config_groups' is missing"),
-    "no list of names": ({**int4(), "ignore": "lm_head"}, "must be a list of texts"),
+    "no object of groups": (
+        {**int4(), "config_groups": 5},
+        r"config\.json: .*config_groups must be an object, got 5",
+    ),
+    "no object of weights": (
+        {**int4(), "config_groups": {"a": {"targets": ["Linear"], "weights": [4]}}},
+        r"weights of 'a' must be an object, got \[4\]",
+    ),
+    "no targets": (
+        {**int4(), "config_groups": {"a": {"weights": {"num_bits": 4}}}},
+        "the field targets of 'a' is missing",
+    ),
+    "no size of groups": (
+        compressed_config(
+            "pack-quantized",
+            {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": "16"}},
+        ),
+        "group_size must be an integer, got '16'",
+    ),
+    "no number of bits": (int4(num_bits=[4]), r"int\[4\] weights is not supported"),
+    "no list of names": ({**int4(), "ignore": "lm_head"}, "ignore must be a list of texts"),
+    "no list of plain layers": (
+        fp8_config(modules_to_not_convert=5),
+        "modules_to_not_convert must be a list of texts.*, got 5",
+    ),
     "no expression": ({**int4(), "ignore": ["re:("]}, "no regular expression"),
 }
 

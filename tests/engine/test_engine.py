@@ -260,6 +260,25 @@ def test_weights_that_lose_digits_are_one_line_of_the_log(
     assert caplog.messages.count(line) == is_said
 
 
+@pytest.mark.parametrize("num_layers", [2, 1])
+def test_weights_without_a_place_in_the_model_are_one_line_of_the_log(
+    num_layers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    (folder / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, "minisgl"):
+        Engine(config_of(folder), SingleCommunicator().info)
+    warned = [
+        "the model leaves out 9 of the checkpoint's tensors; see config.json: "
+        "model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.gate_proj.weight, model.layers.1.mlp.up_proj.weight, "
+        "model.layers.1.post_attention_layernorm.weight, ..."
+    ]
+    assert caplog.messages == (warned if num_layers == 1 else [])
+
+
 def test_kernels_are_built_before_the_engine_is_ready(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

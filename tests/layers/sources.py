@@ -20,6 +20,10 @@ class RandomSource:
         self.weights: dict[str, Tensor] = {}
         self.reads: dict[str, Tensor] = {}
 
+    def __contains__(self, name: str) -> bool:
+        """False: what a checkpoint may leave out is left out."""
+        return False
+
     def read(
         self,
         name: str,

@@ -204,7 +204,7 @@ def test_llama3_written_as_divisors_is_llama3() -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "su"])
 def test_an_unknown_kind_is_named_with_those_there_are(kind: str) -> None:
     with pytest.raises(
-        CheckpointError, match=f"rope type '{kind}' is not supported; there is .*yarn"
+        CheckpointError, match=f"config.json: rope_type '{kind}' is not supported; there is .*yarn"
     ):
         get_rope(RotaryConfig(HEAD_DIM, 1e4, 512, kind), 10, torch.float32)
 
@@ -220,7 +220,9 @@ def test_an_unknown_kind_is_named_with_those_there_are(kind: str) -> None:
 )
 def test_a_missing_parameter_is_named(kind: str, missing: str) -> None:
     scaling = {name: value for name, value in LLAMA3.items() if name != missing}
-    with pytest.raises(CheckpointError, match=f"rope type '{kind}' needs '{missing}'"):
+    with pytest.raises(
+        CheckpointError, match=f"config.json: rope_type '{kind}' needs .* '{missing}'"
+    ):
         get_rope(RotaryConfig(HEAD_DIM, 1e4, 512, kind, scaling), 10, torch.float32)
 
 

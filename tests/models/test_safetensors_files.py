@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl.checkpoint import ModelConfig
+from minisgl.checkpoint.gguf import write_hf_folder
+from minisgl.distributed import DistributedCommunicator
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models import BaseLLMModel, get_model_class, load_weight, open_checkpoint
 from minisgl.models.safetensors_files import SafetensorsCheckpoint
-from tests.checkpoints import ARCHITECTURES, save_checkpoint, tiny_checkpoint, tiny_model
-from tests.distributed.groups import Alone
+from tests.checkpoint.gguf_files import saved_weights, write_gguf
+from tests.checkpoints import ARCHITECTURES, IN_GGUF, save_checkpoint, tiny_checkpoint, tiny_model
+from tests.distributed.groups import Alone, in_group
 from tests.layers.sources import RandomSource
+from tests.quantized import SCHEMES, quantize_checkpoint
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
 
 
-def make(folder: Path, comm: Alone | None = None) -> BaseLLMModel:
+def make(folder: Path, comm: DistributedCommunicator | None = None) -> BaseLLMModel:
     config = ModelConfig.from_folder(folder)
     return get_model_class(config.architecture)(config, comm or Alone(), 64, torch.float32)
 
@@ -130,14 +135,14 @@ def test_heads_that_the_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_activation_is_named_with_those_there_are(tmp_path: Path) -> None:
     folder = save_checkpoint(tiny_model("llama", hidden_act="relu"), tmp_path)
-    with pytest.raises(CheckpointError, match=r"activation 'relu' is not supported: .*silu"):
+    with pytest.raises(CheckpointError, match=r"config\.json: hidden_act 'relu' is not .*silu"):
         make(folder)
 
 
 def test_an_activation_that_experts_do_not_have_is_named(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", hidden_act="gelu_pytorch_tanh")
     folder = save_checkpoint(model, tmp_path)
-    message = "hidden_act 'gelu_pytorch_tanh' is not supported for experts: silu"
+    message = r"config\.json: hidden_act 'gelu_pytorch_tanh' is not supported for experts; .*silu"
     with pytest.raises(CheckpointError, match=message):
         make(folder)
 
@@ -145,7 +150,7 @@ def test_an_activation_that_experts_do_not_have_is_named(tmp_path: Path) -> None
 def test_an_unknown_rope_type_is_named(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     folder = save_checkpoint(tiny_model("llama", rope_parameters=rope), tmp_path)
-    with pytest.raises(CheckpointError, match="rope type 'dynamic' is not supported"):
+    with pytest.raises(CheckpointError, match=r"config\.json: rope_type 'dynamic' is not supp"):
         make(folder)
 
 
@@ -260,6 +265,67 @@ def test_files_that_the_index_does_not_name_are_not_read(folder: Path) -> None:
     load(folder)
 
 
+def changed(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, with other numbers."""
+    return {name: weight + 1 for name, weight in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "model_old.safetensors", "z.safetensors"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_file_beside_the_one_that_holds_all_is_not_read(name: str, folder: Path) -> None:
+    save_file(changed(any_file(folder)), folder / name)
+    source = open_checkpoint(folder, torch.float32, CPU)
+    for tensor, weight in weights_of("llama").items():
+        assert torch.equal(source.read(tensor, tuple(weight.shape)), weight)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_two_files_is_that_of_the_file_which_the_index_names(
+    number: int, folder: Path
+) -> None:
+    others = changed(folder / "model-00003-of-00005.safetensors")
+    file = folder / f"model-0000{number}-of-00005.safetensors"
+    save_file({**load_file(file), **others}, file)
+    source = open_checkpoint(folder, torch.float32, CPU)
+    for tensor, weight in weights_of("mistral").items():
+        assert torch.equal(source.read(tensor, tuple(weight.shape)), weight)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_two_files_between_which_no_index_decides_is_named_with_both(
+    has_index: bool, folder: Path
+) -> None:
+    first = folder / "model-00001-of-00005.safetensors"
+    last = folder / "model-00005-of-00005.safetensors"
+    for file in (first, last):
+        save_file({**load_file(file), "extra": torch.zeros(3)}, file)
+    if not has_index:
+        (folder / INDEX).unlink()
+    message = f"'extra' is in two files, {first} and {last.name}"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_files_without_an_index_are_read_together(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    load(folder)
+
+
+@pytest.mark.parametrize("folder", ["mistral"], indirect=True)
+def test_a_tensor_in_another_file_than_the_index_names_is_not_taken(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    named = "model-00001-of-00005.safetensors"
+    assert index["weight_map"]["model.norm.weight"] != named
+    index["weight_map"]["model.norm.weight"] = named
+    (folder / INDEX).write_text(json.dumps(index))
+    message = rf"{named} has no tensor 'model\.norm\.weight', though .*index\.json says so"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
 @pytest.mark.parametrize("folder", ["mistral"], indirect=True)
 def test_a_tensor_missing_from_the_file_that_the_index_names_is_named(folder: Path) -> None:
     index: dict[str, Any] = json.loads((folder / INDEX).read_text())
@@ -270,6 +336,130 @@ def test_a_tensor_missing_from_the_file_that_the_index_names_is_named(folder: Pa
     save_file(weights, file)
     with pytest.raises(CheckpointError, match=f"has no tensor '{name}'"):
         load(folder)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def tied(folder: Path, **weights: Tensor | None) -> None:
+    """Let the config of a model in one file say that its head is tied, and change the two."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    stored = {**load_file(any_file(folder)), **weights}
+    save_file({name: w for name, w in stored.items() if w is not None}, any_file(folder))
+
+
+def loaded(folder: Path, comm: DistributedCommunicator) -> tuple[Tensor, Tensor]:
+    """The embedding, and the head as the logits show it."""
+    model = make(folder, comm)
+    load_weight(model, folder, torch.float32, CPU)
+    return model.model.embed_tokens.weight_VD, model.logits(torch.eye(64)).T
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_head_that_differs_from_the_embedding_is_not_tied(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tied(folder)
+    embedding, head = loaded(folder, Alone())
+    assert torch.equal(embedding, weights_of("llama")[EMBEDDING])
+    assert torch.equal(head, weights_of("llama")[HEAD])
+    assert "tie_word_embeddings is true, but lm_head.weight is not the embedding" in caplog.text
+
+
+@pytest.mark.parametrize("changed_row", [0, 300], ids=["on_rank_0", "on_rank_1"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_ranks_tie_their_heads_together_or_not_at_all(
+    changed_row: int, folder: Path, tmp_path: Path
+) -> None:
+    head = weights_of("llama")[EMBEDDING].clone()
+    head[changed_row] += 1
+    tied(folder, **{HEAD: head})
+    work = partial(is_tied, folder)
+    assert in_group(2, tmp_path / "rendezvous", work) == [False, False]
+
+
+def is_tied(folder: Path, comm: DistributedCommunicator) -> bool:
+    model = make(folder, comm)
+    load_weight(model, folder, torch.float32, CPU)
+    embedding = model.model.embed_tokens.weight_VD
+    return model.lm_head._weight._weight_OI is embedding
+
+
+@pytest.mark.parametrize("stored", ["both", "embedding", "head"])
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_one_weight_of_both_ends_is_held_once_under_whatever_name_it_is_stored(
+    stored: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = weights_of("llama")[EMBEDDING]
+    embedding = None if stored == "head" else weight.clone()
+    head = None if stored == "embedding" else weight.clone()
+    tied(folder, **{EMBEDDING: embedding, HEAD: head})
+    assert is_tied(folder, Alone())
+    assert torch.equal(loaded(folder, Alone())[0], weight)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_model_without_embedding_and_head_is_refused(folder: Path) -> None:
+    tied(folder, **{EMBEDDING: None, HEAD: None})
+    with pytest.raises(CheckpointError, match=f"has no tensor '{EMBEDDING}'"):
+        load(folder)
+
+
+def unread(folder: Path, comm: Alone | None = None) -> list[str]:
+    quantization = ModelConfig.from_folder(folder).quantization
+    return load_weight(make(folder, comm), folder, torch.float32, CPU, quantization)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "comm", [Alone(), Alone(0, 2), Alone(0, 2, ep=True)], ids=["alone", "tp", "ep"]
+)
+def test_of_a_whole_checkpoint_nothing_is_unread(
+    arch: str, comm: Alone, checkpoint: Callable[[str], Path]
+) -> None:
+    assert unread(checkpoint(arch), comm) == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_of_a_quantized_checkpoint_nothing_is_unread(
+    scheme: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, _ = quantize_checkpoint(checkpoint("llama"), SCHEMES[scheme], tmp_path)
+    assert unread(folder) == []
+
+
+@pytest.mark.parametrize("arch", IN_GGUF)
+def test_of_a_gguf_file_nothing_is_unread_but_what_is_unknown(
+    arch: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weights = saved_weights(checkpoint(arch))
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(arch), weights)
+    write_hf_folder(path, tmp_path / "whole")
+    assert unread(tmp_path / "whole") == []
+
+    weights["model.layers.0.attn_sinks.weight"] = weights["model.norm.weight"]
+    path = write_gguf(tmp_path / "more.gguf", tiny_model(arch), weights)
+    write_hf_folder(path, tmp_path / "more")
+    assert unread(tmp_path / "more") == ["blk.0.attn_sinks.weight"]
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_tensors_for_which_the_config_has_no_place_are_unread(folder: Path) -> None:
+    layer = "model.layers.0.self_attn"
+    bias = f"{layer}.q_proj.bias"
+    needless = {
+        f"{layer}.{part}": torch.ones(1) for part in ("rotary_emb.inv_freq", "k_scale", "v_scale")
+    }
+    save_file({**load_file(any_file(folder)), **needless, bias: torch.ones(64)}, any_file(folder))
+    assert unread(folder) == [bias]
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    ignored = [name for name in weights_of("llama") if name.startswith("model.layers.1.")]
+    assert unread(folder) == sorted([bias, *ignored])
 
 
 def test_pickled_weights_are_not_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

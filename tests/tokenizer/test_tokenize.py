@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[9]['content'] }}", "messages|undefined|no element"),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{% for %}", "refuses"),
+        ("-\n{% for %}", "the model's chat template is damaged: line 2: Expected"),
     ],
 )
 def test_whatever_a_template_raises_is_a_refusal(
@@ -192,12 +193,36 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
         Tokenizer(tmp_path)
 
 
-def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"added_tokens_decoder": 5}'], ids=repr)
+def test_a_damaged_tokenizer_is_refused_in_one_line_with_its_file(
+    name: str, content: str, tmp_path: Path
+) -> None:
     byte_level(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError) as refusal:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/{name} ") as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rms_norm_eps": "x"}, "field 'rms_norm_eps': .*expected float, got str"),
+        ({"rope_scaling": [1]}, r"field 'rope_parameters': .*\.\.\.$"),
+    ],
+    ids=str,
+)
+def test_a_config_that_the_tokenizers_library_refuses_is_named_in_one_line(
+    fields: dict[str, Any], message: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(CheckpointError, match=rf"^{folder}/config\.json: .*{message}") as refusal:
+        Tokenizer(folder)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 400 + len(str(folder))
 
 
 def test_python_of_a_folder_is_refused_without_a_question(
@@ -413,3 +438,21 @@ def test_a_template_that_refuses_chats_is_no_reason_not_to_be_ready(
     tokenizer = with_template(tmp_path, template)
     tokenizer.get_ready()
     assert tokenizer.encode("the dog").size
+    assert tokenizer.template.damage is None
+
+
+def test_of_a_template_that_writes_too_much_nothing_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template(tmp_path, "{{ 'x y ' * 1000000 }}")
+    tokenize = tokenizer._tokenizer
+    num_characters = 0
+
+    def count(text: str, **options: Any) -> Any:
+        nonlocal num_characters
+        num_characters += len(text)
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Counting(tokenize, count))
+    tokenizer.get_ready(max_tokens=1000)
+    assert num_characters < 100

@@ -107,6 +107,33 @@ def test_a_text_that_cannot_fit_is_refused_and_others_are_left_to_the_scheduler(
     assert str(limit) in to_frontend[0].error.message
 
 
+@pytest.mark.parametrize(
+    ("template", "warnings"),
+    [
+        (None, []),
+        ("{{ raise_exception('no') }}", []),
+        (
+            "-\n{% foo %}",
+            [
+                "chats will be refused, the model's chat template is damaged: "
+                "line 2: Encountered unknown tag 'foo'."
+            ],
+        ),
+    ],
+)
+def test_a_template_that_is_none_is_one_line_of_the_log(
+    template: str | None, warnings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [])  # type: ignore[arg-type]
+    worker.get_ready_for_prompts()
+    worker.warn_of_template()
+    assert caplog.messages == warnings
+
+
 def test_a_prompt_goes_to_the_backend_as_ids(folder: Path) -> None:
     (msg,), to_frontend = run(
         folder, TokenizeMsg(4, TokenIds(pack_ids([5, 6])), GREEDY), ShutdownMsg()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl.builds.compilers import run_compilers
+from minisgl.errors import ConfigError
 from minisgl.utils.env import cache_folder
 from minisgl.utils.ownership import is_own_file, make_own_folder
 
@@ -32,7 +33,10 @@ def library_folder() -> Path:
     Raises:
         OSError: it cannot be made, or other users can write there.
     """
-    return make_own_folder(cache_folder() / "kernels")
+    try:
+        return make_own_folder(cache_folder() / "kernels")
+    except ConfigError as error:  # who only keeps kernels there can do without
+        raise OSError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

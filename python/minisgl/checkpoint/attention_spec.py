@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_HEAD_DIM = 1 << 16
-_MAX_FACTOR = 1 << 20  # by which a context is lengthened
+_MAX_FACTOR = 1 << 20  # by which a context is lengthened, and of all other parameters
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _NOT_SCALING = ("rope_type", "type", "rope_theta", _PARTIAL)
+_STRETCHING = ("linear", "llama3", "yarn")
+_POSITIVE = ("factor", "high_freq_factor", "attention_factor")
+# As in transformers, 0 stands for what is not there, but for the lower bound.
+_NOT_NEGATIVE = ("low_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _LENGTHENING = ("linear", "yarn")  # llama3 has the lengthened context in max_position_embeddings
 
 
@@ -57,11 +61,7 @@ class RotaryConfig:
         if self.kind not in _LENGTHENING:
             return self.max_position
         factor: Any = self.scaling.get("factor")
-        if type(factor) not in (int, float) or not 0 < factor <= _MAX_FACTOR:
-            raise ValueError(
-                f"the factor of the rope type {self.kind!r} must be in (0, {_MAX_FACTOR}], "
-                f"got {factor!r}"
-            )
+        _check_number(factor, f"the factor of the rope type {self.kind!r}")
         return max(self.max_position, int(self.original_context * factor))
 
 
@@ -107,8 +107,10 @@ def attention_specs(hf: dict[str, Any], architecture: str) -> tuple[AttentionSpe
 
 
 def head_dim(hf: dict[str, Any]) -> int:
-    """The width of a head."""
-    width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    """The width of a head; null and 0 stand for the share of a head in the model's width."""
+    width = hf.get("head_dim")
+    if width is None or (type(width) is int and width == 0):
+        width = hf["hidden_size"] // hf["num_attention_heads"]
     if type(width) is not int or not 0 < width <= _MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be an integer in [1, {_MAX_HEAD_DIM}], got {width!r}")
     return width
@@ -121,13 +123,17 @@ def _window(hf: dict[str, Any], architecture: str) -> int | None:
     """
     window = hf.get("sliding_window")
     uses_window = hf.get("use_sliding_window")
+    if not isinstance(uses_window, bool | None):
+        raise ValueError(f"use_sliding_window must be true or false, got {uses_window!r}")
+    if window is not None and type(window) is not int:
+        raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
     if window is None or uses_window is False:
         return None
     if architecture not in _SLIDING_RULES:
         raise ValueError(f"sliding_window is not supported for {architecture}")
     if not uses_window:
         return None
-    if type(window) is not int or window < 1:
+    if window < 1:
         raise ValueError(f"sliding_window must be a positive integer, got {window!r}")
     return window
 
@@ -139,6 +145,8 @@ def _layer_types(hf: dict[str, Any], architecture: str) -> list[str]:
     if types is None:
         slides = _SLIDING_RULES.get(architecture, _no_layer)
         return [_SLIDING if slides(hf, layer) else _FULL for layer in range(num_layers)]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"layer_types must be a list of texts, got {types!r}")
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
         raise ValueError(f"layer_types {unknown} are not supported: {_FULL}, {_SLIDING}")
@@ -179,16 +187,54 @@ def _rope(hf: dict[str, Any], architecture: str, layer_type: str) -> RotaryConfi
     rope_parameters = _ROPE_RULES.get(architecture, _rope_parameters)
     rope = rope_parameters(hf, layer_type)
     _check_whole_rotation(hf, rope)
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    theta = _first_given(rope.get("rope_theta"), hf.get("rope_theta"), 10000.0)
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
         raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
+    kind = _first_given(rope.get("rope_type"), rope.get("type"), "default")
+    if not isinstance(kind, str):
+        raise ValueError(f"rope_type must be a text, got {kind!r}")
+    scaling = {name: rope[name] for name in rope if name not in _NOT_SCALING}
+    _check_scaling(kind, scaling)
     return RotaryConfig(
         head_dim=head_dim(hf),
         theta=float(theta),
         max_position=hf["max_position_embeddings"],
-        kind=str(rope.get("rope_type") or rope.get("type") or "default"),
-        scaling={name: rope[name] for name in rope if name not in _NOT_SCALING},
+        kind=kind,
+        scaling=scaling,
     )
+
+
+def _first_given(*values: Any) -> Any:
+    """The first that is there; a null is not."""
+    return next(value for value in values if value is not None)
+
+
+def _check_scaling(kind: str, scaling: dict[str, Any]) -> None:
+    """Refuse numbers that leave no rotation, or one of no model. Which are needed, `rotary` knows.
+
+    transformers warns of some of them.
+    """
+    if kind not in _STRETCHING:
+        return
+    for name, value in scaling.items():
+        if value is not None and name in _POSITIVE + _NOT_NEGATIVE:
+            may_be_0 = name in _NOT_NEGATIVE
+            _check_number(value, f"the {name} of the rope type {kind!r}", may_be_0=may_be_0)
+    low = scaling.get("low_freq_factor")
+    high = scaling.get("high_freq_factor")
+    if low is not None and high is not None and low >= high:
+        raise ValueError(
+            f"the low_freq_factor of the rope type {kind!r} must be below its high_freq_factor "
+            f"{high!r}, got {low!r}"
+        )
+
+
+def _check_number(value: Any, name: str, *, may_be_0: bool = False) -> None:
+    is_number = type(value) in (int, float)
+    is_0 = may_be_0 and value == 0
+    if not is_number or not (is_0 or 0 < value <= _MAX_FACTOR):
+        bound = "[" if may_be_0 else "("
+        raise ValueError(f"{name} must be in {bound}0, {_MAX_FACTOR}], got {value!r}")
 
 
 def _rope_parameters(hf: dict[str, Any], layer_type: str) -> dict[str, Any]:

@@ -33,6 +33,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+# What a file may say of its plain weights. transformers takes these names of torch.
+_DTYPES = (
+    *("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"),
+    *("float", "half", "double", "int8", "uint8"),
+)
 _MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 28  # of any other number: the largest are context lengths and vocabularies
 
@@ -101,11 +106,13 @@ class ModelConfig:
     @classmethod
     def _from_json(cls, hf: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         architecture = _architecture(hf)
+        _check_model_type(hf)
         hf = {**_DEFAULTS.get(architecture, {}), **hf}
         width = _size(hf, "hidden_size")
         num_layers = _size(hf, "num_hidden_layers")
         num_heads = _size(hf, "num_attention_heads")
-        num_experts = _optional_size(hf, "num_experts") or _optional_size(hf, "num_local_experts")
+        num_local_experts = _optional_size(hf, "num_local_experts")
+        num_experts = _optional_size(hf, "num_experts") or num_local_experts
         attention = attention_specs(hf, architecture)
         return cls(
             architecture=architecture,
@@ -116,7 +123,7 @@ class ModelConfig:
             num_kv_heads=_num_kv_heads(hf, num_heads),
             head_dim=head_dim(hf),
             mlp_width=_size(hf, "intermediate_size"),
-            activation=str(hf.get("hidden_act", "silu")),
+            activation=_activation(hf),
             norm_eps=_norm_eps(hf),
             max_position=_context_length(hf, attention),
             attention=attention,
@@ -139,7 +146,16 @@ def _architecture(hf: dict[str, Any]) -> str:
     names = hf["architectures"]
     if not isinstance(names, list) or not names:
         raise ValueError(f"architectures must name one, got {names!r}")
-    return str(names[0])
+    if not isinstance(names[0], str):
+        raise ValueError(f"architectures must be a list of texts, got {names!r}")
+    return names[0]
+
+
+def _activation(hf: dict[str, Any]) -> str:
+    name = hf.get("hidden_act", "silu")
+    if not isinstance(name, str):
+        raise ValueError(f"hidden_act must be a text, got {name!r}")
+    return name
 
 
 def _size(hf: dict[str, Any], name: str) -> int:
@@ -156,7 +172,10 @@ def _check_size(name: str, size: Any, most: int) -> int:
 
 
 def _optional_size(hf: dict[str, Any], name: str) -> int:
-    return _size(hf, name) if hf.get(name) else 0
+    """A size, or 0 for null and for what is not there."""
+    value = hf.get(name)
+    is_0 = type(value) is int and value == 0
+    return 0 if value is None or is_0 else _size(hf, name)
 
 
 def _experts_per_token(hf: dict[str, Any], num_experts: int) -> int:
@@ -195,8 +214,20 @@ def _explain(error: Exception) -> str:
 
 
 def _stored_dtype(hf: dict[str, Any]) -> str | None:
-    name = hf.get("dtype") or hf.get("torch_dtype")
-    return name if isinstance(name, str) else None
+    stored = None
+    for name in ("torch_dtype", "dtype"):
+        if hf.get(name) is not None:
+            stored = hf[name]
+            if stored not in _DTYPES:
+                raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {stored!r}")
+    return stored
+
+
+def _check_model_type(hf: dict[str, Any]) -> None:
+    """Only transformers' tokenizers read it, and fail on what is no text."""
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"model_type must be a text, got {model_type!r}")
 
 
 def _context_length(hf: dict[str, Any], attention: tuple[AttentionSpec, ...]) -> int:
@@ -213,7 +244,9 @@ def _dense_layers(hf: dict[str, Any], num_experts: int) -> frozenset[int]:
     if num_experts == 0:
         return frozenset(layers)
     step = _check_size("decoder_sparse_step", hf.get("decoder_sparse_step", 1), _MAX_LAYERS)
-    named = hf.get("mlp_only_layers") or []
+    named = hf.get("mlp_only_layers")
+    if named is None:
+        named = []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
         raise ValueError(f"mlp_only_layers must be a list of layers, got {named!r}")
     return frozenset(layer for layer in layers if (layer + 1) % step) | frozenset(named)

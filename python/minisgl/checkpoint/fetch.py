@@ -75,11 +75,14 @@ def _create_once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
     A scratch folder beside it is filled and then renamed, so that no process sees an incomplete
     folder.
+
+    Raises:
+        ConfigError: the cache folder takes no files, or no more of them.
     """
-    if folder.exists():
-        return folder
-    logger.info("preparing %s", folder)
     try:
+        if folder.exists():
+            return folder
+        logger.info("preparing %s", folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(mkdtemp(dir=folder.parent, prefix=".making-"))
     except OSError as error:
@@ -89,9 +92,11 @@ def _create_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     try:
         fill(scratch)
         os.rename(scratch, folder)
-    except OSError:
+    except OSError as error:
         if not folder.exists():  # else another process has created it meanwhile
-            raise
+            raise ConfigError(
+                f"{folder} cannot be written: {error.strerror or error}; see MINISGL_CACHE"
+            ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder

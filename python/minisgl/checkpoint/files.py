@@ -13,6 +13,7 @@ GGUF_NAME = "model.gguf"  # in a folder that was made of it
 MAX_CONFIG_BYTES = 16 << 20  # lists of layers that are not quantized are long
 MAX_INDEX_BYTES = 64 << 20  # a tensor has a line; large mixtures of experts have 200,000
 MAX_TOKENIZER_BYTES = 128 << 20  # a vocabulary of 262,144 with its merges has 33 MB
+_MAX_MESSAGE = 300  # characters of a library's error
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
 
@@ -47,6 +48,15 @@ def check_tokenizer_files(folder: Path) -> None:
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust gave up, which Python sees as no Exception."""
     return type(error).__name__ == "PanicException"
+
+
+def one_line(error: BaseException) -> str:
+    """The lines of an error's message as one, which is not too long; or else the error's name."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if line)
+    if len(text) > _MAX_MESSAGE:
+        text = text[:_MAX_MESSAGE] + "..."
+    return text or type(error).__name__
 
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from minisgl.errors import CheckpointError
 
 _MAX_EXPERTS = 4096
 _MAX_DIVISORS = 4096
+_ROPE_DIVISORS = "rope_freqs.weight"  # read as a part of the config
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -99,6 +100,7 @@ class GGUFFile:
 
     Attributes:
         shapes: the shape of each tensor, by its Hugging Face name.
+        unknown_names: GGUF's names of tensors that no architecture here has.
 
     Raises:
         CheckpointError: the file is no GGUF file, or its architecture is unknown.
@@ -118,6 +120,7 @@ class GGUFFile:
         for name in ("attention.head_count", "embedding_length"):
             if not self.field(f"{self._arch}.{name}"):
                 raise CheckpointError(f"{path}: the field {self._arch}.{name} is missing")
+        self.unknown_names: list[str] = []
         self._stored = self._find_tensors()
         self.shapes = {name: _shape(stored) for name, stored in self._stored.items()}
         if "model.embed_tokens.weight" not in self.shapes:
@@ -216,21 +219,23 @@ class GGUFFile:
             ),
         }
         for tensor in self._reader.tensors:
-            if tensor.name == "rope_freqs.weight":
+            if tensor.name == _ROPE_DIVISORS:
                 if tensor.data.size > _MAX_DIVISORS:
                     raise ValueError(f"{tensor.name} has {tensor.data.size} numbers")
                 fields |= {"rope_type": "divided", "divisors": tensor.data.tolist()}
         return {name: value for name, value in fields.items() if value is not None}
 
     def _find_tensors(self) -> dict[str, _StoredTensor]:
+        stored: dict[str, _StoredTensor] = {}
         try:
-            return {
-                name: stored
-                for tensor in self._reader.tensors
-                for name, stored in self._names_of(tensor)
-            }
+            for tensor in self._reader.tensors:
+                named = self._names_of(tensor)
+                stored.update(named)
+                if not named and tensor.name != _ROPE_DIVISORS:
+                    self.unknown_names.append(tensor.name)
         except (ValueError, TypeError, MemoryError) as error:
             raise CheckpointError(f"{self}: its metadata do not fit its tensors: {error}") from None
+        return stored
 
     def _names_of(self, tensor: gguf.ReaderTensor) -> list[tuple[str, _StoredTensor]]:
         """Hugging Face's names of what a GGUF tensor stores: none, one, or one an expert."""
@@ -285,6 +290,7 @@ def write_hf_folder(path: Path, folder: Path) -> None:
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is unknown.
+        OSError: the folder cannot be written.
     """
     file = GGUFFile(path)
     pre_tokenizer = file.pre_tokenizer()
@@ -300,7 +306,7 @@ def write_hf_folder(path: Path, folder: Path) -> None:
     if file.field("tokenizer.ggml.model") == "llama":
         adds_prefix = file.field("tokenizer.ggml.add_space_prefix") is not False
         spell_spaces(tokenizer.backend_tokenizer, adds_prefix=adds_prefix)
-    tokenizer.save_pretrained(folder)
+    _save(tokenizer, folder)
     _set_tokenizer_class(folder / "tokenizer_config.json")
     (folder / "config.json").write_text(json.dumps(file.config(), indent=2))
 
@@ -315,6 +321,15 @@ def _convert_tokenizer(path: Path, folder: Path) -> Any:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise CheckpointError(f"the tokenizer of {path} cannot be converted: {error}") from error
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception:  # how the library says that a file cannot be written
+            raise OSError(str(error)) from error
+        raise
 
 
 def _set_tokenizer_class(path: Path) -> None:

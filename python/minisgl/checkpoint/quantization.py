@@ -22,6 +22,7 @@ from minisgl.errors import CheckpointError
 _FIELD = "quantization_config"
 _OLDER_FIELD = "compression_config"  # of early versions of compressed-tensors
 _MODELOPT_FILE = "hf_quant_config.json"
+_FP8_BLOCK = "weight_block_size"
 _EVERY_LINEAR = "Linear"
 # What else may be quantized, sparse or rotated, and changes what a weight means.
 _REFUSED_FIELDS = ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config")
@@ -89,7 +90,7 @@ def read_quantization(hf: dict[str, Any]) -> Quantization | None:
     Raises:
         ValueError: the method, or something that the config asks for, is not supported.
     """
-    given = {name: hf[name] for name in (_FIELD, _OLDER_FIELD) if hf.get(name)}
+    given = {name: hf[name] for name in (_FIELD, _OLDER_FIELD) if hf.get(name) not in (None, {})}
     if not given:
         return None
     if len(given) > 1 and given[_FIELD] != given[_OLDER_FIELD]:
@@ -131,34 +132,45 @@ def _fp8(config: dict[str, Any]) -> Quantization:
     for field, known in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
         if config.get(field, known) != known:
             raise ValueError(f"fp8: {field} must be {known!r}, got {config[field]!r}")
-    block = config.get("weight_block_size")
-    stored_format = StoredFormat("F8_E4M3", 8, None if block is None else _block(block))
-    ignored = config.get("modules_to_not_convert") or config.get("ignored_layers")
-    return Quantization("fp8", ((_EVERY_LINEAR, stored_format),), _patterns(ignored))
+    block = config.get(_FP8_BLOCK)
+    stored_format = StoredFormat("F8_E4M3", 8, None if block is None else _block(_FP8_BLOCK, block))
+    ignored = _patterns(config, "modules_to_not_convert") or _patterns(config, "ignored_layers")
+    return Quantization("fp8", ((_EVERY_LINEAR, stored_format),), ignored)
 
 
 def _compressed_tensors(config: dict[str, Any]) -> Quantization:
     rules = list(_rules(config))
     rules.sort(key=lambda rule: (rule[0] == _EVERY_LINEAR, rule[0].startswith("re:")))
-    return Quantization("compressed-tensors", tuple(rules), _patterns(config.get("ignore")))
+    return Quantization("compressed-tensors", tuple(rules), _patterns(config, "ignore"))
 
 
 def _rules(config: dict[str, Any]) -> Iterator[tuple[str, StoredFormat]]:
-    for name, group in config["config_groups"].items():
+    groups = config["config_groups"]
+    if not isinstance(groups, dict):
+        raise ValueError(f"compressed-tensors: config_groups must be an object, got {groups!r}")
+    for name, group in groups.items():
         if not isinstance(group, dict):
             raise ValueError(f"compressed-tensors: the preset {name!r} is not supported")
-        if group.get("weights"):
+        weights = group.get("weights")
+        if weights:
+            if not isinstance(weights, dict):
+                raise ValueError(
+                    f"compressed-tensors: weights of {name!r} must be an object, got {weights!r}"
+                )
             storage = group.get("format") or config.get("format")
-            stored_format = _group_format(storage, group["weights"])
-            for target in _patterns(group["targets"]):
+            stored_format = _group_format(storage, weights)
+            if "targets" not in group:
+                raise ValueError(f"compressed-tensors: the field targets of {name!r} is missing")
+            for target in _patterns(group, "targets"):
                 yield target, stored_format
 
 
-def _group_format(storage: str | None, weights: dict[str, Any]) -> StoredFormat:
+def _group_format(storage: Any, weights: dict[str, Any]) -> StoredFormat:
     kind = weights.get("type", "int")
     bits = weights.get("num_bits", 8)
     is_symmetric = weights.get("symmetric", True)
-    stored = _STORED.get((storage, kind, bits))  # type: ignore[arg-type]
+    # Compared, and not looked up: what a file says may have no hash.
+    stored = next((name for key, name in _STORED.items() if key == (storage, kind, bits)), None)
     if stored is None:
         known = ", ".join(f"{name} {kind}{bits}" for name, kind, bits in _STORED)
         raise ValueError(
@@ -177,9 +189,11 @@ def _group_format(storage: str | None, weights: dict[str, Any]) -> StoredFormat:
     return StoredFormat(stored, bits, _strategy_block(strategy, weights), not is_symmetric)
 
 
-def _implied_strategy(group_size: int | None) -> str:
+def _implied_strategy(group_size: Any) -> str:
     if group_size is None:
         return "tensor"
+    if type(group_size) is not int:
+        raise ValueError(f"compressed-tensors: group_size must be an integer, got {group_size!r}")
     return "group" if group_size > 0 else "channel"
 
 
@@ -187,26 +201,27 @@ def _strategy_block(strategy: str, weights: dict[str, Any]) -> tuple[int, int] |
     if strategy in ("tensor", "channel"):
         return None
     if strategy == "group":
-        return _block([1, weights["group_size"]])
+        return _block("group_size", [1, weights["group_size"]])
     if strategy == "block":
-        return _block(weights["block_structure"])
+        return _block("block_structure", weights["block_structure"])
     raise ValueError(
         f"compressed-tensors: the strategy {strategy!r} is not supported; there is tensor,"
         " channel, group, block"
     )
 
 
-def _block(size: Any) -> tuple[int, int]:
+def _block(field: str, size: Any) -> tuple[int, int]:
     is_pair = isinstance(size, list) and len(size) == 2
     if not is_pair or not all(type(n) is int and n > 0 for n in size):
-        raise ValueError(f"a scale block must be two positive integers, got {size!r}")
+        raise ValueError(f"{field}: a scale block must be two positive integers, got {size!r}")
     return size[0], size[1]
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
-    patterns = value or []
+def _patterns(config: dict[str, Any], field: str) -> tuple[str, ...]:
+    value = config.get(field)
+    patterns = [] if value is None else value
     if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-        raise ValueError(f"names of layers must be a list of texts, got {value!r}")
+        raise ValueError(f"{field} must be a list of texts, the names of layers, got {value!r}")
     for pattern in patterns:
         if pattern.startswith("re:"):
             _check_expression(pattern.removeprefix("re:"))

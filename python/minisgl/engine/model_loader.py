@@ -31,6 +31,7 @@ from minisgl.utils.heap import keep_freed_memory
 logger = logging.getLogger(__name__)
 
 _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}  # bits of the significand
+_NUM_SHOWN = 5  # names in a warning
 # Weights are packed if a second copy takes at most this fraction of what is free.
 _MAX_PACKED_FRACTION = 0.2
 
@@ -123,7 +124,7 @@ def load_model(
         if info.leads:
             _log_rounding(model_config.stored_dtype, config.dtype)
         model = model_class(model_config, comm, max_seq_len, dtype)
-        load_weight(
+        unread = load_weight(
             model,
             Path(config.model),
             dtype,
@@ -131,6 +132,8 @@ def load_model(
             model_config.quantization,
             dummy=config.dummy_weight,
         )
+        if info.leads and unread:
+            _warn_of_unread(unread)
         set_rope_device(model, device)
         weight_bytes = _choose_kernels(model, config, comm, device)
     if device.type == "cpu":
@@ -166,6 +169,17 @@ def _log_rounding(stored: str | None, computed: str) -> None:
     """Say that weights lose digits, which a user may not want."""
     if _PRECISION.get(stored or "", 0) > _PRECISION[computed]:
         logger.info("the checkpoint is in %s and is rounded to %s; see --dtype", stored, computed)
+
+
+def _warn_of_unread(names: list[str]) -> None:
+    """Say that a checkpoint has weights which config.json gives no place in the model."""
+    shown = names[:_NUM_SHOWN]
+    logger.warning(
+        "the model leaves out %d of the checkpoint's tensors; see config.json: %s%s",
+        len(names),
+        ", ".join(shown),
+        ", ..." if len(names) > len(shown) else "",
+    )
 
 
 def _choose_kernels(

@@ -16,7 +16,6 @@ import tvm_ffi
 
 from minisgl.builds import Library, cpu_library, cuda_library, library_folder
 from minisgl.kernel.cpu_graph import CpuKernels
-from minisgl.utils.env import cache_folder
 from minisgl.utils.once import made_once
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def _library_folder() -> Iterator[Path]:
     try:
         folder = library_folder()
     except OSError as error:
-        logger.warning("compiled kernels are not kept in %s: %s", cache_folder() / "kernels", error)
+        logger.warning("compiled kernels are not kept: %s", error)
         with tempfile.TemporaryDirectory(prefix="minisgl-kernels-") as scratch:
             yield Path(scratch)
     else:

@@ -15,6 +15,9 @@ _LOADERS = 8
 class WeightSource(Protocol):
     """A checkpoint, read tensor by tensor and only as far as a rank needs it."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name, in whatever way it is stored."""
+
     def read(
         self,
         name: str,

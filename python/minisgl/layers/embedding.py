@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
 from torch import Tensor
 
 from minisgl.distributed import DistributedCommunicator
@@ -13,23 +16,40 @@ from minisgl.layers.linear import LinearBase
 from minisgl.layers.vocab_shard import VocabShard
 from minisgl.layers.weights import LayerShard, LinearWeight, load_linear_weight
 
+logger = logging.getLogger(__name__)
+
 
 class VocabParallelEmbedding(BaseOP):
     """The embedding of tokens; each rank holds a range of the vocabulary.
 
     The last ranks may hold fewer rows than the others, or none.
 
+    Args:
+        tied_name: of the output head that has the same weight; None if none has.
+
     Attributes:
         weight_VD: the rows of this rank, in the compute dtype.
     """
 
-    def __init__(self, vocab_size: int, width: int, comm: DistributedCommunicator) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int,
+        comm: DistributedCommunicator,
+        tied_name: str | None = None,
+    ) -> None:
         self._shape = (vocab_size, width)
+        self._tied_name = tied_name
         self._comm = comm
         self._shard = VocabShard(vocab_size, comm).tokens
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        self.weight_VD = source.read(f"{name}.weight", self._shape, rows=self._shard)
+        stored = f"{name}.weight"
+        if self._tied_name is not None and stored not in source:
+            # The one weight may be stored under either name.
+            tied = f"{self._tied_name}.weight"
+            stored = tied if tied in source else stored
+        self.weight_VD = source.read(stored, self._shape, rows=self._shard)
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
         """x_TD of int64 ids."""
@@ -46,6 +66,9 @@ class VocabParallelEmbedding(BaseOP):
 class ParallelLMHead(LinearBase):
     """Logits; each rank computes those of its range of the vocabulary.
 
+    A head that should be tied, but is stored with other numbers than the embedding, is not tied, as
+    in transformers.
+
     Args:
         tied: the embedding whose weight is also the head's, if the checkpoint says so.
     """
@@ -59,14 +82,30 @@ class ParallelLMHead(LinearBase):
     ) -> None:
         self._shape = (vocab_size, width)
         self._tied = tied
+        self._comm = comm
         self._vocab = VocabShard(vocab_size, comm)
 
     def load(self, source: WeightSource, name: str = "") -> None:
-        if self._tied is not None:
-            self._weight = LinearWeight(self._tied.weight_VD)  # held in the compute dtype
-            return
         shard = LayerShard(name, self._shape, outputs=self._vocab.tokens)
-        self._weight = load_linear_weight(source, [shard])
+        if self._tied is None:
+            self._weight = load_linear_weight(source, [shard])
+            return
+        self._weight = LinearWeight(self._tied.weight_VD)  # held in the compute dtype
+        if f"{name}.weight" not in source:
+            return
+        stored = load_linear_weight(source, [shard])
+        if not self._all_ranks_have_equal(stored, self._tied.weight_VD):
+            if self._comm.info.leads:
+                logger.warning(
+                    "config.json: tie_word_embeddings is true, but %s.weight is not the embedding; "
+                    "both are used as they are stored",
+                    name,
+                )
+            self._weight = stored
+
+    def _all_ranks_have_equal(self, stored: LinearWeight, weight_VD: Tensor) -> bool:
+        is_equal = torch.tensor([int(stored.equals(weight_VD))], device=weight_VD.device)
+        return bool(self._comm.all_reduce_min(is_equal))
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """logits_BV of this rank's `VocabShard`."""

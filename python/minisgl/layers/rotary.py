@@ -83,18 +83,18 @@ def get_rope(config: RotaryConfig, num_positions: int, dtype: torch.dtype) -> Ro
     """
     if config.kind not in _KINDS:
         raise CheckpointError(
-            f"rope type {config.kind!r} is not supported; there is {', '.join(_KINDS)}"
+            f"config.json: rope_type {config.kind!r} is not supported; there is {', '.join(_KINDS)}"
         )
     given = {name: value for name, value in config.scaling.items() if value is not None}
     try:
         inverse_frequency, scale = _KINDS[config.kind](replace(config, scaling=given))
     except KeyError as missing:
         raise CheckpointError(
-            f"rope type {config.kind!r} needs {missing} in the model's config"
+            f"config.json: rope_type {config.kind!r} needs the field {missing}"
         ) from None
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"rope type {config.kind!r} cannot have the parameters {given}: {error}"
+            f"config.json: rope_type {config.kind!r} cannot have the parameters {given}: {error}"
         ) from None
     return RotaryEmbedding(inverse_frequency, scale, num_positions, dtype)
 

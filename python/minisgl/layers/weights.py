@@ -53,6 +53,10 @@ class LinearWeight:
         """Bytes of the weight as it is held, without a packed copy."""
         return self._weight_OI.nbytes
 
+    def equals(self, other_OI: Tensor) -> bool:
+        """Whether all numbers are those of another weight. It waits for the device."""
+        return torch.equal(self._weight_OI, other_OI)
+
     def choose_kernel(self, *, pack: bool) -> None:
         """Choose how to multiply. `pack` allows a second copy of the weight on a CPU."""
         if self._weight_OI.device.type == "cpu":

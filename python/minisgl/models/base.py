@@ -31,6 +31,7 @@ from minisgl.layers import (
     VocabParallelEmbedding,
 )
 
+_HEAD = "lm_head"  # as checkpoints call it
 # What is still to be added to the residual stream, perhaps over the ranks before.
 Addend: TypeAlias = Tensor | PartialSum
 
@@ -74,7 +75,12 @@ class Decoder(BaseOP):
     def __init__(
         self, config: ModelConfig, layers: list[DecoderLayer], comm: DistributedCommunicator
     ) -> None:
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.width, comm)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.width,
+            comm,
+            tied_name=_HEAD if config.tied_embeddings else None,
+        )
         self.layers = OPList(layers)
         self.norm = RMSNormFused(config.width, config.norm_eps)
 

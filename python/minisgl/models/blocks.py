@@ -91,7 +91,8 @@ class GatedMLP(BaseOP):
     def __init__(self, config: ModelConfig, comm: DistributedCommunicator) -> None:
         if config.activation not in _ACTIVATIONS:
             raise CheckpointError(
-                f"activation {config.activation!r} is not supported: {', '.join(_ACTIVATIONS)}"
+                f"config.json: hidden_act {config.activation!r} is not supported; "
+                f"there is {', '.join(_ACTIVATIONS)}"
             )
         activation = _ACTIVATIONS[config.activation]
         self.gate_up_proj = LinearGated(

@@ -5,20 +5,41 @@ Next to read: `safetensors_files.py`.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from minisgl.errors import CheckpointError
 
+# Tensors that change nothing here when they are not read: tables that are computed anew, the size
+# of a packed weight, and the scales of activations and of a quantized KV cache.
+_NEEDLESS_PARTS = (
+    "inv_freq",
+    "weight_shape",
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+)
+
 
 class CheckpointFiles(ABC):
-    """A `WeightSource` over files. It checks presence and shape, and converts dtype and device."""
+    """A `WeightSource` over files. It checks presence and shape, and converts dtype and device.
+
+    It remembers which tensors were read.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
+        self._read_names: set[str] = set()
 
     def read(
         self,
@@ -40,6 +61,20 @@ class CheckpointFiles(ABC):
             raise CheckpointError(
                 f"{self}: {name!r} has the shape {self.shape_of(name)}, expected {shape}"
             )
+        self._read_names.add(name)
+
+    def unread_names(self) -> list[str]:
+        """The tensors that no layer has read, though they may change what the model computes.
+
+        An expert counts as read if another one of its layer is: a rank may have a few of them.
+        """
+        read = {_any_expert(name) for name in self._read_names}
+        others = (name for name in self.names() if _any_expert(name) not in read)
+        return sorted(name for name in others if name.rpartition(".")[2] not in _NEEDLESS_PARTS)
+
+    @abstractmethod
+    def names(self) -> Iterable[str]:
+        """All tensors of the files."""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
@@ -50,6 +85,10 @@ class CheckpointFiles(ABC):
 
     @abstractmethod
     def _read(self, name: str, part: tuple[slice, ...]) -> Tensor: ...
+
+
+def _any_expert(name: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
 def slice_of(part: range | None) -> slice:

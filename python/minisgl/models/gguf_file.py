@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,9 @@ class GGUFCheckpoint(CheckpointFiles):
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.shapes
+
+    def names(self) -> Iterable[str]:
+        return [*self._file.shapes, *self._file.unknown_names]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self._file.shapes[name]

@@ -70,6 +70,9 @@ class QuantizedCheckpoint:
         self._quantization = quantization
         self._dtype = dtype
 
+    def __contains__(self, name: str) -> bool:
+        return self._is_stored(name)
+
     def read(
         self,
         name: str,
@@ -102,12 +105,18 @@ class QuantizedCheckpoint:
             self._dtype,
         )
 
+    def unread_names(self) -> list[str]:
+        """As `CheckpointFiles.unread_names`."""
+        return self._files.unread_names()
+
     def _format_of(self, layer: str) -> StoredFormat | None:
         """How a layer is stored; None if it is plain, not there, or not called quantized."""
-        is_stored = f"{layer}.weight" in self._files or f"{layer}.weight_packed" in self._files
-        if not is_stored or self._files.is_plain(f"{layer}.weight"):
+        if not self._is_stored(f"{layer}.weight") or self._files.is_plain(f"{layer}.weight"):
             return None
         return self._quantization.format_of(layer)
+
+    def _is_stored(self, weight: str) -> bool:
+        return weight in self._files or f"{weight}_packed" in self._files
 
     def _scale_name(self, layer: str) -> str:
         for kind in ("weight_scale", "weight_scale_inv"):

@@ -42,8 +42,8 @@ class Qwen3MoeLayer(PreNormLayer):
         else:
             if config.activation != _EXPERT_ACTIVATION:
                 raise CheckpointError(
-                    f"hidden_act {config.activation!r} is not supported for experts: "
-                    f"{_EXPERT_ACTIVATION}"
+                    f"config.json: hidden_act {config.activation!r} is not supported for experts; "
+                    f"there is {_EXPERT_ACTIVATION}"
                 )
             self.mlp = MoELayer(
                 config.width,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minisgl.errors import CheckpointError, ConfigError
 from minisgl.models.base import BaseLLMModel
 from minisgl.models.llama import LlamaForCausalLM
 from minisgl.models.mistral import MistralForCausalLM
@@ -30,6 +31,9 @@ for _model in (
 def get_model_class(architecture: str) -> type[BaseLLMModel]:
     """
     Raises:
-        ConfigError: the architecture is unknown; lists those that are known.
+        CheckpointError: the architecture is unknown; lists those that are known.
     """
-    return MODELS[architecture]
+    try:
+        return MODELS[architecture]
+    except ConfigError as error:
+        raise CheckpointError(f"config.json: architectures: {error}") from None

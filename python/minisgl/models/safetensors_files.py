@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from minisgl.models.checkpoint_files import CheckpointFiles, slice_of
 
 _MAX_FILE_BYTES = 1 << 50
 _MAX_NAME_BYTES = 255  # of a file system
+_SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 PLAIN_DTYPES = ("F32", "F16", "BF16")  # as safetensors name them
 _QUANTIZED_PARTS = (  # of a layer, beside or in place of its weight
@@ -38,16 +39,41 @@ class SafetensorsCheckpoint(CheckpointFiles):
         self._folder = folder
         self._file_of: dict[str, safe_open] = {}
         self._path_of: dict[str, Path] = {}
-        for path in _safetensors_files(folder):
-            file = _open_safetensors(path)
-            self._file_of |= dict.fromkeys(file.keys(), file)
-            self._path_of |= dict.fromkeys(file.keys(), path)
+        index = folder / _INDEX
+        self._indexed_path_of = _weight_map(index) if index.exists() else None
+        for path in _safetensors_files(folder, self._indexed_path_of):
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        """Take the tensors of a file, but not those that the index gives to another file."""
+        file = _open_safetensors(path)
+        indexed = self._indexed_path_of or {}
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            if indexed.get(name, path) != path:
+                continue
+            if name in self._file_of:
+                raise CheckpointError(
+                    f"{name!r} is in two files, {self._path_of[name]} and {path.name}; remove one"
+                )
+            self._file_of[name] = file
+            self._path_of[name] = path
 
     def __str__(self) -> str:
         return str(self._folder)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        indexed = self._indexed_path_of or {}
+        if name not in self and name in indexed:
+            raise CheckpointError(
+                f"{indexed[name]} has no tensor {name!r}, though {_INDEX} says so"
+            )
+        super()._check(name, shape)
+
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
@@ -60,7 +86,7 @@ class SafetensorsCheckpoint(CheckpointFiles):
         return name in self and self._trace_of_quantization(name) is None
 
     def read_stored(
-        self, name: str, shape: tuple[int, ...], dtypes: Container[str], *parts: range
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], *parts: range
     ) -> Tensor:
         """A tensor as it is stored, on the engine's device.
 
@@ -73,7 +99,10 @@ class SafetensorsCheckpoint(CheckpointFiles):
         """
         self._check(name, shape)
         if self._dtype_of(name) not in dtypes:
-            raise CheckpointError(f"{self}: {name!r} is stored as {self._dtype_of(name)}")
+            raise CheckpointError(
+                f"{self._path_of[name]}: {name!r} is stored as {self._dtype_of(name)}, expected "
+                f"{' or '.join(dtypes)}"
+            )
         stored = self._read(name, tuple(slice_of(part) for part in parts))
         return stored.to(self._device)
 
@@ -88,8 +117,9 @@ class SafetensorsCheckpoint(CheckpointFiles):
         trace = self._trace_of_quantization(name)
         if trace is not None:
             raise CheckpointError(
-                f"{self._path_of.get(name, self)}: {name!r} is quantized ({trace}; plain are "
-                f"{', '.join(PLAIN_DTYPES)}), but config.json does not say how"
+                f"{self._path_of.get(name, self)}: {name!r} is no plain weight ({trace}; plain are "
+                f"{', '.join(PLAIN_DTYPES)}), and quantization_config in config.json does not say "
+                "how it is stored"
             )
         return super().read(name, shape, rows=rows, cols=cols)
 
@@ -115,10 +145,16 @@ class SafetensorsCheckpoint(CheckpointFiles):
         return f"beside it is {beside[0]}" if beside else None
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.exists():
-        files = [folder / name for name in _names_in(index)]
+def _safetensors_files(folder: Path, indexed: dict[str, Path] | None) -> list[Path]:
+    """The files to read: those of the index, else the one that holds all, else whatever is there.
+
+    Without an index a second file beside `model.safetensors` is an older or another model's, which
+    transformers does not read either.
+    """
+    if indexed is not None:
+        files = sorted(set(indexed.values()))
+    elif (folder / _SINGLE_FILE).exists():
+        files = [folder / _SINGLE_FILE]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(path) for path in files if not path.exists()]
@@ -129,17 +165,18 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def _names_in(index: Path) -> list[str]:
-    """The names of the files that an index names. None of them leaves the folder."""
+def _weight_map(index: Path) -> dict[str, Path]:
+    """The file of each tensor that an index names. None of them leaves the folder."""
     try:
-        names = sorted(set(read_json(index, MAX_INDEX_BYTES)["weight_map"].values()))
+        file_name_of = dict(read_json(index, MAX_INDEX_BYTES)["weight_map"].items())
+        file_names = set(file_name_of.values())
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from None
-    for name in names:
+    for file_name in file_names:
         # The file itself may be a link, as in a hub's cache.
-        if not _is_file_name(name):
-            raise CheckpointError(f"{index} names {name!r}, which is no file of its folder")
-    return names
+        if not _is_file_name(file_name):
+            raise CheckpointError(f"{index} names {file_name!r}, which is no file of its folder")
+    return {name: index.parent / file_name for name, file_name in file_name_of.items()}
 
 
 def _is_file_name(name: object) -> bool:

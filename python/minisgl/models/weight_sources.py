@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minisgl.checkpoint import Quantization
 from minisgl.checkpoint.files import GGUF_NAME
-from minisgl.layers import BaseOP, WeightSource
-from minisgl.models.checkpoint_files import slice_of
+from minisgl.layers import BaseOP
+from minisgl.models.checkpoint_files import CheckpointFiles, slice_of
 from minisgl.models.gguf_file import GGUFCheckpoint
 from minisgl.models.quantized import QuantizedCheckpoint
 from minisgl.models.safetensors_files import SafetensorsCheckpoint
@@ -29,6 +29,10 @@ class DummyWeights:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        """False: what a checkpoint may leave out is left out."""
+        return False
 
     def read(
         self,
@@ -50,7 +54,7 @@ def open_checkpoint(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
-) -> WeightSource:
+) -> CheckpointFiles | QuantizedCheckpoint:
     """
     Args:
         quantization: as config.json says it; a GGUF file knows its own.
@@ -72,8 +76,12 @@ def load_weight(
     quantization: Quantization | None = None,
     *,
     dummy: bool = False,
-) -> None:
+) -> list[str]:
     """Give a model this rank's shard of the weights in a folder, or random ones.
+
+    Returns:
+        the names of tensors that the model has not read, though they may mean something. Those of
+        rank 0 are those of the group.
 
     Raises:
         CheckpointError: a tensor is missing, damaged, of another shape than the config says, or
@@ -81,5 +89,7 @@ def load_weight(
     """
     if dummy:
         model.load(DummyWeights(dtype, device))
-    else:
-        model.load(open_checkpoint(folder, dtype, device, quantization))
+        return []
+    source = open_checkpoint(folder, dtype, device, quantization)
+    model.load(source)
+    return source.unread_names()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from minisgl.errors import InvalidRequest
 from minisgl.message import Conversation
 from minisgl.tokenizer.tool_prompt import HERMES_TEXTS, call_format_of, describe_tools
@@ -84,6 +86,11 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 conversation.messages, tokenize=False, **options
             )
+        except TemplateSyntaxError as error:
+            raise InvalidRequest(
+                f"chats are not possible, the model's chat template is damaged: {_place(error)}",
+                param="messages",
+            ) from error
         except Exception as error:  # a template is a program; it raises what its author chose
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
@@ -98,6 +105,16 @@ class ChatTemplate:
             return None
         text: str = self._tokenizer.get_chat_template(tools=[])
         return text
+
+    @property
+    def damage(self) -> str | None:
+        """What keeps the template from being compiled; None if nothing does."""
+        try:
+            self._apply(Conversation([{"role": "user", "content": "-"}]))
+        except InvalidRequest as refusal:
+            if isinstance(refusal.__cause__, TemplateSyntaxError):
+                return _place(refusal.__cause__)
+        return None
 
     @cached_property
     def describes_tools(self) -> bool:
@@ -139,3 +156,7 @@ class ChatTemplate:
         """All texts that it may write of itself, and those that describe tools in its place."""
         text = str(self._tokenizer.chat_template)  # or several templates, by their names
         return text + "".join(HERMES_TEXTS) if self.describes_tools else text
+
+
+def _place(error: TemplateSyntaxError) -> str:
+    return f"line {error.lineno}: {error.message}"

@@ -7,7 +7,7 @@ tokenized (`length_check.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.checkpoint.files import check_tokenizer_files, is_panic
+from minisgl.checkpoint.files import (
+    MAX_TOKENIZER_BYTES,
+    check_tokenizer_files,
+    is_panic,
+    one_line,
+    read_json,
+)
 from minisgl.config import TokenizerOptions
 from minisgl.core import IntArray
-from minisgl.errors import CheckpointError, InvalidRequest
+from minisgl.errors import CheckpointError, InvalidRequest, RequestError
 from minisgl.message import Conversation, Prompt, TokenIds, unpack_ids
 from minisgl.tokenizer.chat_template import ChatTemplate
 from minisgl.tokenizer.control_tokens import ControlTokens, Marks
@@ -46,26 +52,27 @@ class Tokenizer:
         except BaseException as error:  # the library raises whatever its loaders do
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
-            lines = str(error).strip().splitlines()
-            reason = lines[0] if lines else type(error).__name__
-            raise CheckpointError(f"{folder} has no usable tokenizer: {reason}") from error
+            raise _explained(error, folder) from error
         self.template = ChatTemplate(
             self._tokenizer, falls_back_to_hermes=options.falls_back_to_hermes
         )
         self.length_check = LengthCheck(self._tokenizer)
         self._allow_control_tokens = options.allow_control_tokens
 
-    def get_ready(self) -> None:
+    def get_ready(self, max_tokens: int | None = None) -> None:
         """Do once, and now, what the first prompts of each kind would wait for.
 
         It is the template's compilation, tables of the vocabulary, and a copy of the tokenizer. The
         copy takes up to a second.
+
+        Args:
+            max_tokens: as for `encode`, of what the template makes of a short chat.
         """
         self.length_check.get_ready()
         self.text_of(self.encode("-"))
         if self.template.text is not None:
-            with suppress(InvalidRequest):  # some templates refuse such a conversation
-                self.encode(Conversation([{"role": "user", "content": "-"}]))
+            with suppress(RequestError):  # some templates refuse such a conversation
+                self.encode(Conversation([{"role": "user", "content": "-"}]), max_tokens=max_tokens)
             if not self._allow_control_tokens:
                 self._control_tokens.get_ready()
 
@@ -169,6 +176,42 @@ class Tokenizer:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self._tokenizer)
+
+
+def _explained(error: BaseException, folder: Path) -> CheckpointError:
+    """What a user reads in place of an error of the library, which names no file."""
+    from tokenizers import Tokenizer as TokenizerFile
+    from transformers import AutoConfig
+
+    vocabulary = folder / "tokenizer.json"
+    options = folder / "tokenizer_config.json"
+    config = folder / "config.json"
+    for path in filter(Path.exists, (vocabulary, options, config)):
+        try:
+            read_json(path, MAX_TOKENIZER_BYTES)
+        except CheckpointError as unreadable:
+            return unreadable
+    reason = one_line(error)
+    if reason == _fault(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False)):
+        return CheckpointError(f"{config}: {reason}")
+    if vocabulary.exists():
+        damage = _fault(lambda: TokenizerFile.from_file(str(vocabulary)))
+        if damage is not None:
+            return CheckpointError(f"{vocabulary} is no tokenizer: {damage}")
+        if options.exists():
+            return CheckpointError(f"{options} does not fit {vocabulary.name}: {reason}")
+    return CheckpointError(f"{folder} has no usable tokenizer: {reason}")
+
+
+def _fault(read: Callable[[], object]) -> str | None:
+    """Why a library does not read a file; None if it does."""
+    try:
+        read()
+    except BaseException as error:  # it raises whatever its checks do
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        return one_line(error)
+    return None
 
 
 def _check_unicode(text: str) -> None:

@@ -87,7 +87,15 @@ class TokenizeWorker:
 
     def get_ready_for_prompts(self) -> None:
         """Do what the first prompts would wait for."""
-        self._tokenizer.get_ready()
+        self._tokenizer.get_ready(self._max_seq_len)
+
+    def warn_of_template(self) -> None:
+        """Say that no chat is possible, if none is."""
+        damage = self._tokenizer.template.damage
+        if damage is not None:
+            logger.warning(
+                "chats will be refused, the model's chat template is damaged: %s", damage
+            )
 
     def get_ready_for_answers(self) -> None:
         """Do what the first answers would wait for."""
@@ -247,6 +255,8 @@ def tokenize_worker(
     worker = TokenizeWorker(folder, max_seq_len, scheduler, frontends, options)
     if inbox in addresses.tokenizers:  # those of the detokenizer too, where no other has prompts
         worker.get_ready_for_prompts()
+    if inbox == addresses.tokenizers[0]:  # once
+        worker.warn_of_template()
     if inbox == addresses.detokenizer:
         worker.get_ready_for_answers()
     start_serving()

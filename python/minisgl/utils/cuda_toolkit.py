@@ -16,6 +16,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from minisgl.errors import ConfigError
 from minisgl.utils.env import cache_folder, cuda_home, nvcc_of_path
 from minisgl.utils.ownership import make_own_folder
 
@@ -92,7 +93,7 @@ def _linked(folder: Path) -> CudaToolkit | None:
         driver = _path_of_driver()
         if driver is not None:
             _link(home / "lib64" / "libcuda.so", driver)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         logger.warning("the CUDA compiler of %s cannot be used: %s", folder, error)
         return None
     return CudaToolkit(home)

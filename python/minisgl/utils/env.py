@@ -8,14 +8,46 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from minisgl.errors import ConfigError
+
+_MAX_PATH = 1024  # bytes of a cache folder, in which there are further folders
+_NUM_SHOWN = 50  # characters of a longer one in an error
+
 
 def cache_folder() -> Path:
-    """The folder of models and compiled kernels: MINISGL_CACHE, or minisgl in the user's cache."""
+    """The folder of models and compiled kernels: MINISGL_CACHE, or minisgl in the user's cache.
+
+    Raises:
+        ConfigError: a variable holds no path, or there is no home folder.
+    """
     folder = os.environ.get("MINISGL_CACHE")
     if folder:
-        return Path(folder).expanduser()
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(user_cache).expanduser() / "minisgl"
+        return _folder_of("MINISGL_CACHE", folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME")
+    if user_cache:
+        return _folder_of("XDG_CACHE_HOME", user_cache) / "minisgl"
+    try:
+        return _folder_of("HOME", "~/.cache") / "minisgl"
+    except ConfigError as error:
+        raise ConfigError(f"{error}; set MINISGL_CACHE to a folder") from None
+
+
+def _folder_of(variable: str, value: str) -> Path:
+    num_bytes = len(os.fsencode(value))
+    if num_bytes > _MAX_PATH:
+        raise ConfigError(
+            f"{variable}: {value[:_NUM_SHOWN]!r}... has {num_bytes} bytes, a folder at most "
+            f"{_MAX_PATH}"
+        )
+    try:
+        folder = Path(value).expanduser()
+        folder.exists()
+    except PermissionError:  # is said of what is done there
+        return folder
+    except (OSError, RuntimeError) as error:  # a name that is too long, no such user, no home
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise ConfigError(f"{variable}: {value!r} is no path: {reason}") from None
+    return folder
 
 
 def overlap_disabled() -> bool:

@@ -233,7 +233,7 @@ def _use_kept_modules(env: Any) -> Path | None:
     name = f"flashinfer-{workspace.parent.name}-cuda{torch.version.cuda}-sm{workspace.name}"
     try:
         folder = make_own_folder(cache_folder() / "kernels" / name)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         logger.warning("FlashInfer's kernels are not kept: %s", error)
         return None
     for library in folder.glob("*/*.so"):
