@@ -128,7 +128,7 @@ def test_a_template_that_is_none_is_one_line_of_the_log(
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template)
-    worker = TokenizeWorker(tmp_path, 100, Outbox(), [])  # type: ignore[arg-type]
+    worker = TokenizeWorker(tmp_path, 100, Outbox(), [], OPTIONS)  # type: ignore[arg-type]
     worker.get_ready_for_prompts()
     worker.warn_of_template()
     assert caplog.messages == warnings
