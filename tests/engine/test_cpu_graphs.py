@@ -18,9 +18,8 @@ from torch import Tensor
 from minisgl.core import SamplingParams
 from minisgl.engine.graphs.capture import Graph
 from minisgl.engine.graphs.key import GraphKey, GraphKind
-from minisgl.engine.graphs.runner import CapturedStep, GraphRunner
+from minisgl.engine.graphs.runner import CapturedStep, GraphRunner, PreparedReplay
 from minisgl.engine.sampler import SamplingInputs
-from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CpuGraph
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.harness import Host, WatchedEngine, config_of, random_prompts

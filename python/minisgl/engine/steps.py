@@ -13,29 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl.core import BatchPlan, ReqSlice, TableWrites
-from minisgl.engine.graphs.inputs import GraphInputs
 from minisgl.engine.graphs.key import GraphKey
+from minisgl.engine.graphs.runner import PreparedReplay
 from minisgl.engine.prompt_outputs import PromptOutputs
 from minisgl.engine.sampler import SamplingInputs
-from minisgl.utils.staging import StagedCopy
-
-
-@dataclass(slots=True)
-class PreparedReplay:
-    """All that a captured step needs to start.
-
-    Attributes:
-        copy: the inputs, the table writes and the sampling parameters, ready to go to where the
-            graph reads them.
-        is_filtered: whether a request has a filter.
-        is_masked: whether a request has a grammar.
-    """
-
-    key: GraphKey
-    inputs: GraphInputs
-    copy: StagedCopy
-    is_filtered: bool
-    is_masked: bool
 
 
 @dataclass(slots=True)

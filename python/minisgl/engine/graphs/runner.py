@@ -44,7 +44,6 @@ from minisgl.engine.sampling_batch import (
     has_masks,
     sampling_arrays,
 )
-from minisgl.engine.steps import PreparedReplay
 from minisgl.kernel import CannotBeCaptured, has_filter_kernels, look_up, scatter
 from minisgl.layers import Context
 from minisgl.utils.progress import ProgressBar
@@ -74,6 +73,24 @@ class CapturedStep:
     hidden_YD: Tensor
     sampling_graphs: dict[bool, SamplingGraph]
     sampling_inputs: dict[tuple[bool, bool], SamplingInputs]
+
+
+@dataclass(slots=True)
+class PreparedReplay:
+    """All that a captured step needs to start. Not frozen, to be made fast.
+
+    Attributes:
+        copy: the inputs, the table writes and the sampling parameters, ready to go to where the
+            graph reads them.
+        is_filtered: whether a request has a filter.
+        is_masked: whether a request has a grammar.
+    """
+
+    key: GraphKey
+    inputs: GraphInputs
+    copy: StagedCopy
+    is_filtered: bool
+    is_masked: bool
 
 
 class GraphRunner:
