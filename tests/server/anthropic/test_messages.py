@@ -171,6 +171,52 @@ def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
     run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
+def test_a_thread_is_refused_as_clients_of_threads_understand(thread: dict[str, str]) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, thread=thread)
+        await call.done
+        assert call.status == 400
+        error = json.loads(call.body)["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "thread: it is not supported" in error["message"]
+        assert error["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+        other = app.post(ROUTE, **ASKED, container="c")
+        await other.done
+        assert "details" not in json.loads(other.body)["error"]
+
+    run_with_app(scenario)
+
+
+def test_a_thread_of_the_client_sends_the_whole_conversation_each_time() -> None:
+    seen: list[int] = []
+
+    def script(msg: TokenizeMsg) -> list[UserReply]:
+        assert isinstance(msg.prompt, Conversation)
+        seen.append(len(msg.prompt.messages))
+        return replies("ok")(msg)
+
+    async def scenario(app: App) -> None:
+        import anthropic
+
+        app.worker.answer_with(script)
+        async with client_of(app) as client:
+            strict = client.beta.messages.thread(model="m", max_tokens=9)
+            with pytest.raises(anthropic.BadRequestError, match="thread"):
+                await strict.send({"role": "user", "content": "one"})
+            thread = client.beta.messages.thread(
+                model="m", max_tokens=9, unsupported_request_behavior="continue_unthreaded"
+            )
+            await thread.send({"role": "user", "content": "one"})
+            await thread.send({"role": "user", "content": "two"})
+
+    run_with_app(scenario)
+    assert seen == [1, 3]
+
+
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
     async def scenario(app: App) -> None:
         call = app.post(ROUTE, **ASKED, stream=True)

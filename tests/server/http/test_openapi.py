@@ -38,6 +38,7 @@ EMBED = "/v1/embeddings"
 STREAMING = {CHAT, TEXT, RESPONSES, GENERATE, "/v1/messages"}
 ONLY_IF_ANY = {
     "AssistantMessage": {"reasoning_content", "tool_calls"},
+    "MessageErrorBody": {"details"},
     "OutputCall": {"namespace"},
 }
 SPEAKER = replace(

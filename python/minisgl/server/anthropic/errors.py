@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from minisgl.server.answers.errors import ErrorBody
 from minisgl.server.answers.objects import ResponseModel
 
@@ -18,9 +20,15 @@ _TYPES = {
 }
 
 
+class ThreadRefusal(ResponseModel):
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: list[str]
+
+
 class MessageErrorBody(ResponseModel):
     type: str
     message: str
+    details: ThreadRefusal | None = Field(None, exclude_if=lambda value: value is None)
 
 
 class MessageErrorResponse(ResponseModel):
@@ -31,9 +39,15 @@ class MessageErrorResponse(ResponseModel):
 def error_object(error: ErrorBody, status: int) -> dict[str, Any]:
     """One of our errors as Anthropic's API has it.
 
+    A refused `thread` has details. From them Anthropic's client knows that it has to send the whole
+    conversation.
+
     Args:
         status: of the HTTP response.
     """
     default = "invalid_request_error" if status < 500 else "api_error"
-    body = MessageErrorBody(type=_TYPES.get(status, default), message=error.message)
+    details = ThreadRefusal(unsupported=["thread"]) if error.param == "thread" else None
+    body = MessageErrorBody(
+        type=_TYPES.get(status, default), message=error.message, details=details
+    )
     return MessageErrorResponse(error=body).model_dump()

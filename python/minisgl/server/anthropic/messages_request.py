@@ -26,6 +26,7 @@ from minisgl.server.requests.tools import (
     ToolName,
     ToolUse,
 )
+from minisgl.server.requests.unsupported import Refused
 from minisgl.server.requests.validation import (
     FITS_CONTEXT,
     AtMost,
@@ -223,6 +224,7 @@ class _AnthropicRequest(ConversationRequest):
     output_config: OutputConfig | None = None
     cache_control: Any = None
     speed: Any = None
+    thread: Refused = None
 
     def placeholder(self) -> Any:
         last_role = self.messages[-1].role  # which says whether the answer has begun
