@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from minisgl.core import Grammar
+from minisgl.errors import InvalidRequest
 from minisgl.message import (
     AbortMsg,
     CodecReply,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
 
 ROUTE = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 ASKED: dict[str, Any] = {
     "model": "m",
     "max_tokens": 9,
@@ -346,6 +348,19 @@ def test_parameters_go_to_the_engine_by_their_names() -> None:
     assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (9, 5, 0.5)
     assert sampling.stop == ("END",)
     assert sampling.grammar == Grammar("json_schema", json.dumps(SCHEMA))
+
+
+def test_a_format_at_the_top_is_that_of_output_config() -> None:
+    format = {"type": "json_schema", "schema": SCHEMA}
+    grammar = Grammar("json_schema", json.dumps(SCHEMA))
+    assert read(output_format=format).sampling({}).grammar == grammar
+    with pytest.raises(InvalidRequest, match="both output_config and output_format"):
+        read(output_format=format, output_config={"format": format}).sampling({})
+
+
+def test_calls_side_by_side_may_be_forbidden_as_in_a_chat() -> None:
+    assert not read(tools=TOOLS, parallel_tool_calls=False).tool_use.is_parallel
+    assert read(tools=TOOLS, parallel_tool_calls=True).tool_use.is_parallel
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,15 @@ from minisgl.server.requests.tools import (
     ToolName,
     ToolUse,
 )
-from minisgl.server.requests.unsupported import Refused
+from minisgl.server.requests.unsupported import (
+    EmptyListOnly,
+    FalseOnly,
+    OneOnly,
+    Refused,
+    ZeroOnly,
+)
 from minisgl.server.requests.validation import (
+    FEW_PAIRS,
     FITS_CONTEXT,
     AtMost,
     NeutralOnly,
@@ -199,6 +206,14 @@ class OutputConfig(RequestModel):
 
     format: OutputFormat | None = None
     effort: ValidText | None = None
+    task_budget: Refused = None
+
+
+def _drop_nulls(value: Any) -> Any:
+    """An object without its fields that are null."""
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item is not None}
 
 
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
@@ -222,9 +237,50 @@ class _AnthropicRequest(ConversationRequest):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    metadata: (
+        Annotated[dict[ValidText, ValidText], FEW_PAIRS, BeforeValidator(_drop_nulls)] | None
+    ) = None
+    billing_policy: Any = None
     cache_control: Any = None
     speed: Any = None
+    context_management: Refused = None
+    mcp_servers: EmptyListOnly = None
     thread: Refused = None
+
+    # Fields of other endpoints.
+    add_generation_prompt: Refused = None
+    audio: Refused = None
+    best_of: OneOnly = None
+    continue_final_message: Annotated[Any, NeutralOnly(instead="a last turn of the assistant")] = (
+        None
+    )
+    conversation: Refused = None
+    echo: FalseOnly = None
+    function_call: Annotated[Any, NeutralOnly("none", "auto", instead="tool_choice")] = None
+    functions: Annotated[Any, NeutralOnly([], instead="tools")] = None
+    input: Annotated[Any, NeutralOnly(instead="messages")] = None
+    instructions: Annotated[Any, NeutralOnly(instead="system")] = None
+    logprobs: FalseOnly = None
+    max_completion_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    max_output_tokens: Annotated[Any, NeutralOnly(instead="max_tokens")] = None
+    modalities: Annotated[Any, NeutralOnly(["text"])] = None
+    moderation: Refused = None
+    n: OneOnly = None
+    previous_response_id: Refused = None
+    prompt: Annotated[Any, NeutralOnly(instead="messages")] = None
+    prompt_logprobs: Refused = None
+    reasoning: Annotated[Any, NeutralOnly({}, instead="thinking")] = None
+    reasoning_effort: Annotated[Any, NeutralOnly(instead="thinking")] = None
+    response_format: Annotated[
+        Any, NeutralOnly({"type": "text"}, instead="output_config.format")
+    ] = None
+    suffix: Annotated[Any, NeutralOnly("")] = None
+    text: Annotated[Any, NeutralOnly(instead="output_config.format")] = None
+    top_logprobs: ZeroOnly = None
+    truncation: Annotated[Any, NeutralOnly("disabled")] = None
+    verbosity: Annotated[Any, NeutralOnly("medium")] = None
+    web_search_options: Refused = None
 
     def placeholder(self) -> Any:
         last_role = self.messages[-1].role  # which says whether the answer has begun
@@ -274,7 +330,7 @@ class _AnthropicRequest(ConversationRequest):
     def tool_use(self) -> ToolUse:
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         named_tool = choice.name if choice.type == "tool" else None
-        is_parallel = not choice.disable_parallel_tool_use
+        is_parallel = self.parallel_tool_calls is not False and not choice.disable_parallel_tool_use
         return ToolUse(self.functions_of_tools, _CHOICES[choice.type], named_tool, is_parallel)
 
     @property
@@ -293,15 +349,20 @@ class _AnthropicRequest(ConversationRequest):
 class CountTokensRequest(_AnthropicRequest):
     """POST /v1/messages/count_tokens."""
 
+    compaction: Any = None
+
 
 class MessagesRequest(_AnthropicRequest):
     """POST /v1/messages."""
 
     max_tokens: TokenLimit
     stop_sequences: Annotated[list[ValidText], AtMost(MAX_STOPS)] | None = None
-    container: Annotated[Any, NeutralOnly()] = None
-    context_management: Annotated[Any, NeutralOnly()] = None
-    mcp_servers: Annotated[Any, NeutralOnly([])] = None
+    compaction: Refused = None
+    container: Refused = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
+    inference_geo: Any = None
 
     @property
     def token_limit(self) -> int | None:
@@ -312,10 +373,12 @@ class MessagesRequest(_AnthropicRequest):
         return replace(sampling, stop=(*sampling.stop, *(self.stop_sequences or ())))
 
     def grammar_of_field(self) -> dict[str, Grammar]:
-        format = self.output_config.format if self.output_config else None
-        if format is None:
-            return super().grammar_of_field()
-        return {"output_config": format.grammar(), **super().grammar_of_field()}
+        formats = {
+            "output_config": self.output_config.format if self.output_config else None,
+            "output_format": self.output_format,
+        }
+        given = {name: format.grammar() for name, format in formats.items() if format is not None}
+        return {**given, **super().grammar_of_field()}
 
     def field_of(self, param: str | None) -> str | None:
         return "stop_sequences" if param == "stop" else super().field_of(param)
