@@ -264,6 +264,35 @@ def test_tokens_are_counted() -> None:
     run_with_app(scenario)
 
 
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"type": "tool"}, "tool_choice.name: it is required"),
+        ({"type": "tool", "name": None}, "tool_choice.name: it must be a string, got null"),
+        ({"type": "tool", "name": "no"}, "tool_choice names 'no', which is not among the tools"),
+    ],
+)
+def test_a_tool_is_chosen_by_its_name(choice: dict[str, Any], message: str) -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, tools=TOOLS, tool_choice=choice)
+        await call.done
+        assert call.status == 400
+        assert json.loads(call.body)["error"]["message"] == message
+
+    run_with_app(scenario, model=SPEAKER)
+
+
+def test_a_call_that_no_tool_can_answer_is_refused_in_no_other_apis_words() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED, tool_choice={"type": "any"})
+        await call.done
+        assert call.status == 400
+        message = json.loads(call.body)["error"]["message"]
+        assert message == "tool_choice asks for a call, but there are no tools"
+
+    run_with_app(scenario, model=SPEAKER)
+
+
 # The request.
 
 

@@ -177,8 +177,16 @@ class ToolDefinition(RequestModel):
 
 
 class AnthropicToolChoice(RequestModel):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "none"]
     name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicNamedTool(RequestModel):
+    """The choice of one tool."""
+
+    type: Literal["tool"]
+    name: ToolName
     disable_parallel_tool_use: bool | None = None
 
 
@@ -234,7 +242,9 @@ class _AnthropicRequest(ConversationRequest):
     messages: Annotated[list[Turn], Field(min_length=1), FITS_CONTEXT]
     system: TextBlocks | None = None
     tools: Annotated[list[ToolDefinition], AtMost(MAX_TOOLS)] | None = None
-    tool_choice: AnthropicToolChoice | None = None
+    tool_choice: (
+        Annotated[AnthropicToolChoice | AnthropicNamedTool, Field(discriminator="type")] | None
+    ) = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -329,7 +339,7 @@ class _AnthropicRequest(ConversationRequest):
     @property
     def tool_use(self) -> ToolUse:
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
-        named_tool = choice.name if choice.type == "tool" else None
+        named_tool = choice.name if isinstance(choice, AnthropicNamedTool) else None
         is_parallel = self.parallel_tool_calls is not False and not choice.disable_parallel_tool_use
         return ToolUse(self.functions_of_tools, _CHOICES[choice.type], named_tool, is_parallel)
 
