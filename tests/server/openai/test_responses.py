@@ -744,6 +744,13 @@ def test_items_are_messages_of_a_chat(items: Any, messages: Any) -> None:
     assert read(input=items).chat_messages() == messages
 
 
+@pytest.mark.parametrize("phase", [None, "commentary", "final_answer"])
+def test_a_phase_comes_back_with_its_message(phase: str | None) -> None:
+    """Clients send back what they got; a template has no place for it."""
+    spoken = {"type": "message", "id": "msg_1", "status": "completed", **SPOKEN, "phase": phase}
+    assert read(input=[USER, spoken, USER]).chat_messages() == [USER, SPOKEN, USER]
+
+
 def test_instructions_come_first_and_variables_go_along() -> None:
     (prompt,) = read(
         instructions="be brief", chat_template_kwargs={"enable_thinking": False}

@@ -101,10 +101,12 @@ class _Item(RequestModel):
 
 
 class MessageItem(_Item):
+    """A turn. Its phase says what an answer was for; templates have no place for it."""
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
-    phase: None = None
+    phase: ValidText | None = None
 
     def add_to(self, messages: list[ChatMessage]) -> None:
         if self.role == "assistant":
