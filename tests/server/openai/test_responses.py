@@ -809,7 +809,12 @@ NEUTRAL: dict[str, list[Any]] = {
     "prompt_cache_key": ["k"],
     "prompt_cache_options": [{}],
     "prompt_cache_retention": ["24h"],
-    "reasoning": [{}, {"effort": None, "summary": "auto"}],
+    "reasoning": [
+        {},
+        {"effort": None, "summary": "auto"},
+        {"mode": "standard", "context": "auto"},
+        {"mode": None, "context": None},
+    ],
     "safety_identifier": ["s"],
     "service_tier": ["flex"],
     "store": [True, False],

@@ -212,11 +212,16 @@ class TextOptions(RequestModel):
 
 
 class ReasoningOptions(RequestModel):
-    """How much to reason, where the chat template can be told. Reasoning is never summarized."""
+    """How much to reason, where the chat template can be told. Reasoning is never summarized.
+
+    Which reasoning of earlier turns the model sees is the template's choice.
+    """
 
     effort: ValidText | None = None
     summary: ValidText | None = None
     generate_summary: ValidText | None = None
+    mode: Annotated[Any, NeutralOnly("standard")] = None
+    context: Annotated[Any, NeutralOnly("auto")] = None
 
 
 class ResponsesStreamOptions(RequestModel):
