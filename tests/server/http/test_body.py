@@ -349,3 +349,34 @@ def test_a_body_of_another_type_is_refused_by_its_type(content_type: str, is_jso
         _check_content_type(request)
     assert "header 'Content-Type: application/json'" in str(refusal.value)
     assert refusal.value.code == "invalid_content_type"
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        (["gzip"], "gzip"),
+        (["BR"], "BR"),
+        (["identity, zstd"], "identity, zstd"),
+        (["identity", "gzip"], "identity, gzip"),
+        ([""], None),
+        (["identity"], None),
+        (["Identity"], None),
+        ([], None),
+    ],
+)
+def test_a_compressed_body_is_refused_by_its_encoding(
+    headers: list[str], named: str | None
+) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
+        sent = [(b"content-encoding", value.encode()) for value in headers]
+        body = b"\x1f\x8b\x08" if named else json.dumps(BODIES[CHAT]).encode()
+        call = app.call("POST", CHAT, body, headers=sent)
+        await call.done
+        if named is None:
+            assert call.status == 200, call.body
+            return
+        error = assert_is_error(call, 400, code="invalid_content_encoding")
+        assert f"the Content-Encoding {named!r}" in error["message"]
+
+    run_with_app(scenario)
