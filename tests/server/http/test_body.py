@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -41,6 +42,7 @@ from minisgl.server.requests.validation import RequestBounds
 from tests.server.harness import (
     BODIES,
     CHAT,
+    MODEL,
     TEXT,
     App,
     assert_is_error,
@@ -380,3 +382,18 @@ def test_a_compressed_body_is_refused_by_its_encoding(
         assert f"the Content-Encoding {named!r}" in error["message"]
 
     run_with_app(scenario)
+
+
+@pytest.mark.parametrize("padding", [0, 2 * MAX_PARAMETERS])
+def test_a_byte_order_mark_before_json_is_dropped(padding: int) -> None:
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(token_replies("ok"))
+        text = json.dumps({**BODIES[TEXT], "prompt": "hi" + " " * padding})
+        call = app.call("POST", TEXT, b"\xef\xbb\xbf" + text.encode())
+        await call.done
+        assert call.status == 200, call.body
+        alone = app.call("POST", TEXT, b"\xef\xbb\xbf")
+        await alone.done
+        assert "the body is empty" in assert_is_error(alone, 400, code="json_invalid")["message"]
+
+    run_with_app(scenario, model=replace(MODEL, max_seq_len=4 * MAX_PARAMETERS))
