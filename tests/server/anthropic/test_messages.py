@@ -173,6 +173,29 @@ def test_an_error_has_anthropics_form_and_its_class_in_the_client() -> None:
     run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
 
 
+def test_answers_and_errors_have_the_id_by_which_anthropics_client_names_a_request() -> None:
+    import anthropic
+
+    async def scenario(app: App) -> None:
+        app.worker.answer_with(replies("ok"))
+        async with client_of(app) as client:
+            message = await client.messages.create(**ASKED, extra_headers={"x-request-id": "abc"})
+            assert message._request_id == "abc"
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await client.messages.create(**{**ASKED, "model": "other"})
+            assert unknown.value.request_id is not None
+            assert unknown.value.body["request_id"] == unknown.value.request_id
+            async with client_of(app, api_key="wrong") as stranger:
+                with pytest.raises(anthropic.AuthenticationError) as refused:
+                    await stranger.messages.create(**ASKED)
+            assert refused.value.body["request_id"] == refused.value.request_id is not None
+        chat = app.call("GET", "/v1/models", headers=[(b"x-api-key", b"x")])
+        await chat.done
+        assert "request-id" not in chat.headers
+
+    run_with_app(scenario, config=replace(CONFIG, api_key=("x",)))
+
+
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
 def test_a_thread_is_refused_as_clients_of_threads_understand(thread: dict[str, str]) -> None:
     async def scenario(app: App) -> None:

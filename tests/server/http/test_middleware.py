@@ -190,6 +190,9 @@ def test_all_origins_or_those_given(
         call = app.call("GET", "/v1/models", headers=from_page(origin))
         await call.done
         assert call.headers.get("access-control-allow-origin") == allow_origin
+        if allow_origin is not None:
+            exposed = set(call.headers["access-control-expose-headers"].split(", "))
+            assert exposed == {"Retry-After", "X-Request-Id", "Request-Id"}
 
     run_with_app(scenario, config=replace(CONFIG, cors_origins=allowed))
 

@@ -18,6 +18,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class ThreadRefusal(ResponseModel):
@@ -28,15 +29,16 @@ class ThreadRefusal(ResponseModel):
 class MessageErrorBody(ResponseModel):
     type: str
     message: str
-    details: ThreadRefusal | None = Field(None, exclude_if=lambda value: value is None)
+    details: ThreadRefusal | None = _OmittedIfNull
 
 
 class MessageErrorResponse(ResponseModel):
     type: Literal["error"] = "error"
     error: MessageErrorBody
+    request_id: str | None = _OmittedIfNull
 
 
-def error_object(error: ErrorBody, status: int) -> dict[str, Any]:
+def error_object(error: ErrorBody, status: int, request_id: str | None = None) -> dict[str, Any]:
     """One of our errors as Anthropic's API has it.
 
     A refused `thread` has details. From them Anthropic's client knows that it has to send the whole
@@ -44,10 +46,11 @@ def error_object(error: ErrorBody, status: int) -> dict[str, Any]:
 
     Args:
         status: of the HTTP response.
+        request_id: None for an error in a stream, whose head has it.
     """
     default = "invalid_request_error" if status < 500 else "api_error"
     details = ThreadRefusal(unsupported=["thread"]) if error.param == "thread" else None
     body = MessageErrorBody(
         type=_TYPES.get(status, default), message=error.message, details=details
     )
-    return MessageErrorResponse(error=body).model_dump()
+    return MessageErrorResponse(error=body, request_id=request_id).model_dump()

@@ -81,7 +81,7 @@ def _refuse(
     """The answer to a request that no route sees; it is counted and logged."""
     metrics.count_error(error.code)
     note_error(scope, error.code)
-    content = error_content(scope["path"], error_response(error).error, error.status)
+    content = error_content(scope, error_response(error).error, error.status)
     return JSONResponse(content, error.status, headers)
 
 
