@@ -258,6 +258,18 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
     run_with_app(scenario)
 
 
+def test_a_time_out_has_anthropics_type() -> None:
+    async def scenario(app: App) -> None:
+        call = app.post(ROUTE, **ASKED)
+        uid = (await app.worker.receive()).uid
+        app.worker.send(UserReply(uid, error=ReplyError(504, "timeout", "it took too long")))
+        await call.done
+        assert call.status == 504
+        assert json.loads(call.body)["error"]["type"] == "timeout_error"
+
+    run_with_app(scenario)
+
+
 def test_a_client_that_goes_away_aborts_its_message() -> None:
     async def scenario(app: App) -> None:
         call = app.post(ROUTE, **ASKED)

@@ -17,6 +17,7 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _OmittedIfNull: Any = Field(default=None, exclude_if=lambda value: value is None)
 
