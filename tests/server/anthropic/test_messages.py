@@ -123,6 +123,24 @@ def test_reasoning_and_calls_are_blocks_of_their_own() -> None:
     assert message.stop_reason == "tool_use"
 
 
+def test_an_answer_of_thoughts_alone_has_one_block() -> None:
+    message = answer("<think>\nHm, so", finish="length")
+    assert [(block.type, block.thinking) for block in message.content] == [("thinking", "Hm, so")]
+
+
+def test_thoughts_may_be_left_out_and_their_block_stays() -> None:
+    thinking = {"type": "adaptive", "display": "omitted"}
+    message = answer(THOUGHT + "So", asked={"thinking": thinking})
+    thought, text = message.content
+    assert (thought.type, thought.thinking, text.text) == ("thinking", "", "So")
+    turns = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": [thought.to_dict(), text.to_dict()]},
+        *ASKED["messages"],
+    ]
+    assert conversation(messages=turns).messages[1] == {"role": "assistant", "content": "So"}
+
+
 def test_an_empty_answer_has_a_block() -> None:
     assert [block.type for block in answer("", finish="length").content] == ["text"]
 

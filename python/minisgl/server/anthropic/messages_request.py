@@ -141,7 +141,7 @@ class AssistantTurn(RequestModel):
             match block:
                 case TextBlock(text=text):
                     message["content"] += text
-                case ThinkingBlock(thinking=reasoning):
+                case ThinkingBlock(thinking=reasoning) if reasoning:
                     message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
                 case ToolUseBlock():
                     message.setdefault("tool_calls", []).append(_call(block).for_template())
@@ -193,7 +193,8 @@ class AnthropicNamedTool(RequestModel):
 class Thinking(RequestModel):
     """Whether the model reasons first, where its chat template can choose.
 
-    A budget is accepted. The template cannot be told how much to reason.
+    A budget is accepted. The template cannot be told how much to reason. Thoughts that are omitted
+    leave an empty block.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -346,6 +347,10 @@ class _AnthropicRequest(ConversationRequest):
     @property
     def allows_reasoning(self) -> bool:
         return super().allows_reasoning and not self._continues_answer
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
 
     @property
     def num_logprobs(self) -> int | None:
