@@ -403,6 +403,13 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
     assert [tool["function"]["name"] for tool in prompt.tools] == ["get", "put"]
 
 
+def test_a_tool_may_have_null_for_the_properties_that_it_does_not_list() -> None:
+    schema = {"type": "object", "properties": None, "required": None}
+    tools = [{"name": "now", "input_schema": schema}]
+    (tool,) = read(tools=tools).functions_of_tools
+    assert tool.parameters == {"type": "object"}
+
+
 def test_a_last_turn_of_the_assistant_is_continued() -> None:
     turns = [*ASKED["messages"], {"role": "assistant", "content": "It is"}]
     assert conversation(messages=turns).options == {

@@ -157,13 +157,21 @@ def _call(block: ToolUseBlock) -> ToolCall:
 Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
 
 
+def _drop_null_keywords(schema: Any) -> Any:
+    """A schema without the two keywords that may be null in Anthropic's API, where they are."""
+    if not isinstance(schema, dict):
+        return schema
+    absent = [name for name in ("properties", "required") if schema.get(name) is None]
+    return {name: value for name, value in schema.items() if name not in absent}
+
+
 class ToolDefinition(RequestModel):
     """A tool of the client. Tools that Anthropic's servers run are refused by their type."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: ValidText | None = None
-    input_schema: Parameters
+    input_schema: Annotated[Parameters, BeforeValidator(_drop_null_keywords)]
     strict: bool | None = None
     cache_control: Any = None
 
