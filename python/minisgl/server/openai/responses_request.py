@@ -323,3 +323,9 @@ class ResponsesRequest(ConversationRequest):
         if format_grammar is None:
             return super().grammar_of_field()
         return {"text": format_grammar, **super().grammar_of_field()}
+
+
+class InputTokensRequest(ResponsesRequest):
+    """POST /v1/responses/input_tokens: of how many tokens the prompt of a response would be."""
+
+    personality: Refused = None
