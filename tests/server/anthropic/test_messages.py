@@ -403,6 +403,16 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
     assert [tool["function"]["name"] for tool in prompt.tools] == ["get", "put"]
 
 
+def test_a_turn_without_blocks_is_an_empty_turn() -> None:
+    empty = {"role": "user", "content": []}
+    assert conversation(messages=[empty]).messages == [{"role": "user", "content": ""}]
+    result = {"type": "tool_result", "tool_use_id": "c1"}
+    turn = {"role": "user", "content": [result]}
+    assert conversation(messages=[turn]).messages == [
+        {"role": "tool", "tool_call_id": "c1", "content": ""}
+    ]
+
+
 def test_a_tool_may_have_null_for_the_properties_that_it_does_not_list() -> None:
     schema = {"type": "object", "properties": None, "required": None}
     tools = [{"name": "now", "input_schema": schema}]

@@ -108,7 +108,10 @@ class UserTurn(RequestModel):
     ]
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add a message for each result, and one for the texts that follow each other."""
+        """Add a message for each result, and one for the texts that follow each other.
+
+        A turn without blocks is a message without text.
+        """
         texts: list[str] = []
         for block in self.content:
             if isinstance(block, TextBlock):
@@ -117,6 +120,8 @@ class UserTurn(RequestModel):
             _add_user_texts(messages, texts)
             result = _join(block.content)
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        if not self.content:
+            texts.append("")
         _add_user_texts(messages, texts)
 
 
